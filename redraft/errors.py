@@ -1,0 +1,43 @@
+"""Errors a user can mend. Each is one line: what was expected, what was found, and the command or step that mends it."""
+
+from __future__ import annotations
+
+
+class RedraftError(Exception):
+    """Base of every error that the command line prints as one line.
+
+    `mend` is a command or an instruction; `exit_status` is 1 (it failed) or 2 (bad usage).
+    """
+
+    exit_status = 1
+
+    def __init__(self, message: str, mend: str | None = None) -> None:
+        super().__init__(message if mend is None else f"{message}; {mend}")
+        self.message = message
+        self.mend = mend
+
+
+class UsageError(RedraftError):
+    """The request itself is wrong: an option, a path or a prompt."""
+
+    exit_status = 2
+
+
+class CheckpointError(RedraftError):
+    """A Hugging Face checkpoint is missing, damaged or inconsistent."""
+
+
+class UnsupportedModelError(RedraftError):
+    """A model has something that cannot be exported faithfully; the message names it."""
+
+
+class BundleError(RedraftError):
+    """An engine bundle is missing, damaged, of another version, or being built by another process."""
+
+
+class DataError(RedraftError):
+    """A corpus or a prompt file is empty, unreadable or of the wrong form."""
+
+
+class TrainingError(RedraftError):
+    """Training cannot go on: a NaN loss, a checkpoint of another configuration."""

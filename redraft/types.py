@@ -1,0 +1,72 @@
+"""The values that pass between drafting, verification and control. All frozen; all of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may be drafted: `nodes` to verify beside the root, at most `depth` deep and `width` wide a level.
+
+    `nodes = 0` means: do not speculate now.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.depth, self.width) < 0:
+            raise ValueError(f"budget must not be negative: {self}")
+
+
+NO_SPECULATION = Budget(nodes=0, depth=0, width=0)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A tree of candidate continuations of one sequence. Node 0 is the root, the last committed token.
+
+    tokens:      int64[n], full-vocabulary ids.
+    parents:     int64[n], -1 for the root; a parent comes before its children.
+    log_probs:   float32[n], joint log probability under the drafter (its estimate where it has no model), root 0.
+    draft_probs: the processed distribution from which node i's children were drawn, [n, V]; None when the children
+                 were chosen deterministically.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    log_probs: FloatArray
+    draft_probs: FloatArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one verification said of one tree.
+
+    node_tokens: int64[n], the verifier's token after every node.
+    path:        nodes accepted, in order, root excluded: rows of the KV and feature buffers of this call.
+    bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
+    tokens:      accepted tokens, then the bonus: what this step adds to the sequence.
+    """
+
+    node_tokens: IntArray
+    path: tuple[int, ...]
+    bonus: int
+    tokens: tuple[int, ...] = field(default=())
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafted tokens kept."""
+        return len(self.path)
