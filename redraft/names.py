@@ -40,6 +40,22 @@ class TensorSpec:
     in_place_of: str | None = None
 
 
+@dataclass(frozen=True)
+class WeightRef:
+    """Where an initializer's bytes lie: `length` bytes at `offset` of `file`, a path relative to the graph's folder.
+
+    `source` names the checkpoint's tensors it was made from.
+    """
+
+    initializer: str
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+    source: tuple[str, ...]
+
+
 def key_cache(layer: int) -> str:
     """Name of the key buffer of `layer`, shape [B, H_kv, C, D]."""
     return f"kv.{layer}.key"
