@@ -1,0 +1,114 @@
+"""Opening an engine bundle. It fails closed: what was expected, what was found, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from redraft import names
+from redraft.engines.digests import file_digests
+from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command
+from redraft.engines.writer import BundleWriter
+from redraft.errors import BundleError
+from redraft.names import TensorSpec
+
+__all__ = ["Bundle", "BundleWriter", "open_bundle", "verifier_signature"]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose manifest has been read and whose files have been checked."""
+
+    path: Path
+    manifest: Manifest
+
+    def graph(self, name: str) -> GraphRecord:
+        """The record of graph `name`. Raises BundleError where the bundle has none."""
+        record = self.manifest.graphs.get(name)
+        if record is None:
+            raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
+        return record
+
+    def error(self, message: str) -> BundleError:
+        """An error about this bundle, with the command that rebuilds it."""
+        return BundleError(f"{self.path}: {message}", rebuild_command(self.path, self.manifest.model.source))
+
+
+def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
+    """Read and check the bundle at `path`; with `verify`, every byte of it against the digests (not from any cache).
+
+    Raises BundleError for: no directory, no or an unknown manifest, files missing or of another size or digest,
+    signatures that are not those of `redraft.names`.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise BundleError(f"expected an engine bundle at {path}, found {'a file' if path.exists() else 'nothing'}",
+                          f"run `redraft build MODEL -o {path}`")  # fmt: skip
+    bundle = Bundle(path, load_manifest(path))
+    problems = (*_sizes(bundle), *_signatures(bundle))
+    if not problems and verify:
+        problems = (*_digests(bundle),)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise bundle.error(problems[0] + more)
+    return bundle
+
+
+def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs that the verifier's graph must have; the one lowered for one sequence has B = 1."""
+    inputs = names.verifier_inputs(manifest.shape)
+    outputs = names.verifier_outputs(manifest.shape, manifest.taps)
+    if graph == names.VERIFIER_SINGLE:
+        return single_sequence(inputs), single_sequence(outputs)
+    return inputs, outputs
+
+
+def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """The same tensors with the symbol B fixed to 1."""
+    return tuple(replace(spec, shape=tuple(1 if dim == "B" else dim for dim in spec.shape)) for spec in specs)
+
+
+def _sizes(bundle: Bundle) -> Iterator[str]:
+    for name, expected in bundle.manifest.files.items():
+        file = bundle.path / name
+        if not file.is_file():
+            yield f"expected file {name}, found none"
+        elif (size := file.stat().st_size) != expected.size:
+            yield f"{name}: expected {expected.size} bytes, found {size}"
+
+
+def _digests(bundle: Bundle) -> Iterator[str]:
+    found = file_digests(bundle.path / name for name in bundle.manifest.files)
+    for name, expected in bundle.manifest.files.items():
+        digest = found[bundle.path / name]
+        if digest != expected.sha256:
+            yield f"{name}: expected SHA-256 {expected.sha256[:12]}…, found {digest[:12]}…"
+
+
+def _signatures(bundle: Bundle) -> Iterator[str]:
+    if names.VERIFIER not in bundle.manifest.graphs:
+        yield f"expected a graph {names.VERIFIER!r}, found {', '.join(sorted(bundle.manifest.graphs)) or 'none'}"
+    for graph in (names.VERIFIER, names.VERIFIER_SINGLE):
+        if record := bundle.manifest.graphs.get(graph):
+            for expected, found in zip(verifier_signature(bundle.manifest, graph), (record.inputs, record.outputs),
+                                       strict=True):  # fmt: skip
+                yield from signature_differences(graph, expected, found)
+
+
+def signature_differences(graph: str, expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> Iterator[str]:
+    """One line for every tensor of `expected` that `found` lacks or has differently, and for every one too many."""
+    by_name = {spec.name: spec for spec in found}
+    for spec in expected:
+        other = by_name.pop(spec.name, None)
+        if other is None:
+            yield f"graph {graph}: expected tensor {spec.name}, found none"
+        elif other != spec:
+            yield f"graph {graph}: expected {_words(spec)}, found {_words(other)}"
+    for name in by_name:
+        yield f"graph {graph}: unexpected tensor {name}"
+
+
+def _words(spec: TensorSpec) -> str:
+    place = f" in place of {spec.in_place_of}" if spec.in_place_of else ""
+    return f"{spec.name} {spec.dtype}[{','.join(map(str, spec.shape))}]{place}"

@@ -1,0 +1,89 @@
+"""SHA-256 of files, several at once, with a cache that lets a second build skip files which have not changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_CACHE_ENTRIES = 4096
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
+    """SHA-256 of several files, one thread a core (hashlib releases the interpreter lock)."""
+    listed = list(paths)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(listed, pool.map(file_digest, listed), strict=True))
+
+
+def text_digest(*parts: str) -> str:
+    """SHA-256 of several strings, each preceded by its length so that no two lists collide."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+class DigestCache:
+    """Digests of files by device, inode, size and modification time: hard links of one file share an entry.
+
+    For deciding whether a build is needed; opening a bundle never trusts it. Lives in the user's cache folder; one
+    that cannot be read or written costs time, not correctness.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or _user_cache() / "digests.json"
+        self._entries = _read_entries(self._path)
+
+    def digests(self, paths: Iterable[Path]) -> dict[Path, str]:
+        """SHA-256 of every path, hashing only what is new or changed. Raises OSError."""
+        keys = {path: _identity(path) for path in paths}
+        fresh = file_digests(path for path, key in keys.items() if key not in self._entries)
+        for path, digest in fresh.items():
+            self._entries[keys[path]] = digest
+        if fresh:
+            self._write()
+        return {path: self._entries[key] for path, key in keys.items()}
+
+    def _write(self) -> None:
+        recent = dict(list(self._entries.items())[-_CACHE_ENTRIES:])
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(recent))
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+
+def tree_digests(folder: Path, cache: DigestCache) -> Mapping[str, str]:
+    """Digest of every file below `folder`, by its relative path with forward slashes, sorted."""
+    digests = cache.digests(sorted(path for path in folder.rglob("*") if path.is_file()))
+    return {path.relative_to(folder).as_posix(): digest for path, digest in digests.items()}
+
+
+def _identity(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft"
+
+
+def _read_entries(path: Path) -> dict[str, str]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,150 @@
+"""The manifest of an engine bundle: everything that opening it needs to know, as one JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from redraft.config import Backend, Precision
+from redraft.engines.records import RecordError, from_json, to_json
+from redraft.errors import BundleError
+from redraft.names import TensorSpec, VerifierShape, WeightRef
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which checkpoint a bundle was built from.
+
+    source:  what the user named: a recipe, a directory or a Hub id.
+    weights: SHA-256 of every weight file of the checkpoint, by file name.
+    """
+
+    source: str
+    architecture: str
+    model_type: str
+    weights: Mapping[str, str]
+    random_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Perplexity on held-out text by kind of text, of the bundle's precision and of fp32."""
+
+    perplexity: Mapping[str, float]
+    perplexity_fp32: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One graph: its file and its signature."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of the bundle must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the fields of the records above; besides:
+
+    context:    capacity in tokens.          taps:     feature outputs of the verifier.
+    drafters:   default settings by method.  tools:    versions of what built the bundle.
+    build_key:  digest of everything the build depends on (`cache.build_key`).
+    files:      every file of the bundle but the manifest; filled in when the bundle is committed.
+    """
+
+    name: str
+    model: ModelIdentity
+    backend: Backend
+    backend_version: str
+    precision: Precision
+    shape: VerifierShape
+    context: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    taps: tuple[str, ...]
+    graphs: Mapping[str, GraphRecord]
+    weights: tuple[WeightRef, ...] = ()
+    drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    quality: Quality | None = None
+    tools: Mapping[str, str] = field(default_factory=dict)
+    build_key: str = ""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+def rebuild_command(out: Path, source: str = "MODEL") -> str:
+    """The command that mends a bundle which cannot be used."""
+    return f"run `redraft build {source} -o {out} --force`"
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """The manifest as indented JSON, keys in the order of the fields."""
+    return json.dumps(to_json(manifest), indent=1, ensure_ascii=False) + "\n"
+
+
+def load_manifest(bundle: Path) -> Manifest:
+    """Read `bundle`/manifest.json.
+
+    Raises BundleError where it is missing, is not JSON, is of another schema version, or has another form.
+    """
+    path = bundle / MANIFEST
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise BundleError(
+            f"{bundle} is no engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path}: expected JSON, found {error}", rebuild_command(bundle)) from None
+    if not isinstance(values, dict):
+        raise BundleError(f"{path}: expected a JSON object, found {type(values).__name__}", rebuild_command(bundle))
+    found = values.get("schema_version")
+    if found != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", rebuild_command(bundle, _source(values))
+        )
+    try:
+        manifest = from_json(Manifest, values, "manifest")
+    except RecordError as error:
+        raise BundleError(f"{path}: {error}", rebuild_command(bundle, _source(values))) from None
+    _check_paths(manifest, bundle)
+    return manifest
+
+
+def _build(out: Path) -> str:
+    return f"run `redraft build MODEL -o {out}`"
+
+
+def _source(values: dict[str, Any]) -> str:
+    model = values.get("model")
+    source = model.get("source") if isinstance(model, dict) else None
+    return source if isinstance(source, str) and source else "MODEL"
+
+
+def _check_paths(manifest: Manifest, bundle: Path) -> None:
+    """Refuse names that would reach outside the bundle, and graphs or weights that no digest covers."""
+    for name in manifest.files:
+        parts = PurePosixPath(name).parts
+        if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
+            raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", rebuild_command(bundle))
+    used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
+    if missing := sorted(used - set(manifest.files)):
+        raise BundleError(
+            f"{bundle}: manifest has no digest of {', '.join(missing)}", rebuild_command(bundle, manifest.model.source)
+        )

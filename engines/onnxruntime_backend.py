@@ -1,0 +1,194 @@
+"""Engines on ONNX Runtime's CPU kernels: arrays bound once, a prepared call a shape, nothing copied between steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from redraft import names
+from redraft.engines.base import Array
+from redraft.engines.bundle import Bundle
+from redraft.names import TensorSpec
+
+_ALIGNMENT_BYTES = 64
+_NUMPY: Mapping[str, type[np.generic]] = {
+    "int64": np.int64, "int32": np.int32, "bool": np.bool_, "float32": np.float32, "float16": np.float16,
+}  # fmt: skip
+_ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "bool": "tensor(bool)", "float32": "tensor(float)",
+        "float16": "tensor(float16)"}  # fmt: skip
+_SEVERITY = {"warning": 2, "error": 3}
+
+
+def open_engine(
+    bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None, log: str = "error"
+) -> OnnxRuntimeEngine:
+    """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
+
+    Raises BundleError where the graph is absent, does not load, or has another signature than the manifest says, and
+    where this ONNX Runtime is older than the one the bundle was built with.
+    """
+    record = bundle.graph(graph)
+    _check_version(bundle)
+    try:
+        session = ort.InferenceSession(
+            str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # noqa: BLE001  ONNX Runtime raises a dozen unrelated types, none with a common base
+        raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
+    for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
+        if problem := next(_mismatches(found, specs), None):
+            raise bundle.error(f"graph {graph}: {problem}")
+    return OnnxRuntimeEngine(session, record.inputs, record.outputs)
+
+
+class OnnxRuntimeEngine:
+    """A loaded graph; see `redraft.engines.base.Engine`. Not for several threads at once."""
+
+    def __init__(
+        self, session: ort.InferenceSession, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self._session = session
+        self._buffers: dict[str, Array] = {}
+        self._calls: dict[tuple[tuple[str, int], ...], OnnxRuntimeCall] = {}
+        self._updated = {spec.in_place_of for spec in outputs if spec.in_place_of}
+
+    def bind(self, name: str, buffer: Array) -> None:
+        """Bind a persistent array; see `Engine.bind`."""
+        spec = next((spec for spec in self.inputs if spec.name == name), None)
+        if spec is None:
+            raise ValueError(f"no input {name!r}; inputs are {', '.join(s.name for s in self.inputs)}")
+        if buffer.dtype != _NUMPY[spec.dtype] or not buffer.flags.c_contiguous:
+            raise ValueError(f"{name}: expected a C-contiguous {spec.dtype} array, found {buffer.dtype}")
+        if not _fits(spec, buffer.shape):
+            raise ValueError(f"{name}: expected shape {spec.shape}, found {buffer.shape}")
+        self._buffers[name] = buffer
+        self._calls.clear()
+
+    def prepare(self, **sizes: int) -> OnnxRuntimeCall:
+        """The call for these sizes; see `Engine.prepare`."""
+        key = tuple(sorted(sizes.items()))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._make_call(sizes)
+        return call
+
+    def _make_call(self, sizes: Mapping[str, int]) -> OnnxRuntimeCall:
+        if unbound := sorted(self._updated - set(self._buffers)):
+            raise ValueError(f"bind {', '.join(unbound)} first")
+        free = [spec for spec in self.inputs if spec.name not in self._buffers]
+        fresh = [spec for spec in self.outputs if spec.in_place_of is None]
+        symbols = {dim for spec in (*free, *fresh) for dim in spec.shape if isinstance(dim, str)}
+        if symbols != set(sizes):
+            raise ValueError(
+                f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
+            )
+        inputs, outputs = ({spec.name: _array(spec, sizes) for spec in specs} for specs in (free, fresh))
+        buffers = {name: self._part(name, sizes) for name in self._buffers}
+        updated = {spec.name: buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
+        return OnnxRuntimeCall(self._session, inputs, outputs, {**inputs, **buffers}, {**outputs, **updated})
+
+    def _part(self, name: str, sizes: Mapping[str, int]) -> Array:
+        """The leading part of a bound buffer that a call over fewer sequences than it holds uses."""
+        buffer = self._buffers[name]
+        leading = next(spec for spec in self.inputs if spec.name == name).shape[0]
+        wanted = sizes.get(leading, len(buffer)) if isinstance(leading, str) else len(buffer)
+        if wanted > len(buffer):
+            raise ValueError(f"{name}: {leading}={wanted} is more than the {len(buffer)} that the bound buffer holds")
+        return buffer[:wanted]
+
+
+class OnnxRuntimeCall:
+    """One shape of a graph, with its arrays; see `redraft.engines.base.Call`."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        bound_inputs: Mapping[str, Array],
+        bound_outputs: Mapping[str, Array],
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.run = _runner(session, bound_inputs, bound_outputs)
+
+
+def _runner(
+    session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+) -> Callable[[], None]:
+    """A function of no arguments that runs the session on these arrays, with the least that lies between."""
+    binding = session.io_binding()
+    values = {id(array): ort.OrtValue.ortvalue_from_numpy(array) for array in (*inputs.values(), *outputs.values())}
+    for name, array in inputs.items():
+        binding.bind_ortvalue_input(name, values[id(array)])
+    for name, array in outputs.items():
+        binding.bind_ortvalue_output(name, values[id(array)])
+    native, bound = session._sess, binding._iobinding
+    keep = (inputs, outputs, values, binding)
+
+    def run(_keep: object = keep) -> None:
+        native.run_with_iobinding(bound, None)
+
+    return run
+
+
+def _options(threads: int | None, log: str) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = _SEVERITY[log]
+    return options
+
+
+def _check_version(bundle: Bundle) -> None:
+    built, here = bundle.manifest.backend_version, ort.__version__
+    if _version(here) < _version(built):
+        raise bundle.error(f"expected ONNX Runtime {built} or newer, found {here}; install onnxruntime>={built}")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+
+
+def _mismatches(found: list[Any], specs: tuple[TensorSpec, ...]) -> Iterator[str]:
+    """Differences between a session's tensors and the manifest's, one line each."""
+    tensors = {tensor.name: tensor for tensor in found}
+    for spec in specs:
+        tensor = tensors.pop(spec.name, None)
+        if tensor is None:
+            yield f"expected tensor {spec.name}, found none"
+        elif tensor.type != _ORT.get(spec.dtype) or not _same_shape(tensor.shape, spec.shape):
+            yield f"expected {spec.name} {spec.dtype}{list(spec.shape)}, found {tensor.type}{tensor.shape}"
+    for name in tensors:
+        yield f"unexpected tensor {name}"
+
+
+def _same_shape(found: list[int | str | None], expected: tuple[names.Dim, ...]) -> bool:
+    """Same rank and fixed sizes; a symbol may have any name, and an output may leave open what the manifest fixes."""
+    return len(found) == len(expected) and all(
+        not isinstance(a, int) or a == b for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(spec.shape) and all(
+        isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True)
+    )
+
+
+def _array(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
+    """A zeroed array of the tensor's shape, aligned to a cache line."""
+    shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+    dtype = np.dtype(_NUMPY[spec.dtype])
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)

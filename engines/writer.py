@@ -1,0 +1,162 @@
+"""Writing an engine bundle: staged in a sibling folder, digested, flushed, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from redraft.engines.digests import DigestCache, tree_digests
+from redraft.engines.locking import build_lock, terminate_as_exit
+from redraft.engines.manifest import MANIFEST, FileRecord, Manifest, dump_manifest, load_manifest, rebuild_command
+from redraft.errors import BundleError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class BundleWriter:
+    """Builds the bundle `out` in `staging`; `commit` puts it in place, anything else leaves `out` as it was.
+
+    Holds the bundle's lock from entry to exit, and clears what killed builds left. Without `force`, a bundle of
+    another name or of an unreadable manifest is not replaced; a directory that is no bundle never is. Raises
+    BundleError for these, for a second build at once, and in place of an OSError for want of space.
+    """
+
+    def __init__(self, out: Path, name: str, force: bool = False) -> None:
+        self.out = out.absolute()
+        self.staging = self._sibling("building")
+        self._name = name
+        self._force = force
+        self._needed_bytes: int | None = None
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._make_folder(self.out.parent)
+            stack.enter_context(terminate_as_exit())
+            stack.enter_context(build_lock(self.out.parent / f".{self.out.name}.lock", self.out))
+            self._clear_leftovers()
+            self._check_target()
+            self._make_folder(self.staging)
+            stack.callback(shutil.rmtree, self.staging, ignore_errors=True)
+            self._held = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        written = _tree_bytes(self.staging)
+        self._held.close()
+        if error is not None and _is_out_of_space(error):
+            raise self._out_of_space(written) from error
+
+    def reserve(self, size_bytes: int) -> None:
+        """Say before writing how much the bundle will take. Raises BundleError where less is free."""
+        self._needed_bytes = size_bytes
+        if shutil.disk_usage(self.staging).free < size_bytes:
+            raise self._out_of_space(0)
+
+    def commit(self, manifest: Manifest) -> Manifest:
+        """Digest and flush every staged file, write the manifest last, and exchange the bundle for the old one.
+
+        Returns the manifest as written, with its `files`.
+        """
+        digests = tree_digests(self.staging, DigestCache())
+        files = {name: FileRecord((self.staging / name).stat().st_size, digest) for name, digest in digests.items()}
+        complete = replace(manifest, files=files)
+        (self.staging / MANIFEST).write_text(dump_manifest(complete), encoding="utf-8")
+        _flush_tree(self.staging)
+        self._exchange()
+        return complete
+
+    def _exchange(self) -> None:
+        old = self._sibling("old")
+        if self.out.exists():
+            self.out.rename(old)
+        try:
+            self.staging.rename(self.out)
+        except BaseException:
+            if old.exists():
+                old.rename(self.out)
+            raise
+        _flush(self.out.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _clear_leftovers(self) -> None:
+        """Remove staging folders of killed builds; bring back a bundle whose exchange was cut in the middle."""
+        for old in self.out.parent.glob(f".{self.out.name}.old-*"):
+            if self.out.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(self.out)
+        for staging in self.out.parent.glob(f".{self.out.name}.building-*"):
+            shutil.rmtree(staging)
+
+    def _check_target(self) -> None:
+        if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
+            return
+        if not (self.out / MANIFEST).is_file():
+            raise BundleError(f"{self.out} exists and is no engine bundle", "give another -o, or remove it")
+        if self._force:
+            return
+        found = load_manifest(self.out).name
+        if found != self._name:
+            raise BundleError(
+                f"{self.out} holds the bundle {found!r}, not {self._name!r}",
+                f"give another -o, or {rebuild_command(self.out)}",
+            )
+
+    def _out_of_space(self, written: int) -> BundleError:
+        free = shutil.disk_usage(self.out.parent).free
+        needed = f"{_megabytes(self._needed_bytes)} needed" if self._needed_bytes else f"{_megabytes(written)} written"
+        return BundleError(
+            f"no space for {self.out}: {needed}, {_megabytes(free)} free", "free some, or give an -o on another disk"
+        )
+
+    def _sibling(self, role: str) -> Path:
+        return self.out.parent / f".{self.out.name}.{role}-{os.getpid()}"
+
+    def _make_folder(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written") from error
+
+
+def _is_out_of_space(error: BaseException) -> bool:
+    """Whether the error or a cause of it is a full disk, also where a library only says so in words."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OSError) and chain.errno in _NO_SPACE:
+            return True
+        if "No space left on device" in str(chain):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def _tree_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
