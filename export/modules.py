@@ -1,0 +1,194 @@
+"""Single operators in place of what transformers spells out: RMS normalization, rotary embedding, unrolled experts.
+
+A module is replaced only after the replacement has agreed with it on random numbers; a module that computes something
+else is exported as it is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from onnxscript.onnx_opset import opset24 as op
+from torch import nn
+
+PROBE_ERROR = 1e-5
+"""Largest difference, relative to the largest value, at which a replacement counts as the same function."""
+
+
+@torch.library.custom_op("redraft::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last axis."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+@rms_norm.register_fake
+def _(x, weight, eps):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("redraft::rotary", mutates_args=())
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotate halves (not interleaved) of each head: x [B, T, heads * D], cos and sin [P, R / 2], positions [B, T].
+
+    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept.
+    """
+    batch, nodes, _ = x.shape
+    half = cos.shape[1]
+    split = x.view(batch, nodes, heads, -1)
+    first, second, kept = split[..., :half], split[..., half : 2 * half], split[..., 2 * half :]
+    c, s = cos[positions][:, :, None], sin[positions][:, :, None]
+    turned = torch.cat([first * c - second * s, second * c + first * s, kept], -1)
+    return turned.reshape(batch, nodes, -1)
+
+
+@rotary.register_fake
+def _(x, cos, sin, positions, heads):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+def emit_rms_norm(x, weight, eps: float):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Translation for `torch.onnx.export`."""
+    return op.RMSNormalization(x, weight, axis=-1, epsilon=eps)
+
+
+def emit_rotary(x, cos, sin, positions, heads: int):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Translation for `torch.onnx.export`."""
+    return op.RotaryEmbedding(x, cos, sin, positions, num_heads=heads)
+
+
+class SingleRmsNorm(nn.Module):
+    """RMS normalization as one operator; `offset` is what the architecture adds to the stored gain (1 in Gemma)."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last axis."""
+        gain = self.weight + self.offset if self.offset else self.weight
+        return rms_norm(x, gain, self.eps)
+
+
+def replace_rms_norms(model: nn.Module) -> None:
+    """Put `SingleRmsNorm` where a module with one gain turns out to be an RMS normalization."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if "norm" in type(child).__name__.lower() and (single := _as_rms_norm(child)) is not None:
+                setattr(parent, name, single)
+
+
+def _as_rms_norm(module: nn.Module) -> SingleRmsNorm | None:
+    parameters = dict(module.named_parameters())
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or not isinstance(eps, float):
+        return None
+    weight = parameters["weight"]
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(module, {id(weight): nn.Parameter(torch.randn(len(weight), generator=generator))})
+    x = torch.randn(3, len(weight), generator=generator)
+    for offset in (0.0, 1.0):
+        single = SingleRmsNorm(probe.weight, eps, offset)  # type: ignore[arg-type]
+        if _agree(probe(x), single(x)):
+            return SingleRmsNorm(weight, eps, offset)  # type: ignore[arg-type]
+    return None
+
+
+class RotaryTables:
+    """Cosines and sines of every position, computed by the model's own rotary module, and who uses them."""
+
+    def __init__(self, module: nn.Module, positions: int, layer_type: str | None) -> None:
+        extra = () if layer_type is None else (layer_type,)
+        cos, sin = module(torch.zeros(1, 1), torch.arange(positions)[None], *extra)
+        self.cos, self.sin = cos[0], sin[0]  # [P, R]
+        self.half_cos, self.half_sin = (t[:, : t.shape[1] // 2].contiguous() for t in (self.cos, self.sin))
+
+    def rotates_halves(self, apply: Callable[..., Any]) -> bool:
+        """Whether `apply(q, k, cos, sin)` is what `rotary` computes from these tables."""
+        generator = torch.Generator().manual_seed(0)
+        rows = min(len(self.cos), 5)
+        q = torch.randn(1, 2, rows, self.cos.shape[1], generator=generator)
+        expected, _ = apply(q, q, self.cos[None, :rows], self.sin[None, :rows])
+        flat = q.transpose(1, 2).reshape(1, rows, -1)
+        found = rotary(flat, self.half_cos, self.half_sin, torch.arange(rows)[None], 2)
+        return _agree(expected.transpose(1, 2).reshape(1, rows, -1), found)
+
+
+def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return bool((expected - found).abs().max() <= PROBE_ERROR * expected.abs().max())
+
+
+@contextmanager
+def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
+    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, where that is the same."""
+    module = getattr(model.model, "rotary_emb", None)
+    source = sys.modules[type(model).__module__]
+    apply = getattr(source, "apply_rotary_pos_emb", None)
+    with ExitStack() as stack:
+        if module is not None and apply is not None and not hasattr(module, "layer_types"):
+            tables = RotaryTables(module, max_positions, None)
+            if tables.rotates_halves(apply):
+                model.register_buffer("rotary_cos", tables.half_cos, persistent=False)
+                model.register_buffer("rotary_sin", tables.half_sin, persistent=False)
+                stack.enter_context(mock.patch.object(module, "forward", lambda x, position_ids: (position_ids, None)))
+                stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", _apply_by(model)))
+        yield
+
+
+def _apply_by(model: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def apply(
+        q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, _: None, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = []
+        for x in (q, k):
+            batch, heads, nodes, size = x.shape
+            flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
+            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads)  # type: ignore[arg-type]
+            turned.append(flat.view(batch, nodes, heads, size).transpose(1, 2))
+        return turned[0], turned[1]
+
+    return apply
+
+
+class UnrolledExperts(nn.Module):
+    """A mixture of experts with every expert's products written out, so that each reads its checkpoint tensors.
+
+    Every expert runs on every token and is weighted by its router probability, zero where it was not chosen: a tree of
+    a few nodes touches nearly all experts, and a graph without data-dependent shapes is the same in every backend.
+    """
+
+    def __init__(self, fused: nn.Module) -> None:
+        super().__init__()
+        count, twice, hidden = fused.gate_up_proj.shape  # type: ignore[union-attr]
+        self.activation = fused.act_fn
+        self.experts = nn.ModuleList(_Expert(hidden, twice // 2) for _ in range(count))  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [N, n]; chosen and weights [N, k]: expert indices and their router weights."""
+        total = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            share = torch.where(chosen == index, weights, torch.zeros_like(weights)).sum(-1, keepdim=True)
+            gate, up = expert.gate_proj(x), expert.up_proj(x)  # type: ignore[operator]
+            total = total + share * expert.down_proj(self.activation(gate) * up)  # type: ignore[operator]
+        return total
+
+
+class _Expert(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+
+def unroll_experts(model: nn.Module) -> None:
+    """Replace modules that hold all experts in `gate_up_proj` and `down_proj`."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if {n for n, _ in child.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}:
+                setattr(parent, name, UnrolledExperts(child))
