@@ -37,7 +37,7 @@ def open_engine(
         session = ort.InferenceSession(
             str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
         )
-    except Exception as error:  # noqa: BLE001  ONNX Runtime raises a dozen unrelated types, none with a common base
+    except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
         if problem := next(_mismatches(found, specs), None):
