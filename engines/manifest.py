@@ -139,12 +139,11 @@ def _source(values: dict[str, Any]) -> str:
 
 def _check_paths(manifest: Manifest, bundle: Path) -> None:
     """Refuse names that would reach outside the bundle, and graphs or weights that no digest covers."""
+    mend = rebuild_command(bundle, manifest.model.source)
     for name in manifest.files:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
-            raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", rebuild_command(bundle))
+            raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", mend)
     used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
     if missing := sorted(used - set(manifest.files)):
-        raise BundleError(
-            f"{bundle}: manifest has no digest of {', '.join(missing)}", rebuild_command(bundle, manifest.model.source)
-        )
+        raise BundleError(f"{bundle}: manifest has no digest of {', '.join(missing)}", mend)

@@ -1,1 +1,78 @@
-"""."""
+"""Recipes: which checkpoint a name stands for, and how its bundle is built. One TOML file a model, or one of your own.
+
+source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
+[build]                keys of `redraft.config.BuildConfig`
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redraft.config import BuildConfig, from_mapping
+from redraft.errors import UsageError
+
+_FOLDER = Path(__file__).resolve().parent
+_ASSETS = _FOLDER.parents[1] / "assets"
+_ASSET = "asset:"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to build. `source` is a directory where it names one, else a Hub id."""
+
+    name: str
+    source: str
+    build: BuildConfig = field(default_factory=BuildConfig)
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The recipes that come with the package."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def load_recipe(name: str) -> Recipe:
+    """The recipe of a packaged `name`, or of a TOML file at that path.
+
+    Raises UsageError for an unknown name, a file that is no TOML, unknown or missing keys, wrong values, and an asset
+    that this installation lacks.
+    """
+    path = _FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
+    if path.suffix != ".toml" or not path.is_file():
+        raise UsageError(f"no recipe {name!r}", f"give one of {', '.join(recipe_names())}, or the path of a TOML file")
+    values = _read(path)
+    recipe = from_mapping(_File, values, str(path))
+    if not isinstance(recipe.source, str) or not recipe.source or not isinstance(recipe.build, dict):
+        raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
+    build = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()}
+    return Recipe(path.stem, _resolve(recipe.source, path), from_mapping(BuildConfig, build, f"{path}: build"))
+
+
+@dataclass(frozen=True)
+class _File:
+    source: Any = None
+    build: Any = field(default_factory=dict)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: expected a TOML recipe, found {error}", "mend the file") from error
+
+
+def _resolve(source: str, recipe: Path) -> str:
+    if source.startswith(_ASSET):
+        folder = _ASSETS / source.removeprefix(_ASSET)
+        if not folder.is_dir():
+            raise UsageError(
+                f"{recipe.stem}: expected its model at {folder}, found nothing: it comes with the repository, not with the "
+                "wheel",
+                "work in a clone, or give the model's directory",
+            )
+        return str(folder)
+    beside = recipe.parent / source
+    return str(beside) if beside.is_dir() else source

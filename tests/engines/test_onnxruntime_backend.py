@@ -139,7 +139,7 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(bundle):
         open_engine(with_graph(outputs=retyped))
     with pytest.raises(BundleError, match="does not load"):
         open_engine(with_graph(file="tokenizer.json"))
-    with pytest.raises(BundleError, match="expected a graph 'verifier.single', found verifier"):
+    with pytest.raises(BundleError, match=r"expected a graph 'verifier\.single', found verifier"):
         open_engine(bundle, names.VERIFIER_SINGLE)
 
 

@@ -1,0 +1,55 @@
+"""Recipes: the packaged ones load, and a file that does not fit is refused by name."""
+
+import pytest
+
+from redraft.config import BuildConfig
+from redraft.engines import recipes
+from redraft.engines.recipes import load_recipe, recipe_names
+from redraft.errors import UsageError
+
+
+def test_packaged_recipes_load():
+    assert "tiny" in recipe_names()
+    tiny = load_recipe("tiny")
+    assert tiny.source.endswith("assets/tiny")
+    assert tiny.build == BuildConfig(taps=("last",))
+
+
+def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "mine.toml"
+    file.write_text('source = "model"\n[build]\nprecision = "int8"\ncontext = 512\n')
+    recipe = load_recipe(str(file))
+    assert (recipe.name, recipe.source) == ("mine", str(tmp_path / "model"))
+    assert recipe.build == BuildConfig(precision="int8", context=512)
+    file.write_text('source = "someone/model-7b"\n')
+    assert load_recipe(str(file)).source == "someone/model-7b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, source"),
+        ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
+        ('source = "x"\n[build]\nprecision = "fp8"\n', "unknown precision 'fp8'"),
+        ("[build]\n", "expected `source` as text"),
+        ("source = \n", "expected a TOML recipe"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused(tmp_path, text, message):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as error:
+        load_recipe(str(file))
+    assert message in str(error.value)
+
+
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
+    with pytest.raises(UsageError, match="no recipe 'huge'; give one of .*tiny"):
+        load_recipe("huge")
+
+
+def test_the_embedded_model_is_missed_by_name_where_only_the_wheel_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipes, "_ASSETS", tmp_path)
+    with pytest.raises(UsageError, match="it comes with the repository, not with the wheel; work in a clone"):
+        load_recipe("tiny")
