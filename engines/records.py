@@ -37,7 +37,8 @@ def from_json(cls: type[T], value: Json, where: str) -> T:
 
 
 def _decode(hint: Hint, value: Json, where: str) -> Json:
-    origin, args = get_origin(hint), get_args(hint)
+    origin: Hint = get_origin(hint)
+    args = get_args(hint)
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):

@@ -68,9 +68,9 @@ def _resolve(source: str, recipe: Path) -> str:
     if source.startswith(_ASSET):
         folder = _ASSETS / source.removeprefix(_ASSET)
         if not folder.is_dir():
+            problem = f"{recipe.stem}: expected its model at {folder}, found nothing"
             raise UsageError(
-                f"{recipe.stem}: expected its model at {folder}, found nothing: it comes with the repository, not with the "
-                "wheel",
+                f"{problem}: it comes with the repository, not with the wheel",
                 "work in a clone, or give the model's directory",
             )
         return str(folder)

@@ -45,7 +45,7 @@ def test_a_recipe_that_does_not_fit_is_refused(tmp_path, text, message):
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(UsageError, match="no recipe 'huge'; give one of .*tiny"):
+    with pytest.raises(UsageError, match=r"no recipe 'huge'; give one of .*tiny"):
         load_recipe("huge")
 
 
