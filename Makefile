@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PACKAGES := bench cli engines export runtime train
 TYPED := build/typed
+CHECK ?= redraft
 
 MODEL ?= tiny
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
 ENGINES := build/engines/$(NAME)
 
-.PHONY: install demo engines test test-fast test-gpu lint format typecheck typed-tree clean
+.PHONY: install demo engines test test-fast test-gpu lint format typecheck check-types check-imports typed-tree clean
 
 install: $(STAMP)
 
@@ -57,9 +58,13 @@ typed-tree:
 	@ln -s $(CURDIR)/redraft/* $(TYPED)/redraft/
 	@ln -s $(addprefix $(CURDIR)/,$(PACKAGES)) $(TYPED)/redraft/
 
-typecheck: install typed-tree
-	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p redraft
-	cd $(TYPED) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml
+typecheck: check-types check-imports
+
+check-types: install typed-tree
+	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p $(CHECK)
+
+check-imports: install typed-tree
+	cd $(TYPED) && PYTHONPATH=. $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-logo
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

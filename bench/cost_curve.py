@@ -1,0 +1,155 @@
+"""Milliseconds of one verification by the number of tokens verified: a bundle's graph, the naive one, products alone.
+
+    python -m redraft.bench.cost_curve --engines build/engines/tiny --checkpoint assets/tiny
+
+All are timed in one run, in turn, with the same rows live. `capacity_ratio` is the bundle's time over a buffer of 4096
+rows divided by its time over 256, which says whether verifying costs what is live or what the buffer holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redraft import names
+from redraft.bench.command import quiet_export, run, sizes
+from redraft.bench.environment import environment
+from redraft.bench.scoring import fill_chain
+from redraft.bench.sessions import bound_call, open_session, zeros
+from redraft.bench.timing import medians
+from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.engines.base import Engine
+
+LIVE_ROWS = 200
+CAPACITY = 512
+SMALL_CAPACITY, LARGE_CAPACITY = 256, 4096
+CAPACITY_TOKENS = (1, 8)
+DEFAULT_SIZES = (1, 2, 4, 8, 12, 16)
+
+Calls = dict[int, Callable[[], None]]
+
+
+def main() -> dict[str, Any]:
+    """Measure what the options ask for."""
+    arguments = _arguments()
+    bundle = open_bundle(arguments.engines)
+    graphs = {f"bundle {name}": bundle_calls(bundle, name, arguments, CAPACITY) for name in verifier_graphs(bundle)}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.checkpoint:
+            quiet_export()
+            graphs["naive"] = naive_calls(arguments, Path(folder))
+            graphs["products"] = products_calls(arguments, Path(folder))
+        curve = {str(n): medians({name: calls[n] for name, calls in graphs.items()}) for n in arguments.sizes}
+    return {
+        "environment": environment(arguments.threads),
+        "live_rows": LIVE_ROWS,
+        "capacity": CAPACITY,
+        "milliseconds": curve,
+        "relative_to_one": {str(n): _relative(curve, n) for n in arguments.sizes},
+        "capacity_ratio": capacity_ratio(bundle, arguments),
+    }
+
+
+def verifier_graphs(bundle: Bundle) -> list[str]:
+    """Names of the verifier's graphs that the bundle has."""
+    return [name for name in (names.VERIFIER_SINGLE, names.VERIFIER) if name in bundle.manifest.graphs]
+
+
+def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, float]:
+    """Time over a large buffer divided by time over a small one, by graph and tokens verified, rows live alike."""
+    ratios = {}
+    for name in verifier_graphs(bundle):
+        small, large = (
+            bundle_calls(bundle, name, arguments, rows, CAPACITY_TOKENS) for rows in (SMALL_CAPACITY, LARGE_CAPACITY)
+        )
+        for n in CAPACITY_TOKENS:
+            times = medians({"small": small[n], "large": large[n]})
+            ratios[f"{name}, {n} tokens"] = times["large"] / times["small"]
+    return ratios
+
+
+def bundle_calls(
+    bundle: Bundle, name: str, arguments: argparse.Namespace, capacity: int, counts: tuple[int, ...] | None = None
+) -> Calls:
+    """A call a size of the bundle's graph, every row's logits wanted, over buffers of `capacity` rows."""
+    engine = open_engine(bundle, name, arguments.threads)
+    _bind_caches(engine, bundle.manifest.shape, capacity)
+    batch = {"B": 1} if name == names.VERIFIER else {}
+    calls: Calls = {}
+    for n in counts or arguments.sizes:
+        call = engine.prepare(**batch, T=n, R=n)
+        fill_chain(call, np.ones(n, np.int64), LIVE_ROWS)
+        calls[n] = call.run
+    return calls
+
+
+def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
+    """A call a size of the naive graph of the checkpoint."""
+    from redraft.bench.naive_graph import export_naive
+
+    graph = folder / "naive.onnx"
+    layers, heads, head_dim = export_naive(arguments.checkpoint, graph, CAPACITY)
+    session = open_session(graph, arguments.threads)
+    outputs = [output.name for output in session.get_outputs()]
+    caches = [zeros(1, heads, CAPACITY, head_dim) for _ in range(2 * layers)]
+    in_place = dict(zip((x.name for x in session.get_inputs()[4:]), caches, strict=True))
+    updated = dict(zip(outputs[2:], caches, strict=True))
+    config = json.loads((arguments.checkpoint / "config.json").read_text())
+    calls: Calls = {}
+    for n in arguments.sizes:
+        mask = np.zeros((1, 1, n, CAPACITY), bool)
+        mask[0, 0, :, : LIVE_ROWS + n] = np.tri(n, LIVE_ROWS + n, LIVE_ROWS, dtype=bool)
+        positions = np.arange(LIVE_ROWS, LIVE_ROWS + n)[None]
+        inputs = {"token_ids": np.ones((1, n), np.int64), "positions": positions, "mask": mask}
+        fresh = {outputs[0]: zeros(1, n, config["vocab_size"]), outputs[1]: zeros(1, n, config["hidden_size"])}
+        calls[n] = bound_call(
+            session, {**inputs, "past_len": np.array([LIVE_ROWS]), **in_place}, {**fresh, **updated}
+        )
+    return calls
+
+
+def products_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
+    """A call a size of the matrix products of the checkpoint's shape. Raises ValueError past what one file may hold."""
+    from redraft.bench.products import MAX_BYTES, products_of, weight_bytes, write_products
+
+    products = products_of(json.loads((arguments.checkpoint / "config.json").read_text()))
+    if weight_bytes(products) > MAX_BYTES:
+        raise ValueError(f"the products of this model take {weight_bytes(products)} bytes, at most {MAX_BYTES} fit")
+    graph = folder / "products.onnx"
+    write_products(products, graph)
+    session = open_session(graph, arguments.threads)
+    calls: Calls = {}
+    for n in arguments.sizes:
+        inputs = {f"{p.name}.in": zeros(n, p.rows) for p in products}
+        outputs = {f"{p.name}.{i}": zeros(n, p.columns) for p in products for i in range(p.count)}
+        calls[n] = bound_call(session, inputs, outputs)
+    return calls
+
+
+def _bind_caches(engine: Engine, shape: names.VerifierShape, capacity: int) -> None:
+    for layer in range(shape.layers):
+        for cache in (names.key_cache(layer), names.value_cache(layer)):
+            engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
+
+
+def _relative(curve: dict[str, dict[str, float]], n: int) -> dict[str, float]:
+    return {name: time / curve[str(min(map(int, curve)))][name] for name, time in curve[str(n)].items()}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--checkpoint", type=Path, help="its checkpoint: time the naive graph and the products too")
+    parser.add_argument("--sizes", type=sizes, default=DEFAULT_SIZES, help="tokens verified at once, such as 1,4,8")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

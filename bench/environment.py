@@ -1,0 +1,65 @@
+"""The machine and the libraries that a figure belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("redraft", "numpy", "onnxruntime", "onnxruntime-genai", "openvino-genai", "torch", "transformers", "tokenizers")
+
+
+def environment(threads: int | None = None) -> dict[str, Any]:
+    """Python, library versions, processor, usable and used threads: a JSON object."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": processor_name(),
+        "usable_threads": usable_threads(),
+        "threads": threads,
+        "libraries": library_versions(),
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Version by name of those of LIBRARIES that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def execution_providers() -> list[str]:
+    """Devices that the installed ONNX Runtime was built for. Raises ImportError where it cannot be loaded."""
+    import onnxruntime
+
+    return list(onnxruntime.get_available_providers())
+
+
+def usable_threads() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags that Linux reports; empty where it does not."""
+    return frozenset(_cpuinfo("flags", "Features").split())
+
+
+def processor_name() -> str:
+    """Marketing name of the processor, or its architecture."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(*keys: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    values = (line.partition(":") for line in lines)
+    return next((value.strip() for key, _, value in values if key.strip() in keys), "")

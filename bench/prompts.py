@@ -1,0 +1,67 @@
+"""Prompts to measure on: JSON lines with `id`, `category` (the kind) and `turns` (the first is used)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.errors import DataError, UsageError
+
+FORM = 'expected an object such as {"id": "p1", "category": "code", "turns": ["def f("]}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and the kind of text it asks for."""
+
+    id: str
+    kind: str
+    text: str
+
+
+def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Prompt, ...]:
+    """Prompts of all files, at most `limit` a kind, kinds taking turns so that none is measured all at the end.
+
+    Raises UsageError for a missing file, DataError naming file and line for one that cannot be read or holds none.
+    """
+    listed = list(files)
+    prompts = [prompt for file in listed for prompt in _read(file)]
+    if not prompts:
+        raise DataError(f"no prompts in {', '.join(map(str, listed))}", FORM)
+    seen: Counter[str] = Counter()
+    ranked = []
+    for prompt in prompts:
+        if limit is None or seen[prompt.kind] < limit:
+            ranked.append((seen[prompt.kind], prompt))
+        seen[prompt.kind] += 1
+    return tuple(prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0]))
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file. Raises UsageError where it is missing, DataError where it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", "check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 (byte {error.start})", "convert it, for example with iconv") from error
+
+
+def _read(file: Path) -> list[Prompt]:
+    lines = enumerate(read_text(file).split("\n"), start=1)
+    return [_prompt(line, f"{file}, line {number}", file.stem) for number, line in lines if line.strip()]
+
+
+def _prompt(line: str, where: str, default_kind: str) -> Prompt:
+    try:
+        value: Any = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error})", FORM) from error
+    turns = value.get("turns") if isinstance(value, dict) else None
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        raise DataError(f"{where}: no text in `turns`", FORM)
+    return Prompt(str(value.get("id", where)), str(value.get("category", default_kind)), turns[0])

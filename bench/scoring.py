@@ -1,0 +1,73 @@
+"""Logits of whole token sequences by a bundle's verifier: for near-ties and for perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from redraft import names
+from redraft.engines import Bundle, open_engine
+from redraft.engines.base import Call
+from redraft.types import FloatArray, IntArray
+
+CHUNK_TOKENS = 64
+
+
+class Scorer:
+    """The verifier over one sequence at a time, as a chain, in chunks of CHUNK_TOKENS."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
+        shape = bundle.manifest.shape
+        self.capacity = bundle.manifest.context
+        self._engine = open_engine(bundle, names.VERIFIER, threads)
+        for layer in range(shape.layers):
+            for cache in (names.key_cache(layer), names.value_cache(layer)):
+                buffer = np.zeros((1, shape.kv_heads, self.capacity, shape.head_dim), np.float32)
+                self._engine.bind(cache, buffer)
+
+    def logits(self, token_ids: Sequence[int]) -> Iterator[FloatArray]:
+        """Logits after every token, a chunk [T, V] at a time, each overwritten by the next.
+
+        Raises ValueError when the sequence is longer than the capacity.
+        """
+        if len(token_ids) > self.capacity:
+            raise ValueError(f"{len(token_ids)} tokens do not fit the capacity of {self.capacity}")
+        tokens = np.asarray(token_ids, np.int64)
+        for start in range(0, len(tokens), CHUNK_TOKENS):
+            chunk = tokens[start : start + CHUNK_TOKENS]
+            call = self._engine.prepare(B=1, T=len(chunk), R=len(chunk))
+            fill_chain(call, chunk, start)
+            call.run()
+            yield call.outputs[names.LOGITS][0]
+
+    def top_gap(self, token_ids: Sequence[int]) -> float:
+        """Difference of the two largest logits after the last token: how near a greedy choice was to a tie."""
+        *_, last = self.logits(token_ids)
+        second, first = np.partition(last[-1], -2)[-2:]
+        return float(first - second)
+
+    def perplexity(self, token_ids: Sequence[int], window: int) -> float:
+        """exp of the mean negative log-likelihood of every token but the first, in windows that share no context."""
+        losses = [loss for start in range(0, len(token_ids), window) for loss in self._losses(token_ids[start:][:window])]
+        return float(np.exp(np.mean(losses)))
+
+    def _losses(self, token_ids: Sequence[int]) -> Iterator[float]:
+        targets = np.asarray(token_ids[1:], np.int64)
+        for start, chunk in zip(range(0, len(token_ids), CHUNK_TOKENS), self.logits(token_ids), strict=True):
+            wanted = targets[start : start + len(chunk)]
+            scores = chunk[: len(wanted)].astype(np.float64)
+            top = scores.max(-1, keepdims=True)
+            normalizer = top[:, 0] + np.log(np.exp(scores - top).sum(-1))
+            yield from normalizer - scores[np.arange(len(wanted)), wanted]
+
+
+def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
+    """Inputs of one sequence whose `tokens` follow each other from position `start`; every row's logits are wanted."""
+    count = len(tokens)
+    call.inputs[names.TOKEN_IDS][0] = tokens
+    call.inputs[names.POSITIONS][0] = np.arange(start, start + count)
+    call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
+    call.inputs[names.PAST_LEN][0] = start
+    call.inputs[names.LIVE][0] = start + count
+    call.inputs[names.OUTPUT_ROWS][0] = np.arange(count)

@@ -1,0 +1,49 @@
+"""What every command prints: JSON to the standard output, progress to the standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import typer
+
+
+class Report(Protocol):
+    """Receives one line of progress."""
+
+    def __call__(self, message: str) -> None: ...
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print one JSON object. Refuses NaN and infinities, which are not JSON."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@contextmanager
+def progress(quiet: bool = False) -> Iterator[Report]:
+    """Report stages to the standard error: one live line on a terminal, a line a stage otherwise."""
+    if quiet:
+        yield _ignore
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("starting") as status:
+            yield status.update
+    else:
+        yield _Lines()
+
+
+def _ignore(message: str) -> None:
+    """Drop a message."""
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self, message: str) -> None:
+        print(f"[{time.monotonic() - self._start:6.1f} s] {message}", file=sys.stderr, flush=True)

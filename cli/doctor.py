@@ -1,0 +1,120 @@
+"""`redraft doctor`: whether this machine can run redraft, and what mends what is missing."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
+from redraft.cli.console import print_json
+
+Status = Literal["ok", "absent", "warning", "broken"]
+MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
+NEEDED_DISK_BYTES = 2 << 30
+VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `broken` means that the CPU path cannot work; `mend` says what to do."""
+
+    name: str
+    status: Status
+    found: str
+    mend: str | None = None
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Check Python, packages, processor, memory, disk and engine libraries. Exit 1 when the CPU path cannot work."""
+    findings = list(examine())
+    works = all(finding.status != "broken" for finding in findings)
+    if as_json:
+        print_json({"cpu_path_works": works, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            mend = f"; {finding.mend}" if finding.mend else ""
+            typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{mend}")
+        typer.echo("the CPU path works" if works else "the CPU path cannot work: mend the lines marked XX")
+    raise typer.Exit(0 if works else 1)
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, what the CPU path needs first."""
+    yield _python()
+    yield from _packages()
+    yield _providers()
+    yield from _machine()
+    yield from _accelerators()
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < (3, 11):
+        return Finding("python", "broken", found, "run `make install PYTHON=python3.12`")
+    return Finding("python", "ok", found)
+
+
+def _packages() -> Iterator[Finding]:
+    """Pinned requirements against what is installed; those of extras may be absent."""
+    for requirement in sorted(metadata.requires("redraft") or ()):
+        pin, _, marker = requirement.partition(";")
+        name, _, expected = pin.strip().partition("==")
+        extra = marker.partition("extra ==")[2].strip(" \"'")
+        if name.startswith("redraft"):
+            continue
+        install = f"run `pip install 'redraft[{extra}]'`" if extra else "run `make install`"
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
+            continue
+        matches = found.partition("+")[0] == expected
+        yield Finding(name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}")
+
+
+def _providers() -> Finding:
+    try:
+        providers = execution_providers()
+    except ImportError as error:
+        return Finding("onnxruntime providers", "broken", f"cannot be imported ({error})", "run `make install`")
+    works = "CPUExecutionProvider" in providers
+    return Finding("onnxruntime providers", "ok" if works else "broken", ", ".join(providers))
+
+
+def _machine() -> Iterator[Finding]:
+    yield Finding("processor", "ok", f"{processor_name()}, {usable_threads()} usable threads")
+    flags = [flag for flag in VECTOR_FLAGS if flag in cpu_flags()]
+    known = bool(flags) or not cpu_flags()
+    yield Finding("vector instructions", "ok" if known else "warning", ", ".join(flags) or "unknown")
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield Finding("memory", "ok", f"{memory_bytes / (1 << 30):.1f} GiB")
+    free = shutil.disk_usage(Path.cwd()).free
+    enough = free >= NEEDED_DISK_BYTES
+    yield Finding("disk", "ok" if enough else "warning", f"{free / (1 << 30):.1f} GiB free in {Path.cwd()}",
+                  None if enough else "free some, or build with -o on another disk")  # fmt: skip
+    yield _cache_folder()
+
+
+def _cache_folder() -> Finding:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.access(parent, os.W_OK):
+        return Finding("cache folder", "ok", f"{folder / 'redraft'}")
+    return Finding("cache folder", "warning", f"{folder} is not writable", "set XDG_CACHE_HOME to a folder that is")
+
+
+def _accelerators() -> Iterator[Finding]:
+    for name, library in (("CUDA driver", "cuda"), ("TensorRT library", "nvinfer")):
+        found = ctypes.util.find_library(library)
+        yield Finding(name, "ok" if found else "absent", found or "not found; the CPU path does not need it")

@@ -1,0 +1,86 @@
+"""The `redraft` command: its sub-commands, and how errors reach the user as one line and an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
+
+from redraft import __version__
+from redraft.cli import bench, build, demo, doctor, generate, inspect, train
+from redraft.errors import RedraftError
+
+INTERRUPTED = 130
+DEBUG = "REDRAFT_DEBUG"
+
+app = typer.Typer(
+    help="Speculative decoding as deployable engines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("build")(build.build)
+app.command("inspect")(inspect.inspect)
+app.command("generate")(generate.generate)
+app.command("bench")(bench.bench)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.add_typer(train.app, name="train")
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, as {DEBUG}=1 does.")] = False,
+) -> None:
+    """Speculative decoding as deployable engines."""
+    if debug:
+        os.environ[DEBUG] = "1"
+    if version:
+        typer.echo(f"redraft {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and leave with 0, 1 (it failed), 2 (bad usage) or 130 (interrupted)."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Exit status of one command; its error, if any, is one line on the standard error."""
+    try:
+        status = int(app(arguments, prog_name="redraft", standalone_mode=False) or 0)
+        return _fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
+    except NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except ClickException as error:
+        return _fail(_one_line(error.format_message()) + _help_hint(error), error.exit_code)
+    except RedraftError as error:
+        return _fail(_one_line(str(error)), error.exit_status, error)
+    except OSError as error:
+        return _fail(_one_line(str(error)), 1, error)
+    except ModuleNotFoundError as error:
+        return _fail(f"{error.name} is not installed; run `make install`, or pip install 'redraft[dev]'", 1, error)
+    except Exception as error:  # noqa: BLE001  (the last resort: a defect still reaches the user as one line)
+        text = _one_line(f"{type(error).__name__}: {error}")
+        return _fail(f"unexpected {text}; run again with {DEBUG}=1 and report the traceback", 1, error)
+
+
+def _fail(message: str, status: int, error: BaseException | None = None) -> int:
+    if error is not None and os.environ.get(DEBUG):
+        raise error
+    print(f"redraft: error: {message}", file=sys.stderr)
+    return status
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _help_hint(error: ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    return f" (see `{context.command_path} --help`)" if context else ""

@@ -1,0 +1,53 @@
+"""What is deployed must import without the optional extras, and the command line must start without heavy libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai")
+HEAVY = (*EXTRAS, "onnxruntime", "numpy", "tokenizers")
+
+BLOCK = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run_without(blocked: tuple[str, ...], program: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` in a fresh interpreter in which the modules `blocked` cannot be imported."""
+    source = BLOCK.format(blocked=blocked) + program
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+
+
+def deployed(root: Path) -> list[str]:
+    """Modules of the shared words, the engines and the runtime."""
+    names = []
+    for folder, package in (("redraft", "redraft"), ("engines", "redraft.engines"), ("runtime", "redraft.runtime")):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            names.append(".".join((package, *(part for part in parts if part != "__init__"))))
+    return names
+
+
+def test_deployed_modules_import_without_extras(root: Path) -> None:
+    program = f"import importlib\nfor name in {deployed(root)!r}: importlib.import_module(name)"
+    result = run_without(EXTRAS, program)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["build", "--help"], ["generate", "--help"], ["bench", "--help"]])
+def test_help_needs_no_heavy_library(command: list[str]) -> None:
+    program = f"import sys\nsys.argv = ['redraft', *{command!r}]\nfrom redraft.cli.main import main\nmain()"
+    result = run_without(HEAVY, program)
+    assert result.returncode == 0, result.stderr
+    assert "Usage: redraft" in result.stdout
