@@ -165,6 +165,7 @@ def empty_model(config: PretrainedConfig, max_positions: int) -> Iterator[nn.Mod
     """The architecture with uninitialized weights, whose pages are never touched, and single operators put in."""
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=INTERFACE, dtype=torch.float32).eval()
+        model.tie_weights()
         modules.unroll_experts(model)
     model.requires_grad_(False)
     modules.replace_rms_norms(model)

@@ -1,0 +1,175 @@
+"""Graph passes after tracing: fewer products, no reshapes or transposes that move nothing, no shape arithmetic.
+
+They work on facts of the graph (known shapes, shared inputs), never on an architecture's names, and leave weights as
+references into the checkpoint: what they concatenate, they concatenate in the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import onnx_ir as ir
+from onnx_ir.passes import Sequential, common
+
+
+def simplify(model: ir.Model) -> None:
+    """All passes, in order, in place."""
+    compose_transposes(model)
+    settle_reshapes(model)
+    drop_idle(model)
+    Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())(model)
+    merge_products(model)
+    Sequential(common.RemoveUnusedNodesPass(), common.TopologicalSortPass())(model)
+
+
+def compose_transposes(model: ir.Model) -> None:
+    """Turn a transpose of a transpose into one, or into none where the two cancel."""
+    for node in _nodes(model, "Transpose"):
+        before = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if before is None or before.op_type != "Transpose":
+            continue
+        inner, outer = before.attributes["perm"].as_ints(), node.attributes["perm"].as_ints()
+        perm = [inner[axis] for axis in outer]
+        if perm == sorted(perm):
+            _replace(node, before.inputs[0])
+        else:
+            node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+            node.replace_input_with(0, before.inputs[0])
+
+
+def settle_reshapes(model: ir.Model) -> None:
+    """Let reshapes start from what they first came from, drop those that change nothing, and make targets constant."""
+    for node in _nodes(model, "Reshape"):
+        source = node.inputs[0]
+        while source is not None and (before := source.producer()) is not None and before.op_type == "Reshape":
+            source = before.inputs[0]
+        if source is None or source.shape is None or node.outputs[0].shape is None:
+            continue
+        node.replace_input_with(0, source)
+        have, want = list(source.shape), list(node.outputs[0].shape)
+        if have == want:
+            _replace(node, source)
+        elif (target := _constant_target(have, want)) is not None:
+            node.attributes.pop("allowzero", None)
+            node.replace_input_with(1, _constant(model, target))
+
+
+def _constant_target(have: list[int | ir.SymbolicDim], want: list[int | ir.SymbolicDim]) -> list[int] | None:
+    """A reshape target of numbers only: 0 copies the dimension in place, one -1 takes the rest."""
+    target = []
+    for axis, dim in enumerate(want):
+        if isinstance(dim, int):
+            target.append(dim)
+        elif axis < len(have) and have[axis] == dim and 0 not in want:
+            target.append(0)
+        else:
+            target.append(-1)
+    return target if target.count(-1) <= 1 else None
+
+
+def drop_idle(model: ir.Model) -> None:
+    """Remove casts to the type a value already has and slices that keep all of it."""
+    for node in [*_nodes(model, "Cast"), *_nodes(model, "Slice")]:
+        source, result = node.inputs[0], node.outputs[0]
+        if source is None or source.dtype is None or source.dtype != result.dtype:
+            continue
+        if source.shape is not None and source.shape == result.shape:
+            _replace(node, source)
+
+
+def merge_products(model: ir.Model) -> None:
+    """One product where sibling projections (of one parent module) multiply the same value, then a split."""
+    siblings: dict[tuple[int, str], list[ir.Node]] = defaultdict(list)
+    for node in _nodes(model, "MatMul"):
+        weight = weight_of(node)
+        if weight is not None:
+            siblings[id(node.inputs[0]), weight.name.rsplit(".", 2)[0]].append(node)  # type: ignore[union-attr]
+    for group in siblings.values():
+        if len(group) > 1:
+            _merge(model, group)
+
+
+def weight_of(product: ir.Node) -> ir.Value | None:
+    """The stored weight [out, in] of a MatMul over its transpose, None for any other product."""
+    transpose = product.inputs[1].producer() if product.inputs[1] is not None else None
+    if transpose is None or transpose.op_type != "Transpose":
+        return None
+    weight = transpose.inputs[0]
+    return weight if weight is not None and weight.is_initializer() else None
+
+
+def weights_of(product: ir.Node) -> list[ir.Value]:
+    """The stored weights [out_i, in] of a product, several where it was merged; empty for any other product."""
+    single = weight_of(product)
+    if single is not None:
+        return [single]
+    transpose = product.inputs[1].producer() if product.inputs[1] is not None else None
+    concat = transpose.inputs[0].producer() if transpose is not None and transpose.inputs[0] is not None else None
+    if transpose is None or transpose.op_type != "Transpose" or concat is None or concat.op_type != "Concat":
+        return []
+    return [value for value in concat.inputs if value is not None and value.is_initializer()]
+
+
+def _merge(model: ir.Model, products: list[ir.Node]) -> None:
+    weights = [weight_of(product) for product in products]
+    biases = [_bias_of(product) for product in products]
+    if any(biases) and not all(biases):
+        return
+    ends = [add for add, _ in biases] if all(biases) else products  # type: ignore[misc]
+    sizes = [int(weight.shape[0]) for weight in weights]  # type: ignore[union-attr, index, arg-type]
+    first = products[0]
+    joined = ir.node("Concat", weights, {"axis": 0})
+    turned = ir.node("Transpose", [joined.outputs[0]], {"perm": [1, 0]})
+    product = ir.node("MatMul", [first.inputs[0], turned.outputs[0]])
+    nodes, last = [joined, turned, product], product
+    if all(biases):
+        bias = ir.node("Concat", [value for _, value in biases], {"axis": 0})  # type: ignore[misc]
+        last = ir.node("Add", [product.outputs[0], bias.outputs[0]])
+        nodes += [bias, last]
+    split = ir.node(
+        "Split", [last.outputs[0], _constant(model, sizes)], {"axis": -1}, num_outputs=len(products)
+    )
+    stem = weights[0].name.rsplit(".", 2)[0]  # type: ignore[union-attr]
+    product.name, product.outputs[0].name = f"{stem}.product", f"{stem}.product"
+    lead = list(first.inputs[0].shape)[:-1]  # type: ignore[union-attr, arg-type]
+    for value, size in [(product.outputs[0], sum(sizes)), (last.outputs[0], sum(sizes)), *zip(split.outputs, sizes, strict=True)]:
+        value.shape, value.dtype = ir.Shape([*lead, size]), first.outputs[0].dtype
+    model.graph.insert_before(first, [*nodes, split])
+    for end, part in zip(ends, split.outputs, strict=True):
+        _replace(end, part)
+
+
+def _bias_of(product: ir.Node) -> tuple[ir.Node, ir.Value] | None:
+    """The Add of a stored bias that alone follows the product."""
+    uses = list(product.outputs[0].uses())
+    if len(uses) != 1 or uses[0].node.op_type != "Add":
+        return None
+    other = uses[0].node.inputs[1 - uses[0].idx]
+    if other is None or not other.is_initializer() or other.shape is None or other.shape.rank() != 1:
+        return None
+    return uses[0].node, other
+
+
+def _nodes(model: ir.Model, op_type: str) -> Iterable[ir.Node]:
+    return [node for node in model.graph if node.op_type == op_type]
+
+
+def _replace(node: ir.Node, value: ir.Value | None) -> None:
+    """Let all uses of the node's output read `value`; a graph output keeps its name through an Identity."""
+    assert value is not None
+    output = node.outputs[0]
+    if output.is_graph_output():
+        return
+    ir.convenience.replace_all_uses_with(output, value)
+
+
+def _constant(model: ir.Model, numbers: list[int]) -> ir.Value:
+    """An int64 vector among the initializers, shared by equal ones."""
+    name = "ints." + "_".join(map(str, numbers))
+    if name not in model.graph.initializers:
+        value = ir.Value(name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(ir.DataType.INT64))
+        value.const_value = ir.tensor(numbers, ir.DataType.INT64, name=name)
+        model.graph.register_initializer(value)
+    return model.graph.initializers[name]
+

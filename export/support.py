@@ -1,0 +1,116 @@
+"""What can be exported faithfully, and what is refused by name instead of being dropped in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
+from redraft.export.checkpoint import Checkpoint
+from redraft.names import TREE_ATTENTION, VerifierShape
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su", "yarn_dynamic")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DECODERS_ONLY = "redraft exports decoder-only models whose attention goes through transformers' attention interface"
+
+
+def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The architecture's configuration. Raises UnsupportedModelError naming what stands against an export."""
+    values = checkpoint.config
+    kind = values.get("model_type")
+    if "auto_map" in values:
+        raise UnsupportedModelError(f"{kind or 'the model'} needs code from its own repository, which is not run")
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", DECODERS_ONLY)
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises on a malformed configuration is reported
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"config.json of {kind} is invalid ({reason})", "restore the original config.json") from error
+    _check_config(config, kind)
+    return config
+
+
+def _check_config(config: PretrainedConfig, kind: str) -> None:
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{kind} is no decoder-only language model", DECODERS_ONLY)
+    if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
+        raise UnsupportedModelError(f"{kind} uses ALiBi position biases, which TreeAttention does not take", DECODERS_ONLY)
+    for rope in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope in LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"rotary embedding {rope!r} depends on the sequence's length", "set rope_type to default, linear, yarn or llama3"
+            )
+    for layer in getattr(config, "layer_types", None) or ():
+        if layer not in LAYER_TYPES:
+            raise UnsupportedModelError(f"{kind} has layers of type {layer}, which keep no plain KV cache", DECODERS_ONLY)
+
+
+def _rope_types(parameters: Any) -> list[str]:  # noqa: ANN401
+    """Every rope type in a configuration, which may nest one set of parameters a layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    nested = [kind for value in parameters.values() for kind in _rope_types(value)]
+    return nested + ([parameters["rope_type"]] if "rope_type" in parameters else [])
+
+
+def verifier_shape(config: PretrainedConfig, context: int | None) -> VerifierShape:
+    """Buffer shapes from the configuration. Raises UsageError when `context` passes the model's own limit."""
+    limit = int(config.max_position_embeddings)
+    if context is not None and context > limit:
+        raise UsageError(f"context {context} passes the model's limit of {limit} tokens", f"give --context {limit} or less")
+    heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return VerifierShape(
+        int(config.num_hidden_layers), int(kv_heads), int(head_dim), int(config.hidden_size), int(config.vocab_size), context or limit
+    )
+
+
+def check_taps(taps: tuple[str, ...], layers: int) -> None:
+    """Raise UsageError on a feature tap that the model does not have."""
+    for tap in taps:
+        if tap != "last" and not (tap.isdigit() and int(tap) < layers):
+            raise UsageError(f"unknown feature tap {tap!r}", f"use last, or a layer from 0 to {layers - 1}")
+
+
+def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierShape) -> None:
+    """Compare what the traced layers do with what the configuration says: caches and windows."""
+    kind = config.model_type
+    nodes = [node for node in model.graph if node.op_type == TREE_ATTENTION]
+    if len(nodes) != shape.layers:
+        raise UnsupportedModelError(
+            f"{kind}: {len(nodes)} of {shape.layers} layers keep keys and values through the attention interface", DECODERS_ONLY
+        )
+    for layer, node in enumerate(nodes):
+        window, expected = node.attributes["window"].as_int(), _window(config, layer)
+        if window != expected:
+            raise UnsupportedModelError(
+                f"{kind}: layer {layer} should have a sliding window of {expected} and hands {window} to its attention",
+                DECODERS_ONLY,
+            )
+
+
+def _window(config: PretrainedConfig, layer: int) -> int:
+    """The sliding window of a layer by the configuration, 0 for none."""
+    window = getattr(config, "sliding_window", None) or 0
+    if not getattr(config, "use_sliding_window", True):
+        return 0
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else 0
+
+
+def tied_names(network: nn.Module) -> dict[str, str]:
+    """Parameters that share another one's storage: name -> the name that checkpoints store."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(parameter), name)
+        if owner != name:
+            tied[name] = owner
+            tied[owner] = name
+    return tied
+

@@ -1,0 +1,85 @@
+"""A checkpoint to a verifier graph on disk: one ONNX file for prefill, one token and trees, weights beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from redraft import names
+from redraft.config import BuildConfig
+from redraft.export import passes, support, tracing, tree_attention, weights
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.weights import Progress, WeightRef
+
+IR_VERSION = 11
+GRAPH = "verifier.onnx"
+
+
+@dataclass(frozen=True)
+class VerifierExport:
+    """What was written: `graph` and the weight files are relative to the output folder."""
+
+    shape: names.VerifierShape
+    taps: tuple[str, ...]
+    graph: str
+    weights: tuple[WeightRef, ...]
+    weight_files: tuple[str, ...]
+
+
+def export_verifier(
+    checkpoint: Checkpoint,
+    out: Path,
+    config: BuildConfig | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> VerifierExport:
+    """Write `out`/verifier.onnx and `out`/weights/.
+
+    Raises UnsupportedModelError naming what cannot be exported faithfully, CheckpointError naming a tensor that is
+    missing or of the wrong shape. No weight is read into memory unless its type has to be converted.
+    """
+    config = config or BuildConfig()
+    progress("trace", 0, 1)
+    architecture = support.load_config(checkpoint)
+    shape = support.verifier_shape(architecture, config.context)
+    with tracing.empty_model(architecture, shape.max_positions) as network:
+        support.check_taps(config.taps, shape.layers)
+        module = tracing.VerifierModule(network, config.taps)
+        model = tracing.trace(module, shape)
+        support.check_attention(model, architecture, shape)
+        parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
+        tied = support.tied_names(network)
+    progress("trace", 1, 1)
+    _rename_parameters(model, parameters)
+    passes.simplify(model)
+    source = (
+        weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
+    )
+    refs = weights.place(model, source, out, config.precision, progress)
+    _finish(model)
+    ir.save(model, out / GRAPH)
+    return VerifierExport(shape, config.taps, GRAPH, refs, tuple(sorted({ref.file for ref in refs})))
+
+
+def _rename_parameters(model: ir.Model, parameters: dict[str, Any]) -> None:
+    """Drop the wrapper's prefix, so that an initializer has its parameter's name."""
+    for value in list(model.graph.initializers.values()):
+        name = (value.name or "").removeprefix("model.")
+        if name in parameters:
+            value.name = name
+
+
+def _finish(model: ir.Model) -> None:
+    common.RemoveUnusedNodesPass()(model)
+    tree_attention.add_bodies(model)
+    model.ir_version = IR_VERSION
+    model.producer_name = "redraft"
+    model.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in model.graph.initializers.values():
+        value.metadata_props.clear()

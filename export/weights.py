@@ -1,0 +1,257 @@
+"""Where a graph's weights lie: the checkpoint's own bytes where its type fits, else a file written tensor by tensor.
+
+No tensor is ever held whole: the checkpoint is memory-mapped and conversions go in slabs of rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.export import quantize
+from redraft.export.checkpoint import DOWNLOAD_AGAIN, Checkpoint, TensorEntry
+from redraft.export.passes import weights_of
+
+FOLDER = "weights"
+SLAB_BYTES = 16 << 20
+RANDOM_STD = 0.02
+EXPERT_NAMES = {"gate_proj": ("w1",), "up_proj": ("w3",), "down_proj": ("w2",)}
+ONNX_TYPES = {"F32": ir.DataType.FLOAT, "U8": ir.DataType.UINT8}
+Progress = Callable[[str, int, int], None]
+Slabs = Iterator[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """Bytes of one initializer: in `file` (relative to the bundle), made from the checkpoint tensors `sources`."""
+
+    initializer: str
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor to be written: its type and shape are known before its content is produced, in slabs of rows."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    slabs: Callable[[], Slabs]
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * {"F32": 4, "U8": 1}[self.dtype]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint's tensors by the names of the module's parameters."""
+
+    checkpoint: Checkpoint
+    parameters: dict[str, tuple[int, ...]]
+    tied: dict[str, str]
+
+    def entry(self, parameter: str) -> TensorEntry:
+        """The stored tensor of a parameter. Raises CheckpointError when it is missing or of another shape."""
+        for name in self._candidates(parameter):
+            entry = self.checkpoint.tensors.get(name)
+            if entry is None:
+                continue
+            if entry.shape != self.parameters[parameter]:
+                raise CheckpointError(
+                    f"tensor {name} is {list(entry.shape)}, config.json asks for {list(self.parameters[parameter])}",
+                    DOWNLOAD_AGAIN,
+                )
+            if entry.dtype not in ("F32", "F16", "BF16"):
+                raise UnsupportedModelError(
+                    f"tensor {name} is stored as {entry.dtype}; only F32, F16 and BF16 checkpoints are supported",
+                    "give the unquantized checkpoint",
+                )
+            return entry
+        raise CheckpointError(f"{self.checkpoint.path} has no tensor {parameter}", DOWNLOAD_AGAIN)
+
+    def _candidates(self, parameter: str) -> Iterator[str]:
+        yield parameter
+        yield self.tied.get(parameter, parameter)
+        if ".mlp.experts.experts." in parameter:
+            stem, projection, suffix = parameter.replace(".experts.experts.", ".experts.").rsplit(".", 2)
+            for moe in (".mlp.", ".block_sparse_moe."):
+                for name in (projection, *EXPERT_NAMES[projection]):
+                    yield f"{stem}.{name}.{suffix}".replace(".mlp.", moe)
+        yield parameter.replace(".mlp.", ".block_sparse_moe.")
+
+    def slabs(self, parameter: str) -> Slabs:
+        """The parameter in fp32, a few rows at a time."""
+        mapped = self.checkpoint.memmap(self.entry(parameter).name)
+        for rows in _row_slices(mapped.shape, 4):
+            part = mapped[rows] if mapped.shape else mapped
+            yield _as_float32(part, self.entry(parameter).dtype)
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random weights of the same shapes, each tensor a function of its name: for latency work only."""
+
+    parameters: dict[str, tuple[int, ...]]
+
+    def slabs(self, parameter: str) -> Slabs:
+        """Norm gains are one, the rest is normal with standard deviation 0.02."""
+        shape = self.parameters[parameter]
+        generator = np.random.default_rng(list(parameter.encode()))
+        for rows in _row_slices(shape, 4):
+            part = (rows.stop - rows.start, *shape[1:])
+            if len(shape) == 1:
+                yield np.full(part, 0.0 if parameter.endswith("bias") else 1.0, np.float32)
+            else:
+                yield generator.standard_normal(part, np.float32) * np.float32(RANDOM_STD)
+
+
+def place(model: ir.Model, source: Source | RandomSource, folder: Path, precision: str, progress: Progress) -> tuple[WeightRef, ...]:
+    """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits."""
+    made = _quantize_products(model, source, precision) if precision != "fp32" else []
+    refs: list[WeightRef] = []
+    for name in _parameters(model, source.parameters):
+        entry = source.entry(name) if isinstance(source, Source) else None
+        if entry is not None and entry.dtype == "F32":
+            refs.append(WeightRef(name, f"{FOLDER}/{entry.file}", entry.offset, entry.length, "F32", entry.shape, (entry.name,)))
+        else:
+            slabs = (lambda name: lambda: source.slabs(name))(name)
+            made.append(Made(name, "F32", source.parameters[name], (entry.name,) if entry else (), slabs))
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    if isinstance(source, Source):
+        for file in sorted({Path(ref.file).name for ref in refs}):
+            _link(source.checkpoint.path / file, folder / FOLDER / file)
+    if made:
+        refs += _write(made, folder, f"{FOLDER}/{precision}.safetensors", progress)
+    for ref in refs:
+        _point(model, ref, folder)
+    return tuple(sorted(refs, key=lambda ref: ref.initializer))
+
+
+def _parameters(model: ir.Model, parameters: dict[str, tuple[int, ...]]) -> list[str]:
+    used = {value.name for node in model.graph for value in node.inputs if value is not None}
+    return [name for name in parameters if name in used and name in model.graph.initializers]
+
+
+def _point(model: ir.Model, ref: WeightRef, folder: Path) -> None:
+    value = model.graph.initializers[ref.initializer]
+    value.const_value = ir.ExternalTensor(
+        ref.file, ref.offset, ref.length, ONNX_TYPES[ref.dtype], shape=ir.Shape(ref.shape), name=ref.initializer, base_dir=folder
+    )
+
+
+def _link(source: Path, target: Path) -> None:
+    """A hard link where the file system allows one, else a copy; symbolic links are refused by ONNX Runtime."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _write(made: list[Made], folder: Path, file: str, progress: Progress) -> list[WeightRef]:
+    """Write a safetensors file in one pass: the header first, since all sizes are known."""
+    offset, header = 0, {}
+    for tensor in made:
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.length]}
+        offset += tensor.length
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 64 + 56)
+    refs, base = [], 8 + len(encoded)
+    with (folder / file).open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for index, tensor in enumerate(made):
+            progress("weights", index, len(made))
+            begin = stream.tell()
+            for slab in tensor.slabs():
+                stream.write(np.ascontiguousarray(slab).data)
+            assert stream.tell() - begin == tensor.length, tensor.name
+            refs.append(WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape, tensor.sources))
+    progress("weights", len(made), len(made))
+    assert min(ref.offset for ref in refs) == base
+    return refs
+
+
+def _quantize_products(model: ir.Model, source: Source | RandomSource, precision: str) -> list[Made]:
+    """Replace products over stored weights by MatMulNBits; the logits' product keeps 8 bits at int4."""
+    made: list[Made] = []
+    logits = model.graph.outputs[0].producer()
+    for node in [n for n in model.graph if n.op_type == "MatMul"]:
+        weights = [value.name or "" for value in weights_of(node)]
+        if not weights:
+            continue
+        bits = 8 if precision == "int8" or (node is logits or _feeds(node, logits)) else 4
+        made += _quantized_product(model, node, weights, source, bits)
+    return made
+
+
+def _feeds(node: ir.Node, logits: ir.Node | None) -> bool:
+    """Whether only elementwise work (softcap, scaling) lies between the product and the logits."""
+    while logits is not None and logits.op_type in ("Mul", "Tanh", "Div"):
+        logits = logits.inputs[0].producer() if logits.inputs[0] is not None else None
+    return logits is node
+
+
+def _quantized_product(
+    model: ir.Model, node: ir.Node, weights: list[str], source: Source | RandomSource, bits: int
+) -> list[Made]:
+    rows = sum(source.parameters[name][0] for name in weights)
+    columns = source.parameters[weights[0]][1]
+    blocks, stem = quantize.blocks_of(columns), weights[0] if len(weights) == 1 else weights[0].rsplit(".", 2)[0]
+    sources = tuple(source.entry(name).name for name in weights) if isinstance(source, Source) else ()
+    shapes = {
+        "codes": ("U8", (rows, blocks, quantize.BLOCK * bits // 8)),
+        "scales": ("F32", (rows, blocks)),
+        "zeros": ("U8", (rows, quantize.zero_bytes(columns, bits))),
+    }
+
+    def slabs(part: str) -> Callable[[], Slabs]:
+        return lambda: (getattr(quantize.quantize(slab, bits), part) for name in weights for slab in source.slabs(name))
+
+    made = [Made(f"{stem}.{part}", dtype, shape, sources, slabs(part)) for part, (dtype, shape) in shapes.items()]
+    inputs = []
+    for tensor in made:
+        value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(ONNX_TYPES[tensor.dtype]))
+        value.const_value = ir.ExternalTensor("unplaced", 0, 0, ONNX_TYPES[tensor.dtype], shape=ir.Shape(tensor.shape), name=tensor.name)
+        model.graph.register_initializer(value)
+        inputs.append(value)
+    attributes = {"K": columns, "N": rows, "bits": bits, "block_size": quantize.BLOCK, "accuracy_level": 4}
+    product = ir.node("MatMulNBits", [node.inputs[0], *inputs], attributes, domain="com.microsoft")
+    product.outputs[0].shape, product.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+    model.opset_imports["com.microsoft"] = 1
+    model.graph.insert_before(node, product)
+    output, name = node.outputs[0], node.outputs[0].name
+    ir.convenience.replace_all_uses_with(output, product.outputs[0], replace_graph_outputs=True)
+    model.graph.remove(node, safe=True)
+    product.outputs[0].name = name
+    return made
+
+
+def _row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
+    rows = shape[0] if shape else 1
+    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
+    step = max(1, SLAB_BYTES // row_bytes)
+    for begin in range(0, rows, step):
+        yield slice(begin, min(rows, begin + step))
+
+
+def _as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
