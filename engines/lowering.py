@@ -1,0 +1,193 @@
+"""Lower the portable verifier graph to ONNX Runtime's fused CPU kernels, for one sequence.
+
+    redraft::TreeAttention        -> com.microsoft.GroupQueryAttention, the tree as an additive bias
+    Split, RotaryEmbedding x 2    -> inside it, where nothing else reads them
+    Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
+
+GroupQueryAttention takes several new rows over a past in batches of one only, so the portable graph stays beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.convenience import replace_nodes_and_values
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, TopologicalSortPass
+
+from redraft import names
+
+_MICROSOFT = "com.microsoft"
+_HIDDEN = np.float32(-1e30)
+"""Added to the score of a row that a node must not see. Finite: a sum with it stays a number, and its exponential is 0."""
+
+_ROTARY_MULTIPLE = 16
+"""Head sizes that the kernel rotates."""
+
+
+def lower_single(source: Path, target: Path) -> bool:
+    """Write the lowered form of the graph `source` to `target`, in the same folder (weights are shared).
+
+    Returns False and writes nothing where a layer of the model does not fit the kernel.
+    """
+    model = ir.load(source)
+    attentions = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
+    if not attentions or not all(_fits(node) for node in attentions):
+        return False
+    _fix_batch(model.graph)
+    masks = _Masks(model.graph)
+    for node in attentions:
+        _lower_attention(model.graph, node, masks)
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
+        _fuse_residual(model.graph, node)
+    model.opset_imports[_MICROSOFT] = 1
+    for tidy in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), TopologicalSortPass()):
+        tidy(model)
+    ir.save(model, target)
+    return True
+
+
+def _head_dim(node: ir.Node) -> int:
+    cache = node.inputs[3]
+    head_dim = cache.shape[3] if cache is not None and cache.shape is not None else 0
+    return head_dim if isinstance(head_dim, int) else 0
+
+
+def _fits(node: ir.Node) -> bool:
+    """Whether the kernel takes this layer: head sizes in multiples of 8."""
+    return _head_dim(node) % 8 == 0
+
+
+def _fix_batch(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([1 if dim == "B" else dim for dim in value.shape])
+
+
+class _Masks:
+    """What every layer's attention shares: row counts, and an additive bias for each window."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._inputs = {value.name: value for value in graph.inputs}
+        self._first = graph[0]
+        self._count = 0
+        self._biases: dict[int, ir.Value] = {}
+        live, past = self._inputs[names.LIVE], self._inputs[names.PAST_LEN]
+        one = self._constant([1])
+        capacity = self._node("Shape", [self._inputs[names.key_cache(0)]], start=2, end=3)
+        total = self._node("Min", [self._node("Add", [live, one]), capacity])
+        self.total = self._node("Cast", [total], to=ir.DataType.INT32)
+        self.last = self._node("Cast", [self._node("Sub", [live, one])], to=ir.DataType.INT32)
+        self._pads = self._node("Concat", [self._constant([0, 0, 0]), past, self._constant([0, 0, 0, 1])], axis=0)
+        self.positions = self._inputs[names.POSITIONS]
+
+    def bias(self, window: int) -> ir.Value:
+        """Added to the scores, float32 [1, 1, T, live]: 0 for an ancestor or a committed row in the window."""
+        if window not in self._biases:
+            self._biases[window] = self._windowed(window) if window else self._tree()
+        return self._biases[window]
+
+    def _tree(self) -> ir.Value:
+        zero = self._constant(np.zeros((1, 1, 1, 1), np.float32))
+        new = self._node("Where", [self._inputs[names.TREE_MASK], zero, self._constant(_HIDDEN)])
+        return self._node("Pad", [new, self._pads])
+
+    def _windowed(self, window: int) -> ir.Value:
+        """A committed row's position is its number; a new row's is its node's."""
+        scalar = self._constant(np.array(0))
+        past = self._node("Squeeze", [self._inputs[names.PAST_LEN]])
+        committed = self._node("Range", [scalar, past, self._constant(np.array(1))])
+        committed = self._node("Unsqueeze", [committed, self._constant([0])])
+        rows = self._node("Concat", [committed, self.positions, self._constant([[0]])], axis=1)
+        queries = self._node("Unsqueeze", [self.positions, self._constant([2])])  # [1, T, 1]
+        distance = self._node("Sub", [queries, rows])  # [1, T, live + 1]
+        near = self._node("Less", [distance, self._constant(np.array(window))])
+        return self._node("Where", [near, self.bias(0), self._constant(_HIDDEN)])
+
+    def _constant(self, values: object) -> ir.Value:
+        self._count += 1
+        value = ir.Value(name=f"single.constant.{self._count}", const_value=ir.tensor(np.asarray(values)))
+        self._graph.register_initializer(value)
+        return value
+
+    def _node(self, op: str, inputs: list[ir.Value], **attributes: object) -> ir.Value:
+        self._count += 1
+        node = ir.node(op, inputs, attributes)
+        node.outputs[0].name = f"single.{op.lower()}.{self._count}"
+        self._graph.insert_before(self._first, node)
+        return node.outputs[0]
+
+
+def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks) -> None:
+    q, k, v, key_cache, value_cache = node.inputs[:5]
+    heads = {name: node.attributes[name].as_int() for name in ("q_heads", "kv_heads", "window")}
+    attributes: dict[str, object] = {
+        "num_heads": heads["q_heads"],
+        "kv_num_heads": heads["kv_heads"],
+        "scale": node.attributes["scale"].as_float(),
+        "softcap": node.attributes["softcap"].as_float(),
+    }
+    source: tuple[ir.Value | None, ...] = (q, k, v)
+    tables: tuple[ir.Value | None, ...] = (None, None, None)
+    packed = _packed_rotary(node) if _head_dim(node) % _ROTARY_MULTIPLE == 0 else None
+    if packed is not None:
+        qkv, rotary = packed
+        source, tables = (qkv, None, None), (*rotary.inputs[1:3], masks.positions)
+        attributes |= {"do_rotary": 1, "rotary_interleaved": _attribute(rotary, "interleaved", 0)}
+    fused = ir.node(
+        "GroupQueryAttention",
+        [*source, key_cache, value_cache, masks.last, masks.total, *tables, masks.bias(heads["window"])],
+        attributes,
+        domain=_MICROSOFT,
+        num_outputs=3,
+    )
+    replace_nodes_and_values(graph, node, [node], [fused], node.outputs, fused.outputs)
+
+
+def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and used only here."""
+    q, k, v = node.inputs[:3]
+    rotated = [value.producer() if value is not None else None for value in (q, k)]
+    first, second = rotated
+    if first is None or second is None or any(r.op_type != "RotaryEmbedding" for r in (first, second)):
+        return None
+    split = v.producer() if v is not None else None
+    whole = (
+        split is not None
+        and split.op_type == "Split"
+        and (first.inputs[0], second.inputs[0], v) == tuple(split.outputs)
+        and all(len(value.uses()) == 1 for value in (*split.outputs, q, k) if value is not None)
+    )
+    same = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
+    plain = all(_attribute(r, "rotary_embedding_dim", 0) == 0 for r in (first, second))
+    if not (whole and same and plain and first.inputs[3] is node.inputs[6]):
+        return None
+    assert split is not None and split.inputs[0] is not None
+    return split.inputs[0], first
+
+
+def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
+    """Add, then RMSNormalization over the last axis: one node that gives the sum and its norm."""
+    total = norm.inputs[0]
+    add = total.producer() if total is not None else None
+    if total is None or add is None or add.op_type != "Add" or _attribute(norm, "axis", -1) != -1:
+        return
+    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
+    fused = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*add.inputs, norm.inputs[1]],
+        {"epsilon": epsilon},
+        domain=_MICROSOFT,
+        num_outputs=4,
+    )
+    for unused in fused.outputs[1:3]:
+        unused.name = ""
+    normed, _, _, summed = fused.outputs
+    replace_nodes_and_values(graph, norm, [norm, add], [fused], [norm.outputs[0], total], [normed, summed])
+
+
+def _attribute(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
