@@ -1,0 +1,233 @@
+"""The runtime as a program sees it: open a bundle, generate or stream, read the figures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from redraft import names
+from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.errors import UsageError
+from redraft.runtime import scheduler
+from redraft.runtime.controller import Adaptive, Controller, FixedBudget
+from redraft.runtime.cost import CostCurve, cached_curve
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters import Drafter, load_drafter
+from redraft.runtime.metrics import Metrics, summarise
+from redraft.runtime.params import SamplingParams
+from redraft.runtime.sampler import Greedy, Sampler, make_sampler
+from redraft.runtime.sequence import FinishReason
+from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
+from redraft.runtime.text import Text, TextStream
+from redraft.runtime.verifier import Verifier
+from redraft.types import NO_SPECULATION, Budget
+
+Prompt = str | Sequence[int]
+"""Text, or token ids taken as they are."""
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished request.
+
+    token_ids:  the new tokens, the end-of-sequence token that ended them included; `text` leaves special tokens out
+                and ends before a stop string and before an unfinished character.
+    gaps:       lead of each token's logit over the runner-up's, where it was asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    metrics: Metrics
+    gaps: tuple[float, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
+            "metrics": self.metrics.to_json(),
+        }
+
+
+class Runtime:
+    """An open engine bundle. Not for several threads at once; one generation runs at a time."""
+
+    def __init__(
+        self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self.verifier = verifier
+        self.text = text
+        self.curve = curve
+        self.context = context
+        self._stop_tokens = frozenset(eos_token_ids)
+        self._drafter_options = drafter_options or {}
+        self._drafters: dict[str, Drafter] = {}
+        self._adaptive: dict[str, Controller] = {}
+        self._busy = threading.Lock()
+
+    @classmethod
+    def open(
+        cls, path: Path | str, threads: int | None = None, slots: int = 1, verify: bool = True,
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Self:  # fmt: skip
+        """Open the bundle at `path`, checking every byte of it with `verify`.
+
+        threads: of the engine, None takes one a core.   slots: sequences that may run at once.
+        drafter_options: settings by method, for example {"ngram": {"prompt_lookup_max": 3}}.
+        The first opening on a machine takes a second longer, to measure what verification costs.
+        Raises BundleError, and UsageError for fewer than one slot.
+        """
+        if slots < 1:
+            raise UsageError(f"slots must be at least 1, not {slots}")
+        bundle = open_bundle(path, verify)
+        manifest = bundle.manifest
+        graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
+        engine = open_engine(bundle, graph, threads)
+        verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
+        text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
+        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots))
+        options = {**manifest.drafters, **(drafter_options or {})}
+        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options)
+
+    def close(self) -> None:
+        """Let go of the engine and its buffers."""
+        del self.verifier
+        self._drafters.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams = GREEDY, method: str = "ngram",
+        budget: Budget | None = None, synthetic_acceptance: Sequence[float] | None = None, record_gaps: bool = False,
+    ) -> list[Generation]:  # fmt: skip
+        """Continue every prompt, as many at a time as there are slots.
+
+        method: how to draft, `none` for plain decoding.   budget: of every step; None adapts it to what pays.
+        synthetic_acceptance: force acceptance by depth; the output is labelled.   record_gaps: fill `Generation.gaps`.
+        Raises UsageError for what cannot be done, before anything is computed.
+        """
+        forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
+        cycle = self._cycle(method, budget, forced)
+        requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
+        with self._running():
+            for _ in scheduler.run(cycle, requests):
+                pass
+        return [self._generation(request, forced is not None) for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, method: str = "ngram", budget: Budget | None = None
+    ) -> Iterator[str]:
+        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text."""
+        cycle = self._cycle(method, budget, None)
+        request = self._request(prompt, params, None, False)
+        request.text = request.text or TextStream(self.text, request.tokens)
+        return self._chunks(cycle, request, request.text)
+
+    def _chunks(self, cycle: Cycle, request: Request, text: TextStream) -> Iterator[str]:
+        with self._running():
+            for _ in scheduler.run(cycle, [request]):
+                if chunk := text.take(request.finish_reason is not None):
+                    yield chunk
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises UsageError for one that is empty without a BOS token, or leaves no room."""
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) or self.text.encode("")
+        if len(ids) >= self.context:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.context}, a new token included",
+                "shorten the prompt",
+            )
+        return ids
+
+    def _running(self) -> _Held:
+        return _Held(self._busy)
+
+    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
+        drafter = self._drafter(method)
+        if method == "none":
+            return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
+        if forced is not None:
+            drafter = SyntheticDrafter(self.verifier, forced)
+            adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
+        else:
+            adaptive = self._adaptive.setdefault(method, Adaptive(self.curve, self.verifier.clock))
+        return Cycle(self.verifier, drafter, adaptive if budget is None else FixedBudget(budget))
+
+    def _drafter(self, method: str) -> Drafter:
+        if method not in self._drafters:
+            self._drafters[method] = load_drafter(method, self.verifier, self._drafter_options.get(method))
+        return self._drafters[method]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
+        ids = self.encode(prompt)
+        sampler: Sampler = make_sampler(params, record_gaps)
+        if forced is not None:
+            sampler = SyntheticAcceptance(forced, params.seed)
+            params = replace(params, ignore_eos=True, stop=())
+        return Request(
+            tokens=ids,
+            prompt_length=len(ids),
+            limit=min(len(ids) + params.max_tokens, self.context),
+            stop_tokens=frozenset() if params.ignore_eos else self._stop_tokens,
+            sampler=sampler,
+            text=TextStream(self.text, ids, params.stop) if params.stop else None,
+        )
+
+    def _generation(self, request: Request, synthetic: bool) -> Generation:
+        tokens = request.new_tokens
+        stream = request.text
+        if stream is None:
+            stream = TextStream(self.text, request.tokens[: request.prompt_length])
+            for token in tokens:
+                stream.push(token)
+        assert request.finish_reason is not None
+        waited = request.first_token - request.started
+        gaps = request.sampler.gaps if isinstance(request.sampler, Greedy) else None
+        return Generation(
+            text=LABEL + stream.text if synthetic else stream.text,
+            token_ids=tuple(tokens),
+            finish_reason=request.finish_reason,
+            prompt_tokens=request.prompt_length,
+            metrics=summarise(request.counters, request.began, request.ended, len(tokens) - 1, waited, synthetic),
+            gaps=None if gaps is None else tuple(gaps[: len(tokens)]),
+        )
+
+
+class _Held:
+    """Holds the runtime for one generation, refusing a second one that would share its KV rows."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise UsageError("another generation of this runtime is still running", "finish or close it first")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int) -> dict[str, str | int]:
+    """What a cost curve depends on besides the machine."""
+    manifest = bundle.manifest
+    return {
+        "build": manifest.build_key,
+        "graph": manifest.files[manifest.graphs[graph].file].sha256,
+        "backend": f"{manifest.backend} {manifest.backend_version}",
+        "threads": threads or 0,
+        "slots": slots,
+    }

@@ -1,0 +1,106 @@
+"""What verification costs on this machine: milliseconds by the number of nodes verified at once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from redraft.runtime.verifier import Verifier
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+"""Tree sizes that are measured, root included."""
+MEASURED_LIVE = 256
+"""Rows live while measuring."""
+_SECONDS = 1.2
+_ROUNDS = range(3, 40)
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """`table_ms[n]` is the time of one verification of n nodes a sequence, root included; entry 0 is 0.
+
+    It never falls and is interpolated between the sizes measured.
+    """
+
+    table_ms: tuple[float, ...]
+
+    @classmethod
+    def from_points(cls, points: Mapping[int, float]) -> CostCurve:
+        """The curve through milliseconds by size. Raises ValueError where a time is not positive and finite."""
+        sizes = sorted(points)
+        times = np.array([points[size] for size in sizes], dtype=np.float64)
+        if not sizes or sizes[0] != 1 or not np.all(np.isfinite(times)) or times.min() <= 0:
+            raise ValueError(f"no cost curve: {dict(points)}")
+        table = np.interp(np.arange(1, sizes[-1] + 1), sizes, np.maximum.accumulate(times))
+        return cls((0.0, *table.tolist()))
+
+    @property
+    def largest(self) -> int:
+        """Largest number of nodes the curve covers, root included."""
+        return len(self.table_ms) - 1
+
+
+def measure_curve(verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: float = _SECONDS) -> CostCurve:
+    """Time `verifier` at full batch, the sizes taking turns: the least time of each. Takes about `seconds`.
+
+    Overwrites KV rows, so no request may be running.
+    """
+    fitting = [size for size in sizes if size <= verifier.capacity]
+    best = dict.fromkeys(fitting, float("inf"))
+    start = time.perf_counter()
+    for done in range(_ROUNDS.stop):
+        if done >= _ROUNDS.start and time.perf_counter() - start > seconds:
+            break
+        for size in fitting:
+            taken = verifier.measure_ms(verifier.slots, size, MEASURED_LIVE)
+            best[size] = min(best[size], taken) if done else best[size]
+    return CostCurve.from_points(best)
+
+
+def cached_curve(verifier: Verifier, identity: Mapping[str, str | int]) -> CostCurve:
+    """The curve measured before under this `identity` on this machine, else measured now and kept.
+
+    A cache that cannot be read or written is done without.
+    """
+    path = _cache_folder() / f"{_key(identity)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return CostCurve.from_points({int(n): float(ms) for n, ms in json.loads(path.read_bytes()).items()})
+    curve = measure_curve(verifier)
+    with contextlib.suppress(OSError):
+        _write(path, curve)
+    return curve
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "curves"
+
+
+def _key(identity: Mapping[str, str | int]) -> str:
+    machine = {"machine": platform.machine(), "cpu": _cpu_model(), "cpus": os.cpu_count(), "live": MEASURED_LIVE}
+    return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _write(path: Path, curve: CostCurve) -> None:
+    """Write all or nothing, so that a reader never sees half a curve."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump({str(size): ms for size, ms in enumerate(curve.table_ms) if size}, file)
+    os.replace(file.name, path)

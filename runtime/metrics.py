@@ -1,0 +1,106 @@
+"""What was counted and timed, per request and per runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds spent decoding since the runtime was opened, by stage; a request takes differences of it.
+
+    draft, resample: making trees, a drafter's own engine calls included.   verify: inside the verifier's engine call.
+    total:           whole steps.   engine: inside any engine call.   proposal: the latest step's draft and resample.
+    """
+
+    draft: float = 0.0
+    resample: float = 0.0
+    verify: float = 0.0
+    engine: float = 0.0
+    total: float = 0.0
+    proposal: float = 0.0
+
+    def copy(self) -> Clock:
+        """The readings of now."""
+        return Clock(self.draft, self.resample, self.verify, self.engine, self.total, self.proposal)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts of one request. `histogram[k]` is the number of speculative steps that kept k drafted tokens."""
+
+    steps: int = 0
+    spec_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Record one verification of `drafted` nodes of which `accepted` were kept."""
+        self.steps += 1
+        if drafted:
+            self.spec_steps += 1
+            self.drafted += drafted
+            self.accepted += accepted
+            while len(self.histogram) <= accepted:
+                self.histogram.append(0)
+            self.histogram[accepted] += 1
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The figures of one finished request.
+
+    num_steps:                 verification steps; num_spec_steps of them verified at least one drafted token.
+    mean_acceptance_length:    tokens per verification step, the verifier's own token included: 1 when nothing is kept.
+    draft_acceptance_rate:     accepted over drafted tokens.
+    acceptance_histogram:      entry k: speculative steps that kept k drafted tokens.
+    decode_tokens_per_second:  tokens after the first over the time of the steps that made them.
+    overhead_fraction:         share of that time outside engine calls.
+    stage_ms:                  that time by stage; `host` is the rest.
+    synthetic:                 acceptance was forced: the speed is real, the text is not.
+    """
+
+    num_steps: int
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: tuple[int, ...]
+    decode_tokens_per_second: float
+    time_to_first_token_ms: float
+    overhead_fraction: float
+    stage_ms: dict[str, float]
+    synthetic: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; `synthetic` appears where it is true."""
+        values = dict(vars(self), acceptance_histogram=list(self.acceptance_histogram))
+        if not self.synthetic:
+            del values["synthetic"]
+        return values
+
+
+def summarise(
+    counters: Counters, begin: Clock, end: Clock, decoded: int, first_token_seconds: float, synthetic: bool = False
+) -> Metrics:
+    """The figures of a request that decoded `decoded` tokens after its first between two clock readings."""
+    total, engine = end.total - begin.total, end.engine - begin.engine
+    stages = {name: (getattr(end, name) - getattr(begin, name)) * 1e3 for name in ("draft", "verify", "resample")}
+    stages["host"] = max(total * 1e3 - sum(stages.values()), 0.0)
+    return Metrics(
+        num_steps=counters.steps,
+        num_spec_steps=counters.spec_steps,
+        num_draft_tokens=counters.drafted,
+        num_accepted_draft_tokens=counters.accepted,
+        mean_acceptance_length=1 + counters.accepted / counters.steps if counters.steps else 1.0,
+        draft_acceptance_rate=counters.accepted / counters.drafted if counters.drafted else 0.0,
+        acceptance_histogram=tuple(counters.histogram),
+        decode_tokens_per_second=decoded / total if total > 0 else 0.0,
+        time_to_first_token_ms=first_token_seconds * 1e3,
+        overhead_fraction=1 - engine / total if total > 0 else 0.0,
+        stage_ms=stages,
+        synthetic=synthetic,
+    )

@@ -1,0 +1,51 @@
+"""Which request sits in which slot: admits waiting ones, steps all, lets finished ones go."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.sequence import Sequence
+
+
+def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
+    """Bring every request to its end, as many at once as the verifier has slots.
+
+    Yields after every first token and after every step.
+    """
+    waiting = deque(requests)
+    batch: list[Sequence] = []
+    while waiting or batch:
+        while waiting and len(batch) < cycle.verifier.slots:
+            admit(cycle, batch, waiting.popleft())
+            yield
+            retire(cycle, batch)
+        if batch:
+            cycle.step(batch)
+            yield
+            retire(cycle, batch)
+
+
+def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
+    """Compute the prompt of `seq` in slot 0, whose tenant makes room by moving behind the last."""
+    if batch:
+        cycle.verifier.move(0, len(batch), batch[0].past_len)
+        batch.append(batch[0])
+        batch[0] = seq
+    else:
+        batch.append(seq)
+    seq.started = time.perf_counter()
+    cycle.begin(seq)
+
+
+def retire(cycle: Cycle, batch: list[Sequence]) -> None:
+    """Drop finished sequences; the last one takes the slot of a leaver, so that no gap is left."""
+    for slot in reversed(range(len(batch))):
+        if batch[slot].finish_reason is not None:
+            batch[slot].ended = cycle.clock.copy()
+            last = batch.pop()
+            if slot < len(batch):
+                cycle.verifier.move(len(batch), slot, last.past_len)
+                batch[slot] = last

@@ -1,0 +1,82 @@
+"""The state of one request while it runs: its tokens, how far the KV buffers are filled, and when it stops."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from redraft.runtime.metrics import Clock, Counters
+from redraft.runtime.sampler import Sampler
+from redraft.runtime.text import TextStream
+from redraft.types import DraftTree, Outcome
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request.
+
+    tokens:         prompt and committed tokens; the KV of the last is not computed yet.
+    prompt_length:  how many of them are the prompt.
+    limit:          `tokens` never grows past this: the prompt and max_tokens, or the context.
+    stop_tokens:    end-of-sequence ids; the one that ends the text is kept in `tokens`.
+    text:           where text is wanted as it comes, or stop strings end it; else None.
+    past_len:       rows of this sequence live in the KV buffers.
+    finish_reason:  None while it runs.
+    drafting, control: what the drafter and the controller keep for it.
+    started, first_token: when it was admitted and when its first token was committed, seconds.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    stop_tokens: frozenset[int]
+    sampler: Sampler
+    text: TextStream | None = None
+    past_len: int = 0
+    finish_reason: FinishReason | None = None
+    drafting: Any = None
+    control: Any = None
+    counters: Counters = field(default_factory=Counters)
+    began: Clock = field(default_factory=Clock)
+    ended: Clock = field(default_factory=Clock)
+    started: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The committed tokens."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.limit - len(self.tokens)
+
+    def begin(self, outcome: Outcome, clock: Clock) -> None:
+        """Commit the token that the prompt's last position gave."""
+        self.past_len = self.prompt_length
+        self._append(outcome.tokens)
+        self.first_token = time.perf_counter()
+        self.began = clock.copy()
+
+    def commit(self, tree: DraftTree, outcome: Outcome) -> None:
+        """Add a step's tokens, cut after the first that ends the text. The root and the accepted path are now live."""
+        self.past_len += 1 + len(outcome.path)
+        kept = self._append(outcome.tokens)
+        self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
+
+    def _append(self, tokens: tuple[int, ...]) -> int:
+        """Add tokens until one ends the text; the number added."""
+        for count, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            stopped = token in self.stop_tokens or (self.text is not None and self.text.push(token))
+            if stopped:
+                self.finish_reason = "stop"
+                return count
+            if len(self.tokens) >= self.limit:
+                self.finish_reason = "length"
+                return count
+        return len(tokens)

@@ -1,0 +1,84 @@
+"""Forced acceptance, to measure speed without a trained drafter. The text is meaningless and labelled so everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+from redraft.errors import UsageError
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.sampler import uniform
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import make_tree, prune
+from redraft.runtime.verifier import Verifier
+from redraft.types import Budget, DraftTree, FloatArray, Outcome
+
+LABEL = "[synthetic acceptance] "
+"""What the text of such a run begins with."""
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """`by_depth[d]`: probability that a node at depth d + 1 is accepted, given that its parent is. Deeper: never."""
+
+    by_depth: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_depth", tuple(self.by_depth))
+        if not self.by_depth or not all(0 <= share <= 1 for share in self.by_depth):
+            raise UsageError(f"synthetic acceptance must be probabilities by depth, not {self.by_depth}")
+
+
+class SyntheticDrafter(Drafter):
+    """Trees of the shape asked for at no cost: level by level, `width` children of the first node of the level above.
+
+    First children carry the probability that is forced on them, their siblings next to none.
+    """
+
+    def __init__(self, verifier: Verifier, acceptance: Acceptance) -> None:
+        super().__init__(verifier)
+        self._shares = acceptance.by_depth
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        """See `Drafter.draft`."""
+        return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
+
+    def _tree(self, token: int, budget: Budget) -> DraftTree:
+        tokens, parents, probs = [token], [-1], [1.0]
+        above = 0
+        for share in self._shares[: budget.depth]:
+            first = len(tokens)
+            for rank in range(budget.width):
+                tokens.append(rank)
+                parents.append(above)
+                probs.append(max(probs[above] * share, _LEAST) if rank == 0 else _LEAST)
+            above = first
+        return prune(make_tree(tokens, parents, probs), budget.nodes)
+
+
+class SyntheticAcceptance:
+    """A sampler that accepts the first child at each depth with the probability given for it.
+
+    The last token is the verifier's own. Numbers are keyed by the request's seed and the token's position.
+    """
+
+    def __init__(self, acceptance: Acceptance, seed: int) -> None:
+        self._shares = acceptance.by_depth
+        self._seed = seed
+
+    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+        """See `Sampler.judge`."""
+        node_tokens = logits.argmax(axis=-1)
+        path: list[int] = []
+        last = 0
+        for node, parent in enumerate(tree.parents.tolist()):
+            depth = len(path)
+            if node and parent == last and depth < len(self._shares):
+                if uniform(self._seed, position + depth) >= self._shares[depth]:
+                    break
+                path.append(node)
+                last = node
+        bonus = int(node_tokens[last])
+        tokens = (*(int(tree.tokens[node]) for node in path), bonus)
+        return Outcome(node_tokens, tuple(path), bonus, tokens)

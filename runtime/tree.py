@@ -1,0 +1,86 @@
+"""Draft trees as pure functions of small arrays: the NumPy reference of mask, depths, acceptance and pruning.
+
+A tree of n nodes is `parents[n]`: node 0 is the root (parent -1) and every parent comes before its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from redraft.types import BoolArray, DraftTree, IntArray
+
+_ROOT_PARENT = np.array([-1], dtype=np.int64)
+_ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What a tree's shape alone decides: `mask` bool[n, n] (ancestor or self) and `depths` int64[n] (root 0)."""
+
+    mask: BoolArray
+    depths: IntArray
+
+
+def root_only(token: int) -> DraftTree:
+    """The tree of plain decoding: nothing but the last committed token."""
+    return DraftTree(np.array([token], dtype=np.int64), _ROOT_PARENT, _ROOT_LOG_PROB)
+
+
+def make_tree(tokens: list[int], parents: list[int], probs: list[float]) -> DraftTree:
+    """The tree of these nodes, `probs` joint and positive, its children chosen deterministically."""
+    log_probs = np.log(np.array(probs, dtype=np.float32))
+    return DraftTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), log_probs)
+
+
+def layout(parents: IntArray) -> Layout:
+    """Mask and depths of a tree. Shapes recur from step to step, so the last few thousand are kept: read only."""
+    return _layout(parents.tobytes())
+
+
+@lru_cache(maxsize=4096)
+def _layout(parents: bytes) -> Layout:
+    chain = np.frombuffer(parents, dtype=np.int64)
+    mask = ancestor_mask(chain)
+    return Layout(mask, mask.sum(axis=1, dtype=np.int64) - 1)
+
+
+def ancestor_mask(parents: IntArray) -> BoolArray:
+    """bool[n, n]: entry (i, j) is true where node j is i or an ancestor of i."""
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], node_tokens: Sequence[int]) -> tuple[int, ...]:
+    """Nodes that agree with the verifier, root excluded, from the top: a node is accepted when its parent is and its
+    token is the verifier's token after that parent. Siblings carry distinct tokens, so the path is unique.
+    """
+    path = []
+    last = 0
+    for node in range(1, len(tokens)):
+        if parents[node] == last and tokens[node] == node_tokens[last]:
+            path.append(node)
+            last = node
+    return tuple(path)
+
+
+def prune(tree: DraftTree, nodes: int) -> DraftTree:
+    """The `nodes` likeliest nodes of `tree` beside its root, in their old order.
+
+    A child is never likelier than its parent and comes after it, so what is kept is a tree.
+    """
+    if len(tree) <= nodes + 1:
+        return tree
+    keep = np.sort(np.argsort(-tree.log_probs, kind="stable")[: nodes + 1])
+    renumbered = np.empty(len(tree), dtype=np.int64)
+    renumbered[keep] = np.arange(len(keep))
+    parents = renumbered[tree.parents[keep]]
+    parents[0] = -1
+    draft_probs = None if tree.draft_probs is None else tree.draft_probs[keep]
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep], draft_probs)

@@ -1,0 +1,152 @@
+"""A toy verifier behind the Engine protocol, and a byte tokenizer.
+
+The fake writes token and position into the KV rows of every layer and answers by reading the rows it may see, so a
+wrong mask, position, past_len, compaction or slot is either refused on the spot or changes the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from redraft import names
+from redraft.names import TensorSpec, VerifierShape
+from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime.cost import CostCurve
+from redraft.runtime.text import Text
+from redraft.runtime.verifier import Verifier
+
+Rule = Callable[[list[int]], int]
+BOS, EOS, VOCABULARY = 256, 257, 258
+CURVE = CostCurve.from_points({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5, 32: 4.5})
+SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOCABULARY, max_positions=512)
+
+
+def mixing_rule(tokens: list[int]) -> int:
+    """Depends on the last two tokens and, through a parity, on all: repetitive enough for n-grams to hit and to miss."""
+    mixed = (tokens[-1] * 7 + tokens[-2 if len(tokens) > 1 else -1] * 3 + 1) * 2654435761 % (1 << 32)
+    return (mixed >> 13) % 5 + (1 if sum(tokens) % 11 == 0 else 0) + 97
+
+
+def script(text: bytes | list[int], prompt_length: int) -> Rule:
+    """A model that says `text`, whatever the prompt of that length was, then `.` for ever."""
+    said = list(text)
+    return lambda tokens: said[i] if (i := len(tokens) - prompt_length) < len(said) else ord(".")
+
+
+class FakeEngine:
+    """See the module. `single` fixes B at 1, as the graph lowered for one sequence does."""
+
+    def __init__(self, rule: Rule = mixing_rule, taps: tuple[str, ...] = (), single: bool = False) -> None:
+        drop = {"B": 1} if single else {}
+        self.inputs = tuple(_fixed(spec, drop) for spec in names.verifier_inputs(SHAPE))
+        self.outputs = tuple(_fixed(spec, drop) for spec in names.verifier_outputs(SHAPE, taps))
+        self.rule = rule
+        self.single = single
+        self.buffers: dict[str, np.ndarray] = {}
+        self.sizes: list[tuple[int, int]] = []
+
+    def bind(self, name: str, buffer: np.ndarray) -> None:
+        assert buffer.flags.c_contiguous
+        self.buffers[name] = buffer
+
+    def prepare(self, **sizes: int) -> FakeCall:
+        assert set(sizes) == ({"T", "R"} if self.single else {"B", "T", "R"})
+        return FakeCall(self, {"B": 1, **sizes})
+
+
+class FakeCall:
+    """One shape of the fake."""
+
+    def __init__(self, engine: FakeEngine, sizes: Mapping[str, int]) -> None:
+        self.engine = engine
+        self.sizes = sizes
+
+        def make(spec: TensorSpec) -> np.ndarray:
+            return np.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape], spec.dtype)
+
+        self.inputs = {spec.name: make(spec) for spec in engine.inputs if spec.name not in engine.buffers}
+        self.outputs = {spec.name: make(spec) for spec in engine.outputs if spec.in_place_of is None}
+
+    def run(self) -> None:
+        """Refuses what a graph's contract forbids, then answers every wanted row."""
+        inputs, batch, width = self.inputs, self.sizes["B"], self.sizes["T"]
+        self.engine.sizes.append((batch, width))
+        past = inputs[names.PAST_LEN]
+        assert inputs[names.LIVE][0] == past.max() + width
+        for b in range(batch):
+            self._write(b, int(past[b]))
+            for row, node in enumerate(inputs[names.OUTPUT_ROWS][b]):
+                self.outputs[names.LOGITS][b, row] = self._answer(b, int(past[b]), int(node))
+            for name, rows in self.outputs.items():
+                if name.startswith("features"):
+                    rows[b] = inputs[names.TOKEN_IDS][b][:, None]
+
+    def _write(self, b: int, past: int) -> None:
+        ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
+        for number, buffer in enumerate(self.engine.buffers.values()):
+            assert past + len(ids) <= buffer.shape[2], "rows past the capacity"
+            buffer[b, :, past : past + len(ids), 0] = ids + 1000 * number
+            buffer[b, :, past : past + len(ids), 1] = positions
+
+    def _answer(self, b: int, past: int, node: int) -> np.ndarray:
+        logits = np.zeros(SHAPE.vocabulary, np.float32)
+        mask = self.inputs[names.TREE_MASK][b]
+        assert mask[node, node], "a node must see itself"
+        rows = [*range(past), *(past + np.flatnonzero(mask[node]))]
+        views = [(buffer[b, :, rows] - [1000 * i, 0]) for i, buffer in enumerate(self.engine.buffers.values())]
+        assert all(np.array_equal(view, views[0]) for view in views), "layers disagree"
+        seen = views[0][:, 0].astype(int).tolist()
+        if rows != [past + node] or past:
+            seen.sort(key=lambda row: row[1])
+        padding = mask[node].sum() == 1 and node > 0
+        if not padding:
+            assert [row[1] for row in seen] == list(range(len(seen))), "positions are not those of one path"
+            logits[self.engine.rule([row[0] for row in seen])] = 2.0
+        return logits
+
+
+def _fixed(spec: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
+    return TensorSpec(spec.name, spec.dtype, tuple(sizes.get(dim, dim) for dim in spec.shape), spec.in_place_of)
+
+
+def plain(rule: Rule, prompt: list[int], count: int) -> list[int]:
+    """What the toy model says by itself."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(rule(tokens))
+    return tokens[len(prompt) :]
+
+
+def byte_text(bos: int | None = BOS, template: str | None = None) -> Text:
+    """A tokenizer whose first 256 ids are bytes, then BOS and EOS."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = {_byte(letter): letter for letter in alphabet}
+    tokenizer = Tokenizer(models.BPE({letters[value]: value for value in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return Text(tokenizer, template, bos, EOS)
+
+
+def _byte(letter: str) -> int:
+    """The byte that a letter of the byte-level alphabet stands for: printable ones stand for themselves, the rest follow."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    code = ord(letter)
+    return code if code < 256 else [value for value in range(256) if value not in printable][code - 256]
+
+
+def make_runtime(
+    rule: Rule = mixing_rule, context: int = 200, slots: int = 1, curve: CostCurve = CURVE, **text: object
+) -> Runtime:
+    """A runtime over the fake; with one slot, over the fake whose B is fixed."""
+    engine = FakeEngine(rule, single=slots == 1)
+    verifier = Verifier(engine, SHAPE, context, slots)
+    return Runtime(verifier, byte_text(**text), curve, context, (EOS,))
+
+
+def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:
+    """Parameters of a request."""
+    return SamplingParams(max_tokens=max_tokens, **values)

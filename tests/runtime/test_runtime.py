@@ -1,0 +1,190 @@
+"""Generation end to end over the toy verifier: speculative text is plain text, and ends where it must."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from redraft.errors import UsageError
+from redraft.types import Budget
+
+from .fakes import BOS, EOS, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
+
+BUDGETS = [None, Budget(12, 4, 4), Budget(3, 8, 1), Budget(30, 6, 6), Budget(0, 0, 0)]
+
+
+def random_prompts(count: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(97, 102) for _ in range(rng.randrange(1, 60))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_speculative_text_is_the_models_own(method: str, slots: int, budget: Budget | None) -> None:
+    """Fails on any slip of mask, position, past_len, KV compaction, padding or slot (the fake reads its KV rows)."""
+    runtime = make_runtime(slots=slots)
+    prompts = random_prompts(8, seed=slots)
+    lengths = [5 + 11 * i for i in range(4)]
+    for max_tokens in lengths:
+        results = runtime.generate(prompts, greedy(max_tokens), method=method, budget=budget)
+        assert [list(r.token_ids) for r in results] == [plain(mixing_rule, prompt, max_tokens) for prompt in prompts]
+        assert {r.finish_reason for r in results} == {"length"}
+
+
+def test_sequences_of_different_ends_share_a_batch() -> None:
+    """A leaver's slot is taken by the last one, a newcomer takes slot 0: rows must follow."""
+    prompts = random_prompts(7, seed=5)
+
+    def rule(tokens: list[int]) -> int:
+        return EOS if len(tokens) % 37 == 0 else mixing_rule(tokens)
+
+    results = make_runtime(rule, slots=3).generate(prompts, greedy(60))
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = plain(rule, prompt, 60)
+        expected = expected[: expected.index(EOS) + 1] if EOS in expected else expected
+        assert list(result.token_ids) == expected
+
+
+def test_speculation_saves_steps_on_repetitive_text() -> None:
+    """Lossless is not enough: a drafter that never hits would pass every other test."""
+    cycle = b"abcdefgh" * 20
+    runtime = make_runtime(script(cycle, 9))
+    result = runtime.generate(["abcdefgh " + ""], greedy(100))[0]
+    assert bytes(result.token_ids) == cycle[:100]
+    assert result.metrics.mean_acceptance_length > 3
+    assert result.metrics.num_steps * result.metrics.mean_acceptance_length == pytest.approx(99)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 150, 256, 257])
+def test_chunked_prefill(length: int) -> None:
+    """Chunk borders and padded last chunks: every row of the prompt is computed once, at its position."""
+    prompt = random_prompts(1, seed=length)[0] * 300
+    prompt = prompt[:length]
+    result = make_runtime(context=300).generate([prompt], greedy(20))[0]
+    assert list(result.token_ids) == plain(mixing_rule, prompt, 20)
+    assert result.prompt_tokens == length
+
+
+def test_eos_in_the_middle_of_an_accepted_path() -> None:
+    """Tokens drafted and accepted after the end of the sequence are cut; the text leaves EOS out, the ids keep it."""
+    said = [*b"abcde!abcde", EOS, *b"!abcde!abcde"]
+    prompt = [*b"abcde", EOS, *b"!abcde", EOS, *b"!"]
+    runtime = make_runtime(script(said, len(prompt)))
+    result = runtime.generate([prompt], greedy(40), budget=Budget(20, 8, 2))[0]
+    assert list(result.token_ids) == said[:12]
+    assert result.text == "abcde!abcde"
+    assert result.finish_reason == "stop"
+    assert result.metrics.num_steps < 8
+    beyond = runtime.generate([prompt], greedy(20, ignore_eos=True), budget=Budget(20, 8, 2))[0]
+    assert list(beyond.token_ids) == said[:20]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("prompt_length", [1, 90, 98, 99])
+def test_context_filled_exactly(method: str, prompt_length: int) -> None:
+    """The last row of the buffer is used and no row past it is asked for (the fake refuses that)."""
+    prompt = [97 + i % 3 for i in range(prompt_length)]
+    result = make_runtime(context=100).generate([prompt], greedy(1000), method, Budget(12, 6, 3))[0]
+    assert result.finish_reason == "length"
+    assert list(result.token_ids) == plain(mixing_rule, prompt, 100 - prompt_length)
+
+
+def test_prompt_past_the_context_is_refused() -> None:
+    with pytest.raises(UsageError, match="the prompt has 100 tokens and the context holds 100"):
+        make_runtime(context=100).generate([[97] * 100])
+
+
+def test_empty_prompt_is_the_bare_bos() -> None:
+    result = make_runtime(script(b"hi", 1)).generate([""], greedy(2))[0]
+    assert (result.text, result.prompt_tokens) == ("hi", 1)
+
+
+def test_empty_prompt_without_bos_is_refused() -> None:
+    with pytest.raises(UsageError, match="no beginning-of-sequence token"):
+        make_runtime(bos=None).generate([""])
+
+
+def test_temperature_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="only greedy decoding is available"):
+        make_runtime().generate(["a"], greedy(temperature=0.5))
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_tokens": 0}, {"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"stop": ("",)}]
+)
+def test_bad_parameters_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        greedy(**{"max_tokens": 1, **values})
+
+
+def test_unknown_method_and_option_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown method 'nothing'; choose one of none, ngram"):
+        make_runtime().generate(["a"], method="nothing")
+    runtime = make_runtime()
+    runtime._drafter_options = {"ngram": {"prompt_lookup_size": 3}}
+    with pytest.raises(UsageError, match="prompt_lookup_size"):
+        runtime.generate(["a"])
+
+
+def test_a_second_generation_is_refused_while_one_streams() -> None:
+    """Both would write the same KV rows."""
+    runtime = make_runtime()
+    stream = runtime.stream("abc", greedy(30))
+    next(stream)
+    with pytest.raises(UsageError, match="still running"):
+        runtime.generate(["x"])
+    stream.close()
+    assert runtime.generate(["x"], greedy(3))[0].finish_reason == "length"
+
+
+def test_json_has_the_documented_fields() -> None:
+    values = make_runtime().generate(["abc"], greedy(30))[0].to_json()
+    assert list(values) == ["text", "token_ids", "finish_reason", "usage", "metrics"]
+    assert values["usage"] == {"prompt_tokens": 3, "completion_tokens": 30}
+    metrics = values["metrics"]
+    assert set(metrics["stage_ms"]) == {"draft", "verify", "resample", "host"}
+    for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
+                 "draft_acceptance_rate", "decode_tokens_per_second", "time_to_first_token_ms"):  # fmt: skip
+        assert metrics[name] >= 0
+    histogram = metrics["acceptance_histogram"]
+    assert sum(histogram) == metrics["num_spec_steps"]
+    assert sum(k * count for k, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+    assert "synthetic" not in metrics
+
+
+def test_gaps_are_recorded_per_token_where_asked() -> None:
+    runtime = make_runtime()
+    result = runtime.generate(["abc"], greedy(20), record_gaps=True)[0]
+    assert result.gaps == (2.0,) * 20
+    assert runtime.generate(["abc"], greedy(20))[0].gaps is None
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_synthetic_acceptance_is_forced_seeded_and_labelled(slots: int) -> None:
+    """Accepted shares follow the request by depth, and nothing of such a run can be taken for real text."""
+    runtime = make_runtime(lambda tokens: 97, context=2000, slots=slots)
+    args = dict(budget=Budget(6, 3, 2), synthetic_acceptance=(0.9, 0.5, 0.0))
+    runs = [runtime.generate(["a", "a"], greedy(1500, seed=seed), **args) for seed in (1, 1, 2)]
+    first = runs[0][0]
+    assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
+    assert first.metrics.to_json()["synthetic"] is True
+    assert first.text.startswith("[synthetic")
+    kept = first.metrics.acceptance_histogram
+    assert len(kept) == 3
+    assert 1 - kept[0] / sum(kept) == pytest.approx(0.9, abs=0.04)
+    assert kept[2] / (kept[1] + kept[2]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_batch_is_one_engine_call_a_step() -> None:
+    runtime = make_runtime(slots=3)
+    engine: FakeEngine = runtime.verifier._engine
+    runtime.generate(random_prompts(3, seed=1), greedy(30))
+    batches = [b for b, width in engine.sizes]
+    assert batches.count(1) == 3
+    assert set(batches) == {1, 3} or batches.count(2) < batches.count(3)
+
+
+def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:
+    assert make_runtime().generate([[BOS, 97]], greedy(1))[0].prompt_tokens == 2

@@ -1,0 +1,98 @@
+"""Text that grows token by token: whole characters, stop strings, chat templates."""
+
+from __future__ import annotations
+
+import pytest
+
+from redraft.errors import UsageError
+from redraft.runtime.text import TextStream
+from redraft.types import Budget
+
+from .fakes import byte_text, greedy, make_runtime, script
+
+WORDS = "naïve 日本語 🙂🙂 e\u0301 ok "
+
+
+@pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 5, 3), None], ids=str)
+def test_chunks_are_whole_characters_and_join_to_the_text(budget: Budget | None) -> None:
+    said = (WORDS * 3).encode()
+    runtime = make_runtime(script(said, 2))
+    chunks = list(runtime.stream("ab", greedy(len(said)), budget=budget))
+    assert "".join(chunks) == WORDS * 3
+    assert not any("\ufffd" in chunk for chunk in chunks)
+    assert len(chunks) > 5
+    assert runtime.generate(["ab"], greedy(len(said)), budget=budget)[0].text == WORDS * 3
+
+
+def test_a_character_cut_by_max_tokens_is_left_out() -> None:
+    said = "ab🙂".encode()
+    runtime = make_runtime(script(said, 1))
+    assert "".join(runtime.stream("x", greedy(len(said) - 1))) == "ab"
+    result = runtime.generate(["x"], greedy(len(said) - 1))[0]
+    assert result.text == "ab"
+    assert len(result.token_ids) == len(said) - 1
+
+
+def test_bytes_that_never_make_a_character_do_not_hold_up_what_follows() -> None:
+    runtime = make_runtime(script(b"a\xffbc", 1))
+    assert "".join(runtime.stream("x", greedy(4))) == "a\ufffdbc"
+
+
+@pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 6, 2)], ids=str)
+@pytest.mark.parametrize("stop", [("END",), ("never", "D."), ("N", "END"), ("🙂E",)])
+def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Budget) -> None:
+    """Held back while they may begin, across chunks and accepted paths; tokens after the end are cut."""
+    said = "EN EN EN 🙂END. EN EN EN"
+    full = said.encode()
+    runtime = make_runtime(script(full, 1))
+    expected = said[: min(said.find(word) for word in stop if word in said)]
+    chunks = list(runtime.stream("x", greedy(200, stop=stop), budget=budget))
+    assert "".join(chunks) == expected
+    result = runtime.generate(["x"], greedy(200, stop=stop), budget=budget)[0]
+    assert (result.text, result.finish_reason) == (expected, "stop")
+    ends = [full.find(word.encode()) + len(word.encode()) for word in stop if word in said]
+    assert len(result.token_ids) == min(ends)
+
+
+def test_what_only_began_a_stop_string_comes_out_in_the_end() -> None:
+    runtime = make_runtime(script(b"abcEN", 1))
+    chunks = list(runtime.stream("x", greedy(5, stop=("END",))))
+    assert "".join(chunks) == "abcEN"
+
+
+def test_a_stop_string_that_is_no_longer_possible_is_let_go_at_once() -> None:
+    stream = TextStream(byte_text(), [], ("END",))
+    taken = [(stream.push(token), stream.take())[1] for token in b"xEzEN!"]
+    assert taken == ["x", "", "Ez", "", "", "EN!"]
+
+
+def test_special_tokens_do_not_show() -> None:
+    stream = TextStream(byte_text(), [256])
+    for token in [97, 256, 98, 257]:
+        stream.push(token)
+    assert stream.text == "ab"
+
+
+def test_chat_template_sees_messages_and_special_tokens() -> None:
+    text = byte_text(template="{{ bos_token }}{% for m in messages %}\n  {%- if true %}[{{ m.role }}]{{ m.content }}"
+                     "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{{ eos_token }}")  # fmt: skip
+    messages = [{"role": "user", "content": "hi"}]
+    assert text.apply_chat_template(messages) == "<s>[user]hi[assistant]</s>"
+    assert text.apply_chat_template(messages, add_generation_prompt=False) == "<s>[user]hi</s>"
+    ids = text.encode("<s>[user]hi", special_tokens=False)
+    assert ids[0] == 256
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "refuses"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ],
+)
+def test_chat_templates_that_cannot_be_used_are_refused(template: str | None, match: str) -> None:
+    """The last: a bundle's template must not reach into the interpreter."""
+    with pytest.raises(UsageError, match=match):
+        byte_text(template=template).apply_chat_template([{"role": "user", "content": "hi"}])
