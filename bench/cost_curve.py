@@ -108,9 +108,7 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
         positions = np.arange(LIVE_ROWS, LIVE_ROWS + n)[None]
         inputs = {"token_ids": np.ones((1, n), np.int64), "positions": positions, "mask": mask}
         fresh = {outputs[0]: zeros(1, n, config["vocab_size"]), outputs[1]: zeros(1, n, config["hidden_size"])}
-        calls[n] = bound_call(
-            session, {**inputs, "past_len": np.array([LIVE_ROWS]), **in_place}, {**fresh, **updated}
-        )
+        calls[n] = bound_call(session, {**inputs, "past_len": np.array([LIVE_ROWS]), **in_place}, {**fresh, **updated})
     return calls
 
 

@@ -8,7 +8,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("redraft", "numpy", "onnxruntime", "onnxruntime-genai", "openvino-genai", "torch", "transformers", "tokenizers")
+LIBRARIES = (
+    "redraft",
+    "numpy",
+    "onnxruntime",
+    "onnxruntime-genai",
+    "openvino-genai",
+    "torch",
+    "transformers",
+    "tokenizers",
+)
 
 
 def environment(threads: int | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Logits of whole token sequences by a bundle's verifier: for near-ties and for perplexity."""
+"""Logits of whole token sequences by a bundle's verifier, and the perplexity that follows from them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,11 @@ class Scorer:
             call.run()
             yield call.outputs[names.LOGITS][0]
 
-    def top_gap(self, token_ids: Sequence[int]) -> float:
-        """Difference of the two largest logits after the last token: how near a greedy choice was to a tie."""
-        *_, last = self.logits(token_ids)
-        second, first = np.partition(last[-1], -2)[-2:]
-        return float(first - second)
-
     def perplexity(self, token_ids: Sequence[int], window: int) -> float:
         """exp of the mean negative log-likelihood of every token but the first, in windows that share no context."""
-        losses = [loss for start in range(0, len(token_ids), window) for loss in self._losses(token_ids[start:][:window])]
+        losses = [
+            loss for start in range(0, len(token_ids), window) for loss in self._losses(token_ids[start:][:window])
+        ]
         return float(np.exp(np.mean(losses)))
 
     def _losses(self, token_ids: Sequence[int]) -> Iterator[float]:

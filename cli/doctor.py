@@ -20,6 +20,7 @@ from redraft.cli.console import print_json
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
+OLDEST_PYTHON = (3, 11)
 NEEDED_DISK_BYTES = 2 << 30
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 
@@ -59,7 +60,7 @@ def examine() -> Iterator[Finding]:
 
 def _python() -> Finding:
     found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < (3, 11):
+    if sys.version_info < OLDEST_PYTHON:
         return Finding("python", "broken", found, "run `make install PYTHON=python3.12`")
     return Finding("python", "ok", found)
 
@@ -79,7 +80,9 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
             continue
         matches = found.partition("+")[0] == expected
-        yield Finding(name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}")
+        yield Finding(
+            name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}"
+        )
 
 
 def _providers() -> Finding:

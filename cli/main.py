@@ -19,6 +19,7 @@ DEBUG = "REDRAFT_DEBUG"
 app = typer.Typer(
     help="Speculative decoding as deployable engines.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

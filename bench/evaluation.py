@@ -1,0 +1,28 @@
+"""Perplexity of a bundle on held-out text, and of the same model in fp32 beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from redraft.engines import Bundle
+
+EVALUATED_TOKENS = 2048
+HELD_OUT = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "heldout"
+
+
+def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
+    """Held-out text by kind: the repository's own, none where only the wheel is installed."""
+    return {path.stem: path for path in sorted(folder.glob("*.txt"))}
+
+
+def perplexities(bundle: Bundle, texts: Mapping[str, str], threads: int | None = None) -> dict[str, float]:
+    """Perplexity by kind of the first EVALUATED_TOKENS tokens of each text; a text of under two tokens is left out."""
+    from tokenizers import Tokenizer
+
+    from redraft.bench.scoring import Scorer
+
+    tokenizer = Tokenizer.from_file(str(bundle.path / "tokenizer.json"))
+    scorer = Scorer(bundle, threads)
+    encoded = {kind: tokenizer.encode(text).ids[:EVALUATED_TOKENS] for kind, text in texts.items()}
+    return {kind: scorer.perplexity(ids, scorer.capacity) for kind, ids in encoded.items() if len(ids) > 1}

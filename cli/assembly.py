@@ -1,0 +1,150 @@
+"""From a checkpoint to an engine bundle: graph, lowering, tokenizer, perplexity, manifest, then one rename."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redraft import names
+from redraft.bench.command import quiet_export
+from redraft.bench.evaluation import perplexities
+from redraft.cli import tokenizers
+from redraft.cli.console import Report
+from redraft.cli.models import Model
+from redraft.config import BuildConfig
+from redraft.engines import Bundle, BundleWriter
+from redraft.engines.cache import build_key, code_digests, is_current
+from redraft.engines.digests import DigestCache, text_digest
+from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.export.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from redraft.export.verifier import VerifierExport
+
+TOOLS = ("redraft", "torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
+SPARE_BYTES = 16 << 20
+
+
+def build_bundle(
+    model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str], force: bool, report: Report
+) -> tuple[Manifest, bool]:
+    """Build the bundle `out`, or find that it is already what a build would make.
+
+    texts: held-out text by kind, whose perplexity goes into the manifest; none is measured for random weights.
+    Returns the manifest and whether it was there already. Raises CheckpointError, UnsupportedModelError, BundleError.
+    """
+    report("reading the checkpoint")
+    checkpoint = Checkpoint.open(model.path)
+    digests = _digests(checkpoint)
+    texts = {} if config.random_weights else texts
+    key = _key(digests, config, texts)
+    if not force and is_current(out, key):
+        return load_manifest(out), True
+    with BundleWriter(out, model.name, force) as writer:
+        writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
+        manifest = _stage(checkpoint, model, config, writer.staging, report)
+        weights = {name: digests[name] for name in checkpoint.files}
+        manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
+        quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
+        report("writing the bundle")
+        return writer.commit(replace(manifest, quality=quality)), False
+
+
+def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Path, report: Report) -> Manifest:
+    """Write every file of a bundle but the manifest, which is returned without digests."""
+    report("loading the exporter")
+    from redraft.export.verifier import export_verifier  # brings torch: a bundle that is current must not wait for it
+
+    quiet_export()
+    exported = export_verifier(
+        checkpoint, folder, config, lambda stage, done, total: report(_stage_line(stage, done, total))
+    )
+    special = tokenizers.copy_text_files(checkpoint.path, folder)
+    return Manifest(
+        name=model.name,
+        model=ModelIdentity(
+            source=model.source,
+            architecture=next(iter(checkpoint.config.get("architectures") or ()), "unknown"),
+            model_type=str(checkpoint.config.get("model_type", "unknown")),
+            weights={},
+            random_weights=config.random_weights,
+        ),
+        backend=config.backend,
+        backend_version=metadata.version("onnxruntime"),
+        precision=config.precision,
+        shape=exported.shape,
+        context=exported.shape.max_positions,
+        bos_token_id=special.bos,
+        eos_token_ids=special.eos,
+        pad_token_id=special.pad,
+        taps=exported.taps,
+        graphs=_graphs(exported),
+        weights=exported.weights,
+        drafters={"ngram": {}},
+        tools=_tools(),
+    )
+
+
+def _graphs(exported: VerifierExport) -> dict[str, GraphRecord]:
+    inputs = names.verifier_inputs(exported.shape)
+    return {names.VERIFIER: GraphRecord(exported.graph, inputs, names.verifier_outputs(exported.shape, exported.taps))}
+
+
+def _quality(
+    checkpoint: Checkpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
+) -> Quality | None:
+    """Perplexity of what was built, and of fp32, which is built beside it for the comparison and dropped."""
+    if not texts:
+        return None
+    report("measuring perplexity on held-out text")
+    measured = perplexities(staged, texts)
+    if staged.manifest.precision == "fp32":
+        return Quality(measured, measured)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.fp32-", dir=out.parent) as folder:
+        exact = BuildConfig(precision="fp32", context=staged.manifest.context)
+        manifest = _stage(checkpoint, model, exact, Path(folder), report)
+        return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """SHA-256 by name of every file of the checkpoint that a build reads."""
+    listed = ("config.json", *tokenizers.FILES, *checkpoint.files)
+    paths = {name: checkpoint.path / name for name in listed if (checkpoint.path / name).is_file()}
+    found = DigestCache().digests(paths.values())
+    return {name: found[path] for name, path in paths.items()}
+
+
+def _key(digests: Mapping[str, str], config: BuildConfig, texts: Mapping[str, str]) -> str:
+    evaluated = {f"text {kind}": text_digest(text) for kind, text in texts.items()}
+    package = Path(__file__).resolve().parent
+    folders = [Path(str(module.__file__)).parent for module in _code()]
+    return build_key({**digests, **evaluated}, config, _tools(), code_digests(package, *folders))
+
+
+def _code() -> tuple[object, ...]:
+    import redraft.engines
+    import redraft.export
+
+    return redraft.engines, redraft.export
+
+
+def _tools() -> dict[str, str]:
+    return {name: metadata.version(name) for name in TOOLS}
+
+
+def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> int:
+    """Upper bound of what the weights take: fp32 for all that is converted, nothing for what can be a hard link."""
+    linkable = checkpoint.path.stat().st_dev == folder.stat().st_dev
+    entries = checkpoint.tensors.values()
+    stored = config.precision == "fp32" and not config.random_weights
+    copied = [entry for entry in entries if not (stored and linkable and entry.dtype == "F32")]
+    return sum(4 * math.prod(entry.shape) for entry in copied) + SPARE_BYTES
+
+
+def _stage_line(stage: str, done: int, total: int) -> str:
+    return f"{stage} {done}/{total}" if total > 1 else stage

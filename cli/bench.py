@@ -1,0 +1,119 @@
+"""`redraft bench`: speculative against plain decoding on a file of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli.console import print_json, progress
+from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_acceptance, parse_budget
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from redraft.bench.compare import Run, Settings
+    from redraft.runtime import Runtime
+
+
+def bench(
+    engines: Engines,
+    prompts: Annotated[list[Path], typer.Option(help="JSON lines with `turns`; may be given again.")],
+    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = "none,ngram",
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most of a kind.")] = None,
+    max_new_tokens: NewTokens = 128,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode all tokens asked for.")] = False,
+    budget: BudgetText = None,
+    synthetic_acceptance: Annotated[
+        str | None, typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: real speed, meaningless text.")
+    ] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
+    size, forced = parse_budget(budget), parse_acceptance(synthetic_acceptance)
+    listed = [method.strip() for method in methods.split(",")]
+    if not all(listed):
+        raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
+
+    from redraft.bench.compare import Settings, compare
+    from redraft.bench.prompts import load_prompts
+    from redraft.runtime import Runtime, SamplingParams
+
+    loaded = load_prompts(prompts, limit)
+    settings = Settings(SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos), size, forced)
+    with progress(quiet=as_json) as report:
+        report("opening the engines")
+        with Runtime.open(engines, threads=threads) as runtime:
+            runs = compare(runtime, loaded, listed, settings, report)
+            result = figures(runtime, runs, settings, engines, threads)
+    print_json(result) if as_json else print_table(result)
+
+
+def figures(
+    runtime: Runtime, runs: list[Run], settings: Settings, engines: Path, threads: int | None
+) -> dict[str, Any]:
+    """The JSON object of a comparison: the environment, then figures by method."""
+    from redraft.bench.environment import environment, usable_threads
+    from redraft.bench.summary import summarise
+    from redraft.engines.manifest import load_manifest
+
+    manifest = load_manifest(engines)
+    model = {
+        "name": manifest.name,
+        "precision": manifest.precision,
+        "weights_sha256": dict(manifest.model.weights),
+        "random_weights": manifest.model.random_weights,
+        "build_key": manifest.build_key,
+    }
+    synthetic = settings.acceptance is not None
+    return {
+        "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
+        "environment": {**environment(threads or usable_threads()), "model": model},
+        "max_new_tokens": settings.params.max_tokens,
+        "methods": summarise(runs, gap_finder(runtime, settings), synthetic),
+    }
+
+
+def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float]:
+    """How near a tie plain decoding was at a token, found by decoding the prompt again."""
+    from redraft.bench.compare import PLAIN
+
+    def gap_of(run: Run, token: int) -> float:
+        again = runtime.generate([run.prompt.text], settings.params, PLAIN, record_gaps=True)[0]
+        return again.gaps[token] if again.gaps and token < len(again.gaps) else float("inf")
+
+    return gap_of
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The figures as a table on the standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from redraft.bench.summary import table
+
+    console = Console(highlight=False)
+    header, *rows = table(result["methods"])
+    shown = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    machine = result["environment"]
+    versions = f"redraft {machine['libraries']['redraft']}, onnxruntime {machine['libraries']['onnxruntime']}"
+    console.print(f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}")
+    if result["synthetic_acceptance"]:
+        console.print("acceptance was forced: the speeds are real, the texts are not", style="bold")
+    for figures in result["methods"].values():
+        for found in figures.get("differences", ()):
+            kind = "near-tie" if found["near_tie"] else "DIFFERENT"
+            console.print(f"{kind}: prompt {found['prompt']}, token {found['token']}, gap {found['gap']:.2g}")
+    repetition = result["methods"]["none"].get("repetition")
+    if repetition:
+        share, loops = repetition["repeated_4gram_share"], repetition["looping_outputs"]
+        console.print(
+            f"repeated 4-grams in the plain outputs: {100 * share:.1f} %; looping outputs "
+            f"(more than {100 * repetition['looping_above_share']:.0f} % repeated): {loops}"
+        )

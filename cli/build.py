@@ -1,0 +1,122 @@
+"""`redraft build`: a checkpoint to an engine bundle."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli.console import print_json, progress
+from redraft.cli.options import Json
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.engines.manifest import Manifest
+
+ENGINES = Path("build/engines")
+
+
+class Precision(StrEnum):
+    """Of the matrix products."""
+
+    fp32 = "fp32"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class Backend(StrEnum):
+    """What runs the engines."""
+
+    onnxruntime = "onnxruntime"
+
+
+class Weights(StrEnum):
+    """Where the weights come from."""
+
+    checkpoint = "checkpoint"
+    random = "random"
+
+
+def build(
+    model: Annotated[str, typer.Argument(help="A recipe (tiny), a Hugging Face checkpoint folder, or a Hub id.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The bundle; build/engines/NAME by default.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="fp32, or weight-only int8 or int4.")] = None,
+    backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
+    weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
+    context: Annotated[int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")] = None,
+    eval_text: Annotated[
+        list[str] | None, typer.Option(help="KIND=FILE of held-out text to report perplexity on; `none` reports none.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Build engines from a checkpoint. Building the same again does nothing."""
+    start = time.monotonic()
+    with progress(quiet=as_json) as report:
+        from redraft.cli.assembly import build_bundle
+        from redraft.cli.models import find_model
+
+        texts = held_out(eval_text)
+        found = find_model(model, report)
+        config = found.build
+        chosen = {"precision": precision and precision.value, "backend": backend and backend.value, "context": context}
+        config = replace(config, **{key: value for key, value in chosen.items() if value is not None})
+        config = replace(config, random_weights=weights is Weights.random or config.random_weights)
+        out = out or ENGINES / found.name
+        manifest, cached = build_bundle(found, config, out, texts, force, report)
+    summary = summarise(manifest, out, cached, time.monotonic() - start)
+    print_json(summary) if as_json else typer.echo(describe(summary))
+
+
+def held_out(options: list[str] | None) -> dict[str, str]:
+    """Text by kind from KIND=FILE options; the repository's own without any. Raises UsageError and DataError."""
+    from redraft.bench.evaluation import held_out_texts
+    from redraft.bench.prompts import read_text
+
+    if options == ["none"]:
+        return {}
+    if not options:
+        return {kind: read_text(path) for kind, path in held_out_texts().items()}
+    pairs = [option.partition("=") for option in options]
+    if bad := next((option for option, pair in zip(options, pairs, strict=True) if not (pair[0] and pair[2])), None):
+        raise UsageError(f"--eval-text {bad!r}: expected KIND=FILE, or none alone")
+    return {kind: read_text(Path(file)) for kind, _, file in pairs}
+
+
+def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
+    """What was built, as a JSON object."""
+    return {
+        "bundle": str(out),
+        "cached": cached,
+        "seconds": round(seconds, 3),
+        "name": manifest.name,
+        "architecture": manifest.model.architecture,
+        "precision": manifest.precision,
+        "random_weights": manifest.model.random_weights,
+        "context": manifest.context,
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "perplexity": dict(manifest.quality.perplexity) if manifest.quality else None,
+        "perplexity_fp32": dict(manifest.quality.perplexity_fp32) if manifest.quality else None,
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary as lines."""
+    did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
+    random = ", random weights" if summary["random_weights"] else ""
+    lines = [
+        f"{summary['bundle']}: {did}",
+        f"  {summary['architecture']}, {summary['precision']}{random}, context {summary['context']}, "
+        f"{summary['bytes'] / 1e6:.1f} MB",
+    ]
+    for kind, value in (summary["perplexity"] or {}).items():
+        exact = summary["perplexity_fp32"][kind]
+        compared = "" if summary["precision"] == "fp32" else f" (fp32 {exact:.3f}, {100 * (value / exact - 1):+.2f} %)"
+        lines.append(f"  perplexity on {kind}: {value:.3f}{compared}")
+    return "\n".join(lines)

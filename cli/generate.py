@@ -1,0 +1,88 @@
+"""`redraft generate`: continue one prompt, streaming, or as JSON with the figures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from redraft.cli.console import print_json
+from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.runtime import Runtime
+
+BEST_METHOD = "ngram"
+STANDARD_INPUT = "-"
+
+
+def generate(
+    engines: Engines,
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; `-` reads the standard input; empty is a bare BOS.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    method: Annotated[str, typer.Option(help="How to draft; `none` decodes plainly.")] = BEST_METHOD,
+    max_new_tokens: NewTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Key of every random number.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    budget: BudgetText = None,
+    threads: Threads = None,
+    verify: Annotated[bool, typer.Option(help="Check the bundle's digests first.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with the engines of a bundle."""
+    text, size = read_prompt(prompt, prompt_file), parse_budget(budget)
+
+    from redraft.runtime import Runtime, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    with Runtime.open(engines, threads=threads, verify=verify) as runtime:
+        ids = encode(runtime, text, chat)
+        if as_json:
+            print_json({"method": method, **runtime.generate([ids], params, method, size)[0].to_json()})
+            return
+        for chunk in runtime.stream(ids, params, method, size):
+            typer.echo(chunk, nl=False)
+            sys.stdout.flush()
+        typer.echo()
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the one place that was named. Raises UsageError for none or two, DataError for no UTF-8."""
+    if (prompt is None) == (file is None):
+        raise UsageError("expected one of --prompt and --prompt-file", 'for example --prompt "Once upon a time"')
+    if file is not None:
+        from redraft.bench.prompts import read_text
+
+        return read_text(file)
+    if prompt == STANDARD_INPUT:
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the standard input is not UTF-8 (byte {error.start})", "convert it first") from error
+    return prompt or ""
+
+
+def encode(runtime: Runtime, text: str, chat: bool) -> list[int]:
+    """Token ids of the prompt, as a conversation of one message with `chat`."""
+    if not chat:
+        return runtime.encode(text)
+    conversation = runtime.text.apply_chat_template([{"role": "user", "content": text}])
+    return runtime.encode(runtime.text.encode(conversation, special_tokens=False))

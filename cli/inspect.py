@@ -1,0 +1,59 @@
+"""`redraft inspect`: what an engine bundle holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli.console import print_json
+from redraft.cli.options import Json
+
+if TYPE_CHECKING:
+    from redraft.engines import Bundle
+
+
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="An engine bundle.")],
+    verify: Annotated[bool, typer.Option(help="Check every byte against the digests.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Show a bundle's model, graphs, signatures, drafters, quality and files, after checking it."""
+    from redraft.engines import open_bundle
+
+    opened = open_bundle(bundle, verify=verify)
+    print_json(as_object(opened)) if as_json else typer.echo("\n".join(as_lines(opened, verify)))
+
+
+def as_object(bundle: Bundle) -> dict[str, Any]:
+    """The manifest, and where it lies."""
+    from redraft.engines.records import to_json
+
+    values: dict[str, Any] = to_json(bundle.manifest)
+    return {"bundle": str(bundle.path), **values}
+
+
+def as_lines(bundle: Bundle, verified: bool) -> list[str]:
+    """The manifest for reading: one fact a line."""
+    manifest, shape = bundle.manifest, bundle.manifest.shape
+    size = sum(file.size for file in manifest.files.values())
+    lines = [
+        f"{bundle.path}: {manifest.name}, {len(manifest.files)} files, {size / 1e6:.1f} MB, "
+        f"{'every digest holds' if verified else 'digests not checked'}",
+        f"model      {manifest.model.architecture} from {manifest.model.source}"
+        f"{' (random weights)' if manifest.model.random_weights else ''}",
+        f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
+        f"vocabulary {shape.vocabulary}",
+        f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, context {manifest.context}",
+        f"tokens     begin {manifest.bos_token_id}, end {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
+        f"drafters   {', '.join(manifest.drafters) or 'none'}",
+        f"taps       {', '.join(manifest.taps) or 'none'}",
+    ]
+    if manifest.quality:
+        lines += [f"perplexity {kind} {value:.3f}" for kind, value in manifest.quality.perplexity.items()]
+    for name, graph in manifest.graphs.items():
+        shown = ", ".join(spec.name for spec in graph.inputs if not spec.name.startswith("kv."))
+        lines.append(f"graph      {name} ({graph.file}): {shown}, {2 * shape.layers} buffers")
+    lines += [f"file       {name}  {file.size} bytes  {file.sha256[:16]}" for name, file in manifest.files.items()]
+    return [*lines, *(f"built by   {name} {version}" for name, version in manifest.tools.items())]

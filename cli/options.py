@@ -1,0 +1,59 @@
+"""Options that several commands take, and how their texts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.types import Budget
+
+BUDGET_FORM = "nodes=12,depth=4,width=4"
+
+Engines = Annotated[Path, typer.Option("--engines", help="An engine bundle, as `redraft build` writes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all that this process may use by default.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+BudgetText = Annotated[
+    str | None,
+    typer.Option("--budget", help=f"Fixed size of the draft tree, such as {BUDGET_FORM}; measured by default."),
+]
+
+
+def parse_budget(text: str | None) -> Budget | None:
+    """A budget from `nodes=12,depth=4,width=4`. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    from redraft.types import Budget
+
+    pairs = dict(_pairs(text, "--budget", BUDGET_FORM, int))
+    if set(pairs) != {"nodes", "depth", "width"} or min(pairs.values()) < 0:
+        raise UsageError(
+            f"--budget {text!r}: expected {BUDGET_FORM}, none negative", "nodes=0,depth=0,width=0 drafts nothing"
+        )
+    return Budget(**pairs)
+
+
+def parse_acceptance(text: str | None) -> tuple[float, ...] | None:
+    """Probabilities by depth from `0.9,0.8,0.7`. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise UsageError(f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8,0.7")
+    return rates
+
+
+def _pairs(text: str, option: str, form: str, kind: Callable[[str], int]) -> list[tuple[str, int]]:
+    try:
+        return [(key.strip(), kind(value)) for key, value in (part.split("=") for part in text.split(","))]
+    except ValueError:
+        raise UsageError(f"{option} {text!r}: expected {form}") from None
