@@ -134,7 +134,7 @@ def _merge(model: ir.Model, products: list[ir.Node]) -> None:
     product.name, product.outputs[0].name = f"{stem}.product", f"{stem}.product"
     lead = list(first.inputs[0].shape)[:-1]  # type: ignore[union-attr, arg-type]
     for value, size in [(product.outputs[0], sum(sizes)), (last.outputs[0], sum(sizes)), *zip(split.outputs, sizes, strict=True)]:
-        value.shape, value.dtype = ir.Shape([*lead, size]), first.outputs[0].dtype
+        value.shape, value.dtype = ir.Shape([*lead, size]), ends[0].outputs[0].dtype
     model.graph.insert_before(first, [*nodes, split])
     for end, part in zip(ends, split.outputs, strict=True):
         _replace(end, part)

@@ -21,11 +21,11 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import AttentionMaskInterface
 
 from redraft import names
-from redraft.errors import UnsupportedModelError
+from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export import modules, tree_attention
 
 INTERFACE = "redraft_tree"
-HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "output_attentions", "output_hidden_states"}
+HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "output_attentions", "is_causal"}
 OPSET = 24
 TRACED_NODES = 4
 TRACED_BATCH = 2
@@ -85,9 +85,11 @@ def _attend(
     **rest: Any,  # noqa: ANN401
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq * D]."""
-    surplus = sorted(name for name, given in rest.items() if given is not None and name not in HARMLESS)
+    surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
     if surplus:
         raise UnsupportedModelError(f"attention of {type(module).__name__} uses {', '.join(surplus)}, not supported")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions, which no decoder does")
     if query.shape[-1] != value.shape[-1]:
         raise UnsupportedModelError(f"{type(module).__name__} has keys and values of different head sizes, unsupported")
     current, layer = _CURRENT.get(), int(module.layer_idx)  # type: ignore[arg-type]
@@ -190,7 +192,7 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
     dynamic = ({0: b, 1: t}, {0: b, 1: t}, {0: b, 1: t, 2: t}, {0: b}, {}, {0: b, 1: r}, [{0: b, 2: c}] * 2 * shape.layers)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
+        program = _export(
             module,
             args,
             dynamo=True,
@@ -204,3 +206,16 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
         )
     assert program is not None
     return program.model
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:  # noqa: ANN401
+    try:
+        return torch.onnx.export(module, args, **options)
+    except Exception as error:  # what stops tracing is wrapped by torch in advice that is not for our users
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, RedraftError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from None
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"torch cannot trace {type(module.model).__name__} ({reason})") from error

@@ -9,11 +9,12 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from redraft import names
+from redraft import __version__, names
 from redraft.config import BuildConfig
 from redraft.export import passes, support, tracing, tree_attention, weights
 from redraft.export.checkpoint import Checkpoint
-from redraft.export.weights import Progress, WeightRef
+from redraft.export.weights import Progress
+from redraft.names import WeightRef
 
 IR_VERSION = 11
 GRAPH = "verifier.onnx"
@@ -77,9 +78,9 @@ def _finish(model: ir.Model) -> None:
     tree_attention.add_bodies(model)
     model.ir_version = IR_VERSION
     model.producer_name = "redraft"
+    model.producer_version = __version__
+    common.ClearMetadataAndDocStringPass()(model)
     model.metadata_props.clear()
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
+    model.graph.metadata_props.clear()
     for value in model.graph.initializers.values():
         value.metadata_props.clear()

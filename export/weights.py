@@ -5,6 +5,7 @@ No tensor is ever held whole: the checkpoint is memory-mapped and conversions go
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,27 +22,16 @@ from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export import quantize
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, Checkpoint, TensorEntry
 from redraft.export.passes import weights_of
+from redraft.names import WeightRef
 
 FOLDER = "weights"
 SLAB_BYTES = 16 << 20
+LINK_FROM_BYTES = 256 << 20
 RANDOM_STD = 0.02
 EXPERT_NAMES = {"gate_proj": ("w1",), "up_proj": ("w3",), "down_proj": ("w2",)}
 ONNX_TYPES = {"F32": ir.DataType.FLOAT, "U8": ir.DataType.UINT8}
 Progress = Callable[[str, int, int], None]
 Slabs = Iterator[NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class WeightRef:
-    """Bytes of one initializer: in `file` (relative to the bundle), made from the checkpoint tensors `sources`."""
-
-    initializer: str
-    file: str
-    offset: int
-    length: int
-    dtype: str
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -158,11 +148,16 @@ def _point(model: ir.Model, ref: WeightRef, folder: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A hard link where the file system allows one, else a copy; symbolic links are refused by ONNX Runtime."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+    """A copy of a small file; of a large one a hard link where the file system allows it.
+
+    A copy is independent of the checkpoint and opens in onnx's own loader, which refuses hard links; ONNX Runtime takes
+    both, and refuses symbolic links.
+    """
+    if source.stat().st_size >= LINK_FROM_BYTES:
+        with contextlib.suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copyfile(source, target)
 
 
 def _write(made: list[Made], folder: Path, file: str, progress: Progress) -> list[WeightRef]:
