@@ -9,8 +9,8 @@ GroupQueryAttention takes several new rows over a past in batches of one only, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,24 +18,26 @@ from onnx_ir.convenience import replace_nodes_and_values
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, TopologicalSortPass
 
 from redraft import names
+from redraft.engines.bundle import single_sequence
+from redraft.engines.manifest import GraphRecord
 
 _MICROSOFT = "com.microsoft"
 _HIDDEN = np.float32(-1e30)
-"""Added to the score of a row that a node must not see. Finite: a sum with it stays a number, and its exponential is 0."""
+"""Added to the score of a row that a node must not see. Finite, so that a sum with it stays a number."""
 
 _ROTARY_MULTIPLE = 16
 """Head sizes that the kernel rotates."""
 
 
-def lower_single(source: Path, target: Path) -> bool:
-    """Write the lowered form of the graph `source` to `target`, in the same folder (weights are shared).
+def lower_single(folder: Path, portable: GraphRecord) -> GraphRecord | None:
+    """Write `folder`/verifier.single.onnx, the lowered form of the graph `portable` there; weights are shared.
 
-    Returns False and writes nothing where a layer of the model does not fit the kernel.
+    Returns its record, or None, with nothing written, where a layer of the model does not fit the kernel.
     """
-    model = ir.load(source)
+    model = ir.load(folder / portable.file)
     attentions = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
     if not attentions or not all(_fits(node) for node in attentions):
-        return False
+        return None
     _fix_batch(model.graph)
     masks = _Masks(model.graph)
     for node in attentions:
@@ -43,10 +45,13 @@ def lower_single(source: Path, target: Path) -> bool:
     for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         _fuse_residual(model.graph, node)
     model.opset_imports[_MICROSOFT] = 1
-    for tidy in (RemoveUnusedNodesPass(), RemoveUnusedFunctionsPass(), TopologicalSortPass()):
-        tidy(model)
-    ir.save(model, target)
-    return True
+    for tidy in (RemoveUnusedNodesPass, RemoveUnusedFunctionsPass, TopologicalSortPass):
+        tidy()(model)
+    record = GraphRecord(
+        f"{names.VERIFIER_SINGLE}.onnx", single_sequence(portable.inputs), single_sequence(portable.outputs)
+    )
+    ir.save(model, folder / record.file)
+    return record
 
 
 def _head_dim(node: ir.Node) -> int:
@@ -113,7 +118,7 @@ class _Masks:
         self._graph.register_initializer(value)
         return value
 
-    def _node(self, op: str, inputs: list[ir.Value], **attributes: object) -> ir.Value:
+    def _node(self, op: str, inputs: list[ir.Value], **attributes: int) -> ir.Value:
         self._count += 1
         node = ir.node(op, inputs, attributes)
         node.outputs[0].name = f"single.{op.lower()}.{self._count}"
@@ -124,7 +129,7 @@ class _Masks:
 def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks) -> None:
     q, k, v, key_cache, value_cache = node.inputs[:5]
     heads = {name: node.attributes[name].as_int() for name in ("q_heads", "kv_heads", "window")}
-    attributes: dict[str, object] = {
+    attributes: dict[str, Any] = {
         "num_heads": heads["q_heads"],
         "kv_num_heads": heads["kv_heads"],
         "scale": node.attributes["scale"].as_float(),
@@ -148,7 +153,7 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks) -> None:
 
 
 def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
-    """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and used only here."""
+    """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and only for it."""
     q, k, v = node.inputs[:3]
     rotated = [value.producer() if value is not None else None for value in (q, k)]
     first, second = rotated
@@ -163,10 +168,10 @@ def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
     )
     same = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
     plain = all(_attribute(r, "rotary_embedding_dim", 0) == 0 for r in (first, second))
-    if not (whole and same and plain and first.inputs[3] is node.inputs[6]):
+    packed = split.inputs[0] if split is not None else None
+    if packed is None or not (whole and same and plain and first.inputs[3] is node.inputs[6]):
         return None
-    assert split is not None and split.inputs[0] is not None
-    return split.inputs[0], first
+    return packed, first
 
 
 def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
