@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 from typing import Protocol
 
 import numpy as np
@@ -97,7 +98,6 @@ class Adaptive:
 
     def __init__(self, curve: CostCurve, clock: Clock) -> None:
         self._table = curve.table_ms
-        self._times = np.array(curve.table_ms[1:])
         self._clock = clock
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._plain_rate = 1 / self._table[1]
@@ -119,10 +119,13 @@ class Adaptive:
         lately = self._pace(seq).experience
         trust = lately.accepted / lately.hoped
         rate = max(lately.tokens / lately.ms, self._plain_rate)
-        probs = np.exp(np.sort(tree.log_probs)[::-1])
-        probs[0] = 0.0
-        gain = np.minimum(trust * probs.cumsum(), np.arange(len(probs))) - rate * self._times[: len(probs)]
-        return prune(tree, int(gain.argmax()))
+        best, nodes, hope = -rate * self._table[1], 0, 0.0
+        for count, log_prob in enumerate(sorted(tree.log_probs.tolist()[1:], reverse=True), 1):
+            hope += min(trust * exp(log_prob), 1.0)
+            gain = hope - rate * self._table[count + 1]
+            if gain > best:
+                best, nodes = gain, count
+        return prune(tree, nodes)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the latest tokens when they last occurred, in the prompt or the text so far.
 
-Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree. An edge of the tree is judged by
-how long a context it continues and by its rank among its siblings; how often edges of each kind come true is learned
+Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree. A node is judged by
+how long a context it continues and by its rank among its siblings; how often nodes of each kind come true is learned
 while decoding, so that joint probabilities mean what they say and a tree can be pruned by them.
 """
 
@@ -24,10 +24,10 @@ LONGEST_MATCH = 16
 """Contexts longer than this count as this long."""
 RANKS = 3
 """Siblings from this one on are judged alike."""
-LEAST_PROBABILITY = 0.02
+LEAST_PROBABILITY = 0.05
 """A node less likely than this is not drafted: no budget would verify it."""
-_OCCURRENCES = 4
-"""Latest occurrences of a context that are looked at, times the width of the tree."""
+_OCCURRENCES = 8
+"""Latest occurrences of a context that are looked at."""
 
 # Share of first siblings that come true by length of context 0 … 16, measured on source code and prose; later siblings
 # take what remains. Only where learning starts.
@@ -53,19 +53,22 @@ class NgramConfig:
 
 @dataclass(slots=True)
 class Draft:
-    """A tree under construction: tokens, parents and joint probabilities by node, and which edge leads where."""
+    """Continuations that share nothing but the root: tokens, parents, joint probabilities and kinds by node.
+
+    `first` maps the token that a continuation begins with to its node; the rest of it follows without a gap.
+    """
 
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     probs: list[float] = field(default_factory=lambda: [1.0])
     kinds: list[int] = field(default_factory=lambda: [-1])
-    children: list[dict[int, int]] = field(default_factory=lambda: [{}])
+    first: dict[int, int] = field(default_factory=dict)
 
 
 class NgramIndex:
     """Where every context of `shortest` to `longest` tokens was continued; one request's.
 
-    `rates[kind]` is the share of edges of that kind that came true lately, kind = context length × RANKS + rank.
+    `rates[kind]` is the share of nodes of that kind that came true lately, kind = context length × RANKS + rank.
     """
 
     def __init__(self, tokens: list[int], config: NgramConfig, rates: list[float]) -> None:
@@ -92,21 +95,19 @@ class NgramIndex:
         self._indexed = len(tokens)
 
     def grow(self, budget: Budget) -> Draft:
-        """Merge up to `width` different continuations of the latest tokens, longest context and latest first."""
+        """Up to `width` continuations of the latest tokens that begin differently, longest context and latest first."""
         tokens = self._tokens
         draft = Draft([tokens[-1]])
-        seen: set[int] = set()
-        branches = budget.width
         for order in self._orders:
             places = self._places[order].get(tuple(tokens[-order:]))
             if places is None:
                 continue
-            for place in places[: -1 - _OCCURRENCES * budget.width : -1]:
-                if place not in seen:
-                    seen.add(place)
+            for place in places[: -1 - _OCCURRENCES : -1]:
+                if tokens[place] not in draft.first:
                     length = order if order < self._orders.start else self._match(place, order)
-                    branches -= self._insert(draft, place, length, budget.depth)
-                    if branches == 0:
+                    if not self._append(draft, place, length, budget.depth):
+                        break
+                    if len(draft.first) == budget.width:
                         return draft
         return draft
 
@@ -118,28 +119,28 @@ class NgramIndex:
             length += 1
         return length
 
-    def _insert(self, draft: Draft, place: int, length: int, depth: int) -> bool:
-        """Add what follows from `place` on; past the end of the text it repeats itself. True where nodes were added."""
-        tokens, children, rates = self._tokens, draft.children, self.rates
+    def _append(self, draft: Draft, place: int, length: int, depth: int) -> bool:
+        """Add what follows from `place` on, as far as it is likely; past the end of the text it repeats itself.
+
+        False where not even its first token is.
+        """
+        tokens, rates = self._tokens, self.rates
         period = len(tokens) - place
-        before = len(draft.tokens)
-        node = 0
+        parent, prob = 0, 1.0
+        kind = length * RANKS + min(len(draft.first), RANKS - 1)
         for step in range(depth):
-            token = tokens[place + step % period]
-            child = children[node].get(token)
-            if child is None:
-                kind = min(length + step, LONGEST_MATCH) * RANKS + min(len(children[node]), RANKS - 1)
-                prob = draft.probs[node] * rates[kind]
-                if prob < LEAST_PROBABILITY:
-                    break
-                child = children[node][token] = len(draft.tokens)
-                draft.tokens.append(token)
-                draft.parents.append(node)
-                draft.probs.append(prob)
-                draft.kinds.append(kind)
-                children.append({})
-            node = child
-        return len(draft.tokens) > before
+            prob *= rates[kind]
+            if prob < LEAST_PROBABILITY:
+                return step > 0
+            draft.tokens.append(tokens[place + step % period])
+            draft.parents.append(parent)
+            draft.probs.append(prob)
+            draft.kinds.append(kind)
+            parent = len(draft.tokens) - 1
+            if step == 0:
+                draft.first[tokens[place]] = parent
+            kind = min(length + step + 1, LONGEST_MATCH) * RANKS
+        return True
 
 
 class NgramDrafter(Drafter):
@@ -173,18 +174,24 @@ class NgramDrafter(Drafter):
         return prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
-        """Learn from the draft: every edge out of a node on the decoded path came true or did not, verified or not."""
+        """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
         index: NgramIndex = seq.drafting
         draft, index.draft = index.draft, None
         if draft is None:
             return
-        node: int | None = 0
-        for token in outcome.tokens:
-            followed = draft.children[node].get(token)
-            for child in draft.children[node].values():
-                kind, came_true = draft.kinds[child], child == followed
-                index.rates[kind] += _FAST * (came_true - index.rates[kind])
-                self._rates[kind] += _SLOW * (came_true - self._rates[kind])
-            if followed is None:
+        node = draft.first.get(outcome.tokens[0])
+        for child in draft.first.values():
+            self._learn(index, draft.kinds[child], child == node)
+        if node is None:
+            return
+        for token in outcome.tokens[1:]:
+            if node + 1 == len(draft.tokens) or draft.parents[node + 1] != node:
                 return
-            node = followed
+            node += 1
+            self._learn(index, draft.kinds[node], draft.tokens[node] == token)
+            if draft.tokens[node] != token:
+                return
+
+    def _learn(self, index: NgramIndex, kind: int, came_true: bool) -> None:
+        index.rates[kind] += _FAST * (came_true - index.rates[kind])
+        self._rates[kind] += _SLOW * (came_true - self._rates[kind])
