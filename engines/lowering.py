@@ -72,7 +72,11 @@ def _fix_batch(graph: ir.Graph) -> None:
 
 
 class _Masks:
-    """What every layer's attention shares: row counts, and an additive bias for each window."""
+    """What every layer's attention shares: row counts, and an additive bias for each window.
+
+    The kernel takes its own positions instead of ours where the total equals T, that is with no rows live; so the
+    total is one more than `live`, a column that no row reaches, except in a full cache.
+    """
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -83,14 +87,15 @@ class _Masks:
         live, past = self._inputs[names.LIVE], self._inputs[names.PAST_LEN]
         one = self._constant([1])
         capacity = self._node("Shape", [self._inputs[names.key_cache(0)]], start=2, end=3)
-        total = self._node("Min", [self._node("Add", [live, one]), capacity])
-        self.total = self._node("Cast", [total], to=ir.DataType.INT32)
+        self._total = self._node("Min", [self._node("Add", [live, one]), capacity])
+        self.total = self._node("Cast", [self._total], to=ir.DataType.INT32)
         self.last = self._node("Cast", [self._node("Sub", [live, one])], to=ir.DataType.INT32)
-        self._pads = self._node("Concat", [self._constant([0, 0, 0]), past, self._constant([0, 0, 0, 1])], axis=0)
+        spare = self._node("Sub", [self._total, live])
+        self._pads = self._node("Concat", [self._constant([0, 0, 0]), past, self._constant([0, 0, 0]), spare], axis=0)
         self.positions = self._inputs[names.POSITIONS]
 
     def bias(self, window: int) -> ir.Value:
-        """Added to the scores, float32 [1, 1, T, live]: 0 for an ancestor or a committed row in the window."""
+        """Added to the scores, float32 [1, 1, T, total]: 0 for an ancestor or a committed row in the window."""
         if window not in self._biases:
             self._biases[window] = self._windowed(window) if window else self._tree()
         return self._biases[window]
@@ -107,8 +112,9 @@ class _Masks:
         committed = self._node("Range", [scalar, past, self._constant(np.array(1))])
         committed = self._node("Unsqueeze", [committed, self._constant([0])])
         rows = self._node("Concat", [committed, self.positions, self._constant([[0]])], axis=1)
+        rows = self._node("Slice", [rows, self._constant([0]), self._total, self._constant([1])])  # [1, total]
         queries = self._node("Unsqueeze", [self.positions, self._constant([2])])  # [1, T, 1]
-        distance = self._node("Sub", [queries, rows])  # [1, T, live + 1]
+        distance = self._node("Sub", [queries, rows])  # [1, T, total]
         near = self._node("Less", [distance, self._constant(np.array(window))])
         return self._node("Where", [near, self.bias(0), self._constant(_HIDDEN)])
 
