@@ -49,13 +49,18 @@ class Checkpoint:
     tensors: dict[str, TensorEntry]
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
-        """Read and validate. Raises CheckpointError naming the file or tensor at fault."""
+    def open(cls, path: str | Path, weights: bool = True) -> Checkpoint:
+        """Read and validate. Raises CheckpointError naming the file or tensor at fault.
+
+        Without `weights` only the configuration is read, and `tensors` is empty.
+        """
         root = Path(path)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
         config = _read_json(root / "config.json", f"{root} is no Hugging Face checkpoint: it has no config.json")
         tensors: dict[str, TensorEntry] = {}
+        if not weights:
+            return cls(root, config, tensors)
         for file in _shards(root):
             for entry in read_header(root / file):
                 if not entry.name.startswith(AUXILIARY_TENSORS):

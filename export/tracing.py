@@ -124,7 +124,7 @@ class VerifierModule(nn.Module):
         super().__init__()
         self.model = model
         self.taps = taps
-        decoder: Any = model.model
+        decoder: Any = model.base_model
         model.get_output_embeddings().register_forward_pre_hook(_wanted_rows)  # type: ignore[operator]
         for tap in taps:
             module = decoder.norm if tap == "last" else decoder.layers[int(tap)]

@@ -54,7 +54,7 @@ def export_verifier(
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
         tied = support.tied_names(network)
     progress("trace", 1, 1)
-    _rename_parameters(model, parameters)
+    _name_parameters(model, parameters, tied)
     passes.simplify(model)
     source = (
         weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
@@ -65,12 +65,21 @@ def export_verifier(
     return VerifierExport(shape, config.taps, GRAPH, refs, tuple(sorted({ref.file for ref in refs})))
 
 
-def _rename_parameters(model: ir.Model, parameters: dict[str, Any]) -> None:
-    """Drop the wrapper's prefix, so that an initializer has its parameter's name."""
+def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:
+    """Give initializers their parameters' names, without the wrapper's prefix; of tied ones only the first stays."""
     for value in list(model.graph.initializers.values()):
         name = (value.name or "").removeprefix("model.")
         if name in parameters:
             value.name = name
+    order = list(parameters)
+    graph = model.graph
+    for name, first in tied.items():
+        if order.index(first) < order.index(name) and name in graph.initializers:
+            if first in graph.initializers:
+                ir.convenience.replace_all_uses_with(graph.initializers[name], graph.initializers[first])
+                del graph.initializers[name]
+            else:
+                graph.initializers[name].name = first
 
 
 def _finish(model: ir.Model) -> None:

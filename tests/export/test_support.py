@@ -1,0 +1,86 @@
+"""What is refused, and that the refusal names the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AttentionInterface
+
+from redraft.config import BuildConfig
+from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError, UsageError
+from redraft.export import tracing
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.verifier import export_verifier
+
+from .models import COMMON, LLAMA3_ROPE, write_checkpoint
+
+
+def export_config(tmp_path: Path, values: dict, **config):
+    """Export a configuration with random weights: what is refused is refused before any weight is looked at."""
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | values))
+    checkpoint = Checkpoint(tmp_path, COMMON | values, {})
+    return export_verifier(checkpoint, tmp_path, BuildConfig(random_weights=True, **config))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"model_type": "nosuchmodel"}, "knows no architecture 'nosuchmodel'"),
+        ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code from its own repository"),
+        ({"model_type": "t5"}, "t5 is no decoder-only"),
+        ({"model_type": "bloom"}, "bloom uses ALiBi"),
+        ({"model_type": "llama", "rope_parameters": LLAMA3_ROPE | {"rope_type": "dynamic"}}, "'dynamic' depends on the"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
+          "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}}, "'longrope'"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
+         "layers of type linear_attention"),
+        ({"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ({"model_type": "bert", "is_decoder": False}, "BertSelfAttention attends in both directions"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_refused_by_name(tmp_path, values, reason):
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=reason) as caught:
+        export_config(tmp_path, values)
+    assert "\n" not in str(caught.value)
+
+
+def test_dropped_window_is_noticed(tmp_path, monkeypatch):
+    """An architecture whose attention never hears of its window would be wrong past it."""
+    honest = tracing._attend
+
+    def deaf(*args, sliding_window=None, **kwargs):
+        return honest(*args, **kwargs)
+
+    AttentionInterface.register(tracing.INTERFACE, deaf)
+    try:
+        with pytest.raises(UnsupportedModelError, match="layer 0 should have a sliding window of 8"):
+            export_config(tmp_path, {"model_type": "mistral", "sliding_window": 8})
+    finally:
+        AttentionInterface.register(tracing.INTERFACE, honest)
+
+
+def test_context_past_the_limit(tmp_path):
+    with pytest.raises(UsageError, match="context 500 passes the model's limit of 128"):
+        export_config(tmp_path, {"model_type": "llama"}, context=500)
+
+
+@pytest.mark.parametrize("tap", ["3", "first", "-1"])
+def test_unknown_tap(tmp_path, tap):
+    with pytest.raises(UsageError, match="unknown feature tap"):
+        export_config(tmp_path, {"model_type": "llama"}, taps=(tap,))
+
+
+def test_invalid_config_is_one_line(tmp_path):
+    with pytest.raises(RedraftError) as caught:
+        export_config(tmp_path, {"model_type": "llama", "hidden_size": "wide"})
+    assert "\n" not in str(caught.value)
+
+
+def test_config_only_checkpoint_opens_for_random_weights(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama")
+    (source / "model.safetensors").unlink()
+    assert Checkpoint.open(source, weights=False).tensors == {}
