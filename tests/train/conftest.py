@@ -1,0 +1,80 @@
+"""A run small enough for seconds: a tiny recipe, a corpus of every kind, and its trained run folder."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from redraft.train.config import ModelConfig, VerifierRecipe
+
+TEXT = "the cat sat on a mat and saw two dogs run over old green hills by the sea while rain fell"
+
+
+@pytest.fixture(scope="session")
+def recipe() -> VerifierRecipe:
+    model = ModelConfig(
+        vocab_size=400,
+        hidden_size=32,
+        layers=4,
+        intermediate_size=64,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        max_positions=64,
+    )
+    return VerifierRecipe(
+        model=model,
+        weights={"code": 0.5, "word_problems": 0.25, "prose": 0.25},
+        steps=12,
+        batch_tokens=128,
+        seq_len=16,
+        decay_seq_len=32,
+        start_layers=2,
+        grow_step=4,
+        warmup_steps=2,
+        held_out_every=3,
+    )
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A text file for code (books in form), word problems, and prose."""
+    folder = tmp_path_factory.mktemp("corpora")
+    rng, words = random.Random(0), TEXT.split()
+
+    def sentence() -> str:
+        return " ".join(rng.choices(words, k=12)).capitalize() + "."
+
+    def book(title: str) -> str:
+        paragraphs = [" ".join(sentence() for _ in range(4)) for _ in range(90)]
+        return f"# Title: {title}\n\n## Author: Nobody\n\n" + "\n\n".join(paragraphs)
+
+    for kind in ("code", "prose"):
+        text = "\n<|endoftext|>\n".join(book(f"{kind} {i}") for i in range(12))
+        (folder / f"{kind}.txt").write_text(text, encoding="utf-8")
+    items = [
+        {
+            "question": f"{sentence()} {sentence()} How many are {i} and {i}?",
+            "answer": f"{i}+{i} = <<{i}+{i}={2 * i}>>{2 * i}",
+        }
+        for i in range(400)
+    ]
+    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    return {
+        "code": str(folder / "code.txt"),
+        "word_problems": str(folder / "problems.jsonl"),
+        "prose": str(folder / "prose.txt"),
+    }
+
+
+@pytest.fixture(scope="session")
+def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run folder."""
+    from redraft.train.run import train_verifier
+
+    out = tmp_path_factory.mktemp("run")
+    train_verifier(sources, out, recipe)
+    return out

@@ -1,0 +1,59 @@
+"""Recipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from redraft.errors import UsageError
+from redraft.train.config import VerifierRecipe, load_recipe, recipe_from_dict
+
+
+def test_shipped_recipe_is_within_what_the_embedded_model_promises():
+    model = load_recipe("tiny").model
+    assert model.layers >= 8
+    assert model.vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stesp": 1},
+        {"model": {"depth": 3}},
+        {"steps": "many"},
+        {"steps": 0},
+        {"steps": True},
+        {"matrix_lr": "high"},
+        {"seq_len": 100},
+        {"decay_seq_len": 1024},
+        {"decay_share": 1.5},
+        {"weights": {"code": -1.0}},
+        {"model": {"kv_heads": 3}},
+        {"grow_step": 5, "start_layers": 5},
+    ],
+)
+def test_unknown_and_impossible_values_are_refused(values):
+    with pytest.raises(UsageError):
+        recipe_from_dict(values)
+
+
+def test_missing_and_broken_files_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="tiny"):
+        load_recipe("absent")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = ", encoding="utf-8")
+    with pytest.raises(UsageError, match="not TOML"):
+        load_recipe(str(broken))
+
+
+def test_round_trip_through_plain_values(recipe):
+    assert recipe_from_dict(recipe.to_dict()) == recipe
+
+
+def test_schedule_warms_up_stays_and_falls_to_zero():
+    recipe = VerifierRecipe(steps=100, warmup_steps=10, decay_share=0.2)
+    factors = [recipe.lr_factor(step) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:81] == [1.0] * 71
+    assert factors[99] == pytest.approx(1 / 20)
+    assert sorted(factors[80:], reverse=True) == factors[80:]
+    assert [recipe.row_length(79), recipe.row_length(80)] == [256, 512]

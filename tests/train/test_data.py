@@ -1,0 +1,90 @@
+"""Corpora and their split."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from redraft.errors import DataError
+from redraft.train.data import is_held_out, load_corpus, parse_sources
+
+
+def test_split_is_deterministic_disjoint_and_whole(sources):
+    """A document on both sides would make every held-out figure a lie."""
+    for kind, source in sources.items():
+        first, second = load_corpus(kind, source, 3), load_corpus(kind, source, 3)
+        assert first.digest() == second.digest()
+        train, held_out = {d.name for d in first.train}, {d.name for d in first.held_out}
+        assert train
+        assert held_out
+        assert not train & held_out
+        assert not {d.text for d in first.train} & {d.text for d in first.held_out}
+
+
+def test_split_does_not_depend_on_the_other_documents(tmp_path, sources):
+    """Adding a book must not move another from held-out to training."""
+    text = Path(sources["prose"]).read_text(encoding="utf-8")
+    longer = tmp_path / "longer.txt"
+    longer.write_text("# Title: New\n\n## Author: New\n\nnew\n<|endoftext|>\n" + text, encoding="utf-8")
+    before = {d.name for d in load_corpus("prose", sources["prose"], 3).held_out}
+    after = {d.name for d in load_corpus("prose", str(longer), 3).held_out}
+    assert after - {"New, New"} == before
+
+
+def test_digest_sees_a_changed_text(tmp_path, sources):
+    text = Path(sources["prose"]).read_text(encoding="utf-8")
+    changed = tmp_path / "changed.txt"
+    changed.write_text(text.replace("cat", "cow", 1), encoding="utf-8")
+    assert load_corpus("prose", str(changed), 3).digest() != load_corpus("prose", sources["prose"], 3).digest()
+
+
+def test_word_problems_are_formatted_without_annotations(sources):
+    documents = load_corpus("word_problems", sources["word_problems"], 3).train
+    assert all(d.text.startswith("Question: ") and "\nAnswer: " in d.text for d in documents)
+    assert not any("<<" in d.text for d in documents)
+
+
+def test_stdlib_is_the_library_without_its_tests():
+    corpus = load_corpus("code", "stdlib", 20)
+    names = {d.name for d in (*corpus.train, *corpus.held_out)}
+    assert "json/decoder.py" in names
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"site-packages", "test", "tests"}
+    assert not any("_sysconfigdata" in name for name in names)
+    assert not any(sysconfig.get_path("stdlib") in name for name in names)
+    assert all(is_held_out("code", d.name, 20) for d in corpus.held_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "fewer than"),
+        ("short.txt", b"too short", "fewer than"),
+        ("latin.txt", "caf\xe9 ".encode("latin-1") * 1000, "not UTF-8"),
+        ("items.jsonl", b'{"question": "only"}\n' * 200, "items.jsonl:1"),
+        ("broken.jsonl", b'{"question": \n' * 200, "broken.jsonl:1"),
+    ],
+)
+def test_bad_corpus_names_the_file(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        load_corpus("prose", str(path), 3)
+    assert name in str(raised.value)
+
+
+def test_missing_corpus_and_one_document_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no corpus file .*absent\.txt"):
+        load_corpus("prose", str(tmp_path / "absent.txt"), 3)
+    single = tmp_path / "single.txt"
+    single.write_text("word " * 1000, encoding="utf-8")
+    with pytest.raises(DataError, match="leave"):
+        load_corpus("prose", str(single), 3)
+
+
+@pytest.mark.parametrize("options", [["code"], ["=x"], ["code="], ["code=a", "code=b"]])
+def test_data_options_of_another_form_are_refused(options):
+    with pytest.raises(DataError, match="--data"):
+        parse_sources(options)

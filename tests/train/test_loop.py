@@ -1,0 +1,128 @@
+"""The training loop: resuming, stopping, learning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from redraft.errors import TrainingError
+from redraft.train.batches import BatchPlan
+from redraft.train.checkpoint import NAME, load_checkpoint
+from redraft.train.loop import train
+from redraft.train.verifier import VerifierObjective
+
+
+def plan_for(recipe):
+    rng = np.random.default_rng(0)
+    return BatchPlan(
+        {k: rng.integers(0, 50, 4000).astype(np.uint16) for k in recipe.weights}, recipe.weights, recipe.seed
+    )
+
+
+def go(recipe, out, *, resume=False, stop_after=None, every=4):
+    """Train; with `stop_after`, as if the process were killed after that step."""
+    torch.manual_seed(recipe.seed)
+    objective = VerifierObjective(recipe)
+    losses = []
+
+    def report(step):
+        losses.append(step.metrics)
+        if step.step == stop_after:
+            raise KeyboardInterrupt
+
+    try:
+        train(
+            objective, plan_for(recipe), recipe, out, identity="x", resume=resume, checkpoint_every=every, report=report
+        )
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return objective, losses
+
+
+def same(first, second):
+    return all(
+        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("stop_after", [6, 9, 10])
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, tmp_path, stop_after):
+    """Killed right after the checkpoint before the growth (6 resumes from 4), and inside the decay (9, 10 from 8)."""
+    whole, losses = go(recipe, tmp_path / "whole")
+    go(recipe, tmp_path / "killed", stop_after=stop_after)
+    resumed, later = go(recipe, tmp_path / "killed", resume=True)
+    assert later == losses[-len(later) :]
+    assert len(later) == 12 - 4 * (stop_after // 4)
+    assert same(whole, resumed)
+
+
+def test_loss_falls_and_growth_does_not_undo_it(recipe, tmp_path):
+    longer = replace(recipe, steps=60, grow_step=30)
+    _, losses = go(longer, tmp_path / "run")
+    means = [sum(step[k] for k in recipe.weights) / 3 for step in losses]
+    assert means[-1] < means[0] - 0.5
+    assert abs(means[30] - means[29]) < 0.3
+
+
+def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path):
+    go(recipe, tmp_path, stop_after=5)
+    before = (tmp_path / NAME).read_bytes()
+    torch.manual_seed(0)
+    objective = VerifierObjective(recipe)
+    honest, calls = objective.loss, []
+
+    def loss(batch):
+        calls.append(batch)
+        value, metrics = honest(batch)
+        return (value * float("nan") if len(calls) == 3 else value), metrics
+
+    objective.loss = loss
+    with pytest.raises(TrainingError, match="nan at step 6"):
+        train(objective, plan_for(recipe), recipe, tmp_path, identity="x", resume=True, checkpoint_every=100)
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_checkpoint_of_other_data_or_another_recipe_is_refused(recipe, tmp_path):
+    go(recipe, tmp_path, stop_after=5)
+    torch.manual_seed(0)
+    with pytest.raises(TrainingError, match="other data"):
+        train(VerifierObjective(recipe), plan_for(recipe), recipe, tmp_path, identity="y", resume=True)
+    with pytest.raises(TrainingError, match=r"matrix_lr was 0\.02, it is 0\.5"):
+        go(replace(recipe, matrix_lr=0.5), tmp_path, resume=True)
+
+
+def test_length_can_change_until_the_decay_begins(recipe, tmp_path):
+    """The token budget is set late; changing it after the decay began would bend the schedule."""
+    go(recipe, tmp_path, stop_after=5)
+    go(replace(recipe, steps=16), tmp_path, resume=True, stop_after=13)
+    assert load_checkpoint(tmp_path)["step"] == 12
+    go(replace(recipe, steps=16), tmp_path, resume=True, stop_after=14, every=1)
+    with pytest.raises(TrainingError, match="step 13, too late"):
+        go(replace(recipe, steps=40), tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="too late"):
+        go(replace(recipe, steps=16, grow_step=8), tmp_path, resume=True)
+
+
+def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypatch):
+    """A checkpoint written in place would be lost with the process that wrote it."""
+    go(recipe, tmp_path, stop_after=5)
+    honest = torch.save
+
+    def torn(state, file):
+        honest({"step": 0}, file)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", torn)
+    go(recipe, tmp_path, resume=True, stop_after=99)
+    assert load_checkpoint(tmp_path)["step"] == 4
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_missing_or_damaged_checkpoint_is_refused(recipe, tmp_path, content):
+    if content:
+        (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(TrainingError, match="checkpoint"):
+        go(recipe, tmp_path, resume=True)

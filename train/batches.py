@@ -1,0 +1,70 @@
+"""Batches whose content is a pure function of (seed, step).
+
+Each kind is one stream of tokens, cut into blocks; an epoch is a permutation of them with a phase of its own, so no
+token is seen twice before all are seen once, and cuts fall elsewhere the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from redraft.errors import DataError
+
+_CYCLE_ROWS = 100  # shares are exact over this many rows
+LOOKAHEAD = 2  # a row of T inputs needs T + 2 tokens: the next token, and the one after for the MTP module
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` i64[B, T + LOOKAHEAD] and the kind of every row."""
+
+    tokens: torch.Tensor
+    kinds: tuple[str, ...]
+
+
+class BatchPlan:
+    """Draws rows from token streams in fixed shares; `rows(step)` never depends on what was drawn before."""
+
+    def __init__(self, streams: Mapping[str, NDArray[np.uint16]], weights: Mapping[str, float], seed: int) -> None:
+        """`streams` maps kinds to 1-D token arrays; raises DataError where kinds and weights differ."""
+        if set(streams) != set(weights):
+            raise DataError(f"data kinds {sorted(streams)} do not match the recipe's weights {sorted(weights)}")
+        self._streams = dict(streams)
+        self._cycle = _interleave(weights)
+        self._seed = seed
+
+    def batch(self, step: int, rows: int, length: int) -> Batch:
+        """The batch of `step`: `rows` rows of `length` inputs each, kinds interleaved."""
+        drawn = [self._draw(step * rows + row) for row in range(rows)]
+        tokens = np.stack([self._row(kind, index, length) for kind, index in drawn])
+        return Batch(torch.from_numpy(tokens.astype(np.int64)), tuple(kind for kind, _ in drawn))
+
+    def _draw(self, row: int) -> tuple[str, int]:
+        """Kind of the run's `row`-th row, and how many rows of that kind came before it."""
+        cycle, place = divmod(row, len(self._cycle))
+        kind = self._cycle[place]
+        return kind, cycle * self._cycle.count(kind) + self._cycle[:place].count(kind)
+
+    def _row(self, kind: str, index: int, length: int) -> NDArray[np.uint16]:
+        stream = self._streams[kind]
+        blocks = (len(stream) - LOOKAHEAD) // length - 1
+        if blocks < 1:
+            raise DataError(f"the corpus of {kind} has {len(stream)} tokens, too few for rows of {length}")
+        epoch, place = divmod(index, blocks)
+        salt = sum(map(ord, kind))
+        rng = np.random.Generator(np.random.PCG64([self._seed, salt, epoch, length]))
+        start = int(rng.integers(length)) + int(rng.permutation(blocks)[place]) * length
+        return stream[start : start + length + LOOKAHEAD]
+
+
+def _interleave(weights: Mapping[str, float]) -> tuple[str, ...]:
+    """A cycle of kinds in the given proportions, each kind spread evenly over it."""
+    total = sum(weights.values())
+    counts = {kind: max(1, round(_CYCLE_ROWS * weight / total)) for kind, weight in weights.items()}
+    slots = [((n + 0.5) / count, kind) for kind, count in counts.items() for n in range(count)]
+    return tuple(kind for _, kind in sorted(slots))

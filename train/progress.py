@@ -1,0 +1,61 @@
+"""Reporting: a bar on a terminal, else one plain line every so many seconds."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from redraft.train.loop import StepReport
+
+_SPEED_WINDOW = 20
+
+
+class ProgressReport:
+    """Callable on each StepReport; losses are means since the last line, speed is over the last 20 steps."""
+
+    def __init__(self, console: Console, seconds_a_line: float = 20.0) -> None:
+        """`console` decides: a terminal gets a bar and no lines."""
+        self._console = console
+        self._every = seconds_a_line
+        self._last_line = 0.0
+        self._losses: dict[str, list[float]] = defaultdict(list)
+        self._window: deque[StepReport] = deque(maxlen=_SPEED_WINDOW)
+        columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=console) if console.is_terminal else None
+        self._task = self._bar.add_task("", total=None) if self._bar else None
+
+    def __enter__(self) -> ProgressReport:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def __call__(self, report: StepReport) -> None:
+        """Show one step."""
+        self._window.append(report)
+        for name, value in report.metrics.items():
+            self._losses[name].append(value)
+        now, last = time.monotonic(), report.step == report.steps
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=report.step, total=report.steps, description=self._line(report))
+            if now - self._last_line > self._every:
+                self._losses.clear()
+                self._last_line = now
+        elif now - self._last_line > self._every or last:
+            self._console.print(f"step {report.step}/{report.steps} {self._line(report)}", soft_wrap=True)
+            self._losses.clear()
+            self._last_line = now
+
+    def _line(self, report: StepReport) -> str:
+        seconds = sum(r.seconds for r in self._window)
+        speed = sum(r.tokens for r in self._window) / seconds
+        left_min = (report.steps - report.step) * seconds / len(self._window) / 60
+        losses = " ".join(f"{name} {sum(v) / len(v):.3f}" for name, v in sorted(self._losses.items()))
+        return f"{losses} | lr {report.lr_factor:.2f} {speed:.0f} tok/s eta {left_min:.1f} min"

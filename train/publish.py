@@ -1,0 +1,78 @@
+"""From a run folder to a Hugging Face checkpoint with prompts and held-out text.
+
+The verifier's own file loads anywhere; the MTP module is beside it in `mtp.safetensors`, named by `redraft_mtp` in
+config.json, since a loader of the verifier alone would report its tensors as surplus.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from redraft.errors import CheckpointError
+from redraft.train.checkpoint import load_checkpoint
+from redraft.train.config import VerifierRecipe, recipe_from_dict
+from redraft.train.data import Corpus
+from redraft.train.heldout import write_held_out, write_prompts
+from redraft.train.mtp import MtpModule
+from redraft.train.run import TOKENIZER
+from redraft.train.tokenizer import EOS_ID, save_tokenizer
+from redraft.train.verifier import VerifierObjective
+
+MTP_FILE = "mtp.safetensors"
+MTP_KEY = "redraft_mtp"
+
+
+def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
+    """The trained modules of a run folder, their recipe and the step they are at."""
+    state = load_checkpoint(run)
+    recipe = recipe_from_dict(state["recipe"], str(run))
+    objective = VerifierObjective(recipe)
+    step = int(state["step"])
+    objective.prepare(step - 1)
+    objective.load_state_dict(state["objective"])
+    return objective.eval(), recipe, step
+
+
+def publish(run: Path, out: Path, corpora: Mapping[str, Corpus]) -> None:
+    """Write the checkpoint folder `out` (bf16), with prompts and text from the held-out documents of `corpora`."""
+    objective, recipe, _ = load_run(run)
+    out.mkdir(parents=True, exist_ok=True)
+    _save_model(objective, out)
+    tokenizer = Tokenizer.from_file(str(run / TOKENIZER))
+    save_tokenizer(tokenizer, out, recipe.model.max_positions)
+    for corpus in corpora.values():
+        write_prompts(corpus, tokenizer, out / "prompts" / f"{corpus.kind}.jsonl")
+        write_held_out(corpus, out / "heldout" / f"{corpus.kind}.txt")
+
+
+def _save_model(objective: VerifierObjective, out: Path) -> None:
+    model = objective.model.bfloat16()
+    model.generation_config.eos_token_id = EOS_ID
+    model.generation_config.do_sample = False
+    model.save_pretrained(str(out))
+    tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}
+    save_file(tensors, str(out / MTP_FILE), metadata={"format": "pt"})
+    config_path = out / "config.json"
+    config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
+    config[MTP_KEY] = {"file": MTP_FILE, "depth": 1}
+    config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_mtp(folder: Path) -> MtpModule:
+    """The MTP module of a published checkpoint, in fp32; raises CheckpointError when it has none."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder))
+    named = getattr(config, MTP_KEY, None)
+    if not named or not (folder / named["file"]).exists():
+        raise CheckpointError(f"{folder} has no multi-token-prediction module", f"publish it with a {MTP_FILE}")
+    module = MtpModule(config)
+    module.load_state_dict({name: t.float() for name, t in load_file(str(folder / named["file"])).items()})
+    return module.eval()
