@@ -18,7 +18,7 @@ MAX_DEPTH = 16
 MAX_WIDTH = 3
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
-_FAST, _SLOW = 1 / 32, 1 / 512
+_FAST, _SLOW = 1 / 32, 1 / 128
 _TOLERANCE = 0.99
 
 

@@ -101,6 +101,11 @@ def _cpu_model() -> str:
 def _write(path: Path, curve: CostCurve) -> None:
     """Write all or nothing, so that a reader never sees half a curve."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump({str(size): ms for size, ms in enumerate(curve.table_ms) if size}, file)
-    os.replace(file.name, path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({str(size): ms for size, ms in enumerate(curve.table_ms) if size}, file)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -24,8 +24,8 @@ LONGEST_MATCH = 16
 """Contexts longer than this count as this long."""
 RANKS = 3
 """Siblings from this one on are judged alike."""
-LEAST_PROBABILITY = 0.05
-"""A node less likely than this is not drafted: no budget would verify it."""
+LEAST_PROBABILITY = 0.03
+"""A node less likely than this is not drafted: no budget would verify it. No rate falls below, so all can recover."""
 _OCCURRENCES = 8
 """Latest occurrences of a context that are looked at."""
 
@@ -193,5 +193,5 @@ class NgramDrafter(Drafter):
                 return
 
     def _learn(self, index: NgramIndex, kind: int, came_true: bool) -> None:
-        index.rates[kind] += _FAST * (came_true - index.rates[kind])
-        self._rates[kind] += _SLOW * (came_true - self._rates[kind])
+        for rates, weight in ((index.rates, _FAST), (self._rates, _SLOW)):
+            rates[kind] = max(rates[kind] + weight * (came_true - rates[kind]), LEAST_PROBABILITY)

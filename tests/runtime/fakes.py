@@ -25,7 +25,7 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOC
 
 
 def mixing_rule(tokens: list[int]) -> int:
-    """Depends on the last two tokens and, through a parity, on all: repetitive enough for n-grams to hit and to miss."""
+    """Depends on the last two tokens and, through a parity, on all: n-grams hit some of the time."""
     mixed = (tokens[-1] * 7 + tokens[-2 if len(tokens) > 1 else -1] * 3 + 1) * 2654435761 % (1 << 32)
     return (mixed >> 13) % 5 + (1 if sum(tokens) % 11 == 0 else 0) + 97
 
@@ -77,35 +77,36 @@ class FakeCall:
         past = inputs[names.PAST_LEN]
         assert inputs[names.LIVE][0] == past.max() + width
         for b in range(batch):
-            self._write(b, int(past[b]))
-            for row, node in enumerate(inputs[names.OUTPUT_ROWS][b]):
-                self.outputs[names.LOGITS][b, row] = self._answer(b, int(past[b]), int(node))
-            for name, rows in self.outputs.items():
+            rows = self._write(b, int(past[b]))
+            for row, node in enumerate(inputs[names.OUTPUT_ROWS][b].tolist()):
+                self.outputs[names.LOGITS][b, row] = 0
+                self.outputs[names.LOGITS][b, row, self._answer(rows, b, int(past[b]), node)] = 2.0
+            for name, features in self.outputs.items():
                 if name.startswith("features"):
-                    rows[b] = inputs[names.TOKEN_IDS][b][:, None]
+                    features[b] = inputs[names.TOKEN_IDS][b][:, None]
 
-    def _write(self, b: int, past: int) -> None:
+    def _write(self, b: int, past: int) -> np.ndarray:
+        """Write this call's rows to every layer; all live rows, (token, position) each, on which the layers agree."""
         ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
+        live = past + len(ids)
+        views = []
         for number, buffer in enumerate(self.engine.buffers.values()):
-            assert past + len(ids) <= buffer.shape[2], "rows past the capacity"
-            buffer[b, :, past : past + len(ids), 0] = ids + 1000 * number
-            buffer[b, :, past : past + len(ids), 1] = positions
+            assert live <= buffer.shape[2], "rows past the capacity"
+            buffer[b, :, past:live, 0] = ids + 1000 * number
+            buffer[b, :, past:live, 1] = positions
+            views.append(buffer[b, :, :live] - [1000 * number, 0])
+        assert (np.stack(views) == views[0][0]).all(), "layers or heads disagree"
+        return views[0][0].astype(int)
 
-    def _answer(self, b: int, past: int, node: int) -> np.ndarray:
-        logits = np.zeros(SHAPE.vocabulary, np.float32)
-        mask = self.inputs[names.TREE_MASK][b]
-        assert mask[node, node], "a node must see itself"
-        rows = [*range(past), *(past + np.flatnonzero(mask[node]))]
-        views = [(buffer[b, :, rows] - [1000 * i, 0]) for i, buffer in enumerate(self.engine.buffers.values())]
-        assert all(np.array_equal(view, views[0]) for view in views), "layers disagree"
-        seen = views[0][:, 0].astype(int).tolist()
-        if rows != [past + node] or past:
-            seen.sort(key=lambda row: row[1])
-        padding = mask[node].sum() == 1 and node > 0
-        if not padding:
-            assert [row[1] for row in seen] == list(range(len(seen))), "positions are not those of one path"
-            logits[self.engine.rule([row[0] for row in seen])] = 2.0
-        return logits
+    def _answer(self, rows: np.ndarray, b: int, past: int, node: int) -> int:
+        visible = self.inputs[names.TREE_MASK][b][node]
+        assert visible[node], "a node must see itself"
+        if visible.sum() == 1 and node > 0:
+            return 0  # padding
+        seen = np.concatenate([rows[:past], rows[past:][visible]])
+        seen = seen[np.argsort(seen[:, 1], kind="stable")]
+        assert (seen[:, 1] == np.arange(len(seen))).all(), "positions are not those of one path"
+        return self.engine.rule(seen[:, 0].tolist())
 
 
 def _fixed(spec: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
@@ -132,7 +133,7 @@ def byte_text(bos: int | None = BOS, template: str | None = None) -> Text:
 
 
 def _byte(letter: str) -> int:
-    """The byte that a letter of the byte-level alphabet stands for: printable ones stand for themselves, the rest follow."""
+    """The byte that a letter of the byte-level alphabet stands for: printable ones for themselves, then the rest."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     code = ord(letter)
     return code if code < 256 else [value for value in range(256) if value not in printable][code - 256]

@@ -26,8 +26,7 @@ def test_speculative_text_is_the_models_own(method: str, slots: int, budget: Bud
     """Fails on any slip of mask, position, past_len, KV compaction, padding or slot (the fake reads its KV rows)."""
     runtime = make_runtime(slots=slots)
     prompts = random_prompts(8, seed=slots)
-    lengths = [5 + 11 * i for i in range(4)]
-    for max_tokens in lengths:
+    for max_tokens in (2, 37):
         results = runtime.generate(prompts, greedy(max_tokens), method=method, budget=budget)
         assert [list(r.token_ids) for r in results] == [plain(mixing_rule, prompt, max_tokens) for prompt in prompts]
         assert {r.finish_reason for r in results} == {"length"}
@@ -164,26 +163,24 @@ def test_gaps_are_recorded_per_token_where_asked() -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_synthetic_acceptance_is_forced_seeded_and_labelled(slots: int) -> None:
     """Accepted shares follow the request by depth, and nothing of such a run can be taken for real text."""
-    runtime = make_runtime(lambda tokens: 97, context=2000, slots=slots)
+    runtime = make_runtime(lambda tokens: 97, context=1000, slots=slots)
     args = dict(budget=Budget(6, 3, 2), synthetic_acceptance=(0.9, 0.5, 0.0))
-    runs = [runtime.generate(["a", "a"], greedy(1500, seed=seed), **args) for seed in (1, 1, 2)]
+    runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
     first = runs[0][0]
     assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
     assert first.metrics.to_json()["synthetic"] is True
     assert first.text.startswith("[synthetic")
     kept = first.metrics.acceptance_histogram
     assert len(kept) == 3
-    assert 1 - kept[0] / sum(kept) == pytest.approx(0.9, abs=0.04)
-    assert kept[2] / (kept[1] + kept[2]) == pytest.approx(0.5, abs=0.06)
+    assert 1 - kept[0] / sum(kept) == pytest.approx(0.9, abs=0.05)
+    assert kept[2] / (kept[1] + kept[2]) == pytest.approx(0.5, abs=0.08)
 
 
 def test_a_batch_is_one_engine_call_a_step() -> None:
     runtime = make_runtime(slots=3)
     engine: FakeEngine = runtime.verifier._engine
-    runtime.generate(random_prompts(3, seed=1), greedy(30))
-    batches = [b for b, width in engine.sizes]
-    assert batches.count(1) == 3
-    assert set(batches) == {1, 3} or batches.count(2) < batches.count(3)
+    runtime.generate(random_prompts(3, seed=1), greedy(30), method="none")
+    assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
 
 
 def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:

@@ -74,8 +74,11 @@ def test_special_tokens_do_not_show() -> None:
 
 
 def test_chat_template_sees_messages_and_special_tokens() -> None:
-    text = byte_text(template="{{ bos_token }}{% for m in messages %}\n  {%- if true %}[{{ m.role }}]{{ m.content }}"
-                     "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{{ eos_token }}")  # fmt: skip
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{{ eos_token }}"
+    )
+    text = byte_text(template=template)
     messages = [{"role": "user", "content": "hi"}]
     assert text.apply_chat_template(messages) == "<s>[user]hi[assistant]</s>"
     assert text.apply_chat_template(messages, add_generation_prompt=False) == "<s>[user]hi</s>"

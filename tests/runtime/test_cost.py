@@ -1,0 +1,103 @@
+"""The cost curve: interpolated, never falling, measured once, and done without where its cache cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from redraft.runtime import cost
+from redraft.runtime.cost import CostCurve, cached_curve, measure_curve
+from redraft.runtime.verifier import Verifier
+
+from .fakes import SHAPE, FakeEngine, greedy, make_runtime
+
+
+class Timed(Verifier):
+    """A verifier whose calls take what a formula says."""
+
+    calls = 0
+
+    def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
+        assert nodes <= self.capacity
+        Timed.calls += 1
+        return 1.0 + 0.1 * nodes + 0.01 * (Timed.calls % 3)
+
+
+@pytest.fixture
+def verifier() -> Timed:
+    return Timed(FakeEngine(single=True), SHAPE, 30)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "redraft" / "curves"
+
+
+def test_between_sizes_the_curve_is_straight_and_it_never_falls() -> None:
+    curve = CostCurve.from_points({1: 1.0, 3: 2.0, 5: 1.5, 7: 4.0})
+    assert curve.table_ms == pytest.approx((0.0, 1.0, 1.5, 2.0, 2.0, 2.0, 3.0, 4.0))
+    assert curve.largest == 7
+
+
+@pytest.mark.parametrize("points", [{}, {2: 1.0}, {1: 0.0}, {1: float("nan")}, {1: 1.0, 2: float("inf")}])
+def test_points_that_make_no_curve_are_refused(points: dict[int, float]) -> None:
+    with pytest.raises(ValueError, match="no cost curve"):
+        CostCurve.from_points(points)
+
+
+def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Timed) -> None:
+    curve = measure_curve(verifier, sizes=(1, 2, 4, 64), seconds=0.0)
+    assert curve.table_ms == pytest.approx((0.0, 1.11, 1.21, 1.31, 1.41), abs=0.011)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_what_is_timed_is_a_call_over_live_rows(slots: int) -> None:
+    """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
+    runtime = make_runtime(context=50, slots=slots)
+    runtime.generate([[97] * 40] * slots, greedy(9), method="none")
+    engine: FakeEngine = runtime.verifier._engine
+    for live, nodes in ((20, 5), (100, 12)):
+        assert runtime.verifier.measure_ms(slots, nodes, live) > 0
+        assert engine.sizes[-1] == (slots, nodes)
+
+
+def test_a_curve_is_measured_once_for_the_same_engine(verifier: Timed, cache: Path) -> None:
+    first = cached_curve(verifier, {"build": "a", "threads": 2})
+    calls = Timed.calls
+    assert cached_curve(verifier, {"build": "a", "threads": 2}) == first
+    assert Timed.calls == calls
+    cached_curve(verifier, {"build": "a", "threads": 1})
+    assert Timed.calls > calls
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"1": -1}', b'{"x": 1}', b"\xff", b'{"1": null}'])
+def test_a_damaged_cache_is_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
+    first = cached_curve(verifier, {"build": "a"})
+    (file,) = cache.iterdir()
+    file.write_bytes(damage)
+    assert cached_curve(verifier, {"build": "a"}).table_ms == pytest.approx(first.table_ms, abs=0.03)
+    assert json.loads(file.read_bytes())["1"] == pytest.approx(first.table_ms[1], abs=0.03)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    verifier: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert cached_curve(verifier, {"build": "a"}).largest == 24
+
+
+def test_a_write_that_fails_leaves_no_file_behind(
+    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cost.json, "dump", fail)
+    cached_curve(verifier, {"build": "a"})
+    assert list(cache.iterdir()) == []

@@ -1,0 +1,79 @@
+"""Tree functions against definitions spelled out the slow way, over every small tree."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from redraft.runtime.sampler import Greedy
+from redraft.runtime.tree import accepted_path, ancestor_mask, layout, make_tree, prune
+from redraft.types import DraftTree
+
+SMALL_TREES = [[-1, *parents] for n in range(5) for parents in product(*(range(i + 1) for i in range(n)))]
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    return [node] if parents[node] < 0 else [*ancestors(parents, parents[node]), node]
+
+
+@pytest.mark.parametrize("parents", SMALL_TREES, ids=str)
+def test_mask_and_depths(parents: list[int]) -> None:
+    found = layout(np.array(parents))
+    for node in range(len(parents)):
+        assert np.flatnonzero(found.mask[node]).tolist() == ancestors(parents, node)
+        assert found.depths[node] == len(ancestors(parents, node)) - 1
+    assert np.array_equal(found.mask, ancestor_mask(np.array(parents)))
+
+
+def test_accepted_path_is_the_longest_one_that_agrees() -> None:
+    """Every tree of four drafted nodes over a vocabulary of two, every answer of the verifier."""
+    count = 0
+    for parents in SMALL_TREES:
+        for tokens in product(range(2), repeat=len(parents)):
+            siblings = list(zip(parents, tokens, strict=True))
+            if len(set(siblings)) < len(siblings):
+                continue
+            for said in product(range(2), repeat=len(parents)):
+                lines = [ancestors(parents, node) for node in range(len(parents))]
+                agreeing = [line for line in lines if all(tokens[b] == said[a] for a, b in pairwise(line))]
+                assert list(accepted_path(tokens, parents, said)) == max(agreeing, key=len)[1:]
+                count += 1
+    assert count > 1000
+
+
+@pytest.mark.parametrize("parents", SMALL_TREES, ids=str)
+def test_pruning_keeps_the_likeliest_nodes_and_their_ancestors(parents: list[int]) -> None:
+    rng = np.random.default_rng(len(parents))
+    probs = [1.0]
+    for parent in parents[1:]:
+        probs.append(probs[parent] * rng.uniform(0.1, 1.0))
+    tree = make_tree(list(range(10, 10 + len(parents))), parents, probs)
+    for nodes in range(len(parents) + 1):
+        kept = prune(tree, nodes)
+        best = sorted(range(len(parents)), key=lambda node: -probs[node])[: nodes + 1]
+        assert kept.tokens.tolist() == [10 + node for node in sorted(best)]
+        for token, parent in zip(kept.tokens[1:] - 10, kept.parents[1:], strict=True):
+            assert kept.tokens[parent] - 10 == parents[token]
+        assert np.array_equal(np.exp(kept.log_probs), np.float32(np.exp(tree.log_probs[sorted(best)])))
+
+
+def test_pruning_carries_draft_probs_along() -> None:
+    tree = make_tree([1, 2, 3], [-1, 0, 0], [1.0, 0.2, 0.7])
+    tree = DraftTree(tree.tokens, tree.parents, tree.log_probs, np.eye(3, dtype=np.float32))
+    kept = prune(tree, 1)
+    assert kept.tokens.tolist() == [1, 3]
+    assert kept.draft_probs is not None
+    assert np.array_equal(kept.draft_probs, np.eye(3)[[0, 2]])
+
+
+def test_greedy_judges_a_tree() -> None:
+    """Root 5 with children 6 and 7; the verifier says 7, then 9: node 2 is kept, 9 is the bonus."""
+    logits = np.zeros((3, 10), np.float32)
+    logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
+    sampler = Greedy(record_gaps=True)
+    outcome = sampler.judge(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), position=4)
+    assert (outcome.path, outcome.bonus, outcome.tokens) == ((2,), 9, (7, 9))
+    assert outcome.node_tokens.tolist() == [7, 1, 9]
+    assert sampler.gaps == [3.0, 1.0]
