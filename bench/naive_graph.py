@@ -29,7 +29,7 @@ def naive_attention(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of new rows over buffers that they are written into at `past_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
+    """Attention over buffers into which the new rows go at `past_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
     rows = past_len[:, None] + torch.arange(key.shape[2])
     keys, values = key_cache.clone(), value_cache.clone()
     for sequence, targets in enumerate(rows):
@@ -41,11 +41,11 @@ def naive_attention(
 
 
 @naive_attention.register_fake
-def _(query, key, value, key_cache, value_cache, past_len, mask, scale):  # type: ignore[no-untyped-def]
+def _(query, key, value, key_cache, value_cache, past_len, mask, scale):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return torch.empty_like(query), torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 
-def _lower(query, key, value, key_cache, value_cache, past_len, mask, scale: float):  # type: ignore[no-untyped-def]
+def _lower(query, key, value, key_cache, value_cache, past_len, mask, scale: float):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     keys = op.TensorScatter(key_cache, key, past_len, axis=2)
     values = op.TensorScatter(value_cache, value, past_len, axis=2)
     out, _, _, _ = op.Attention(query, keys, values, mask, scale=scale)

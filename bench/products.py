@@ -26,7 +26,7 @@ class Product:
 
 
 def products_of(config: dict[str, Any]) -> tuple[Product, ...]:
-    """The products of a Llama-like decoder with q, k and v joined, and gate and up joined. Raises KeyError otherwise."""
+    """The products of a Llama-like decoder with q, k, v joined and gate, up joined. Raises KeyError."""
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads

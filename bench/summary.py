@@ -1,4 +1,4 @@
-"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness, and how much of the text is repetition."""
+"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness, share of repetition."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import redraft.engines
+import redraft.export
 from redraft import names
 from redraft.bench.command import quiet_export
 from redraft.bench.evaluation import perplexities
@@ -57,6 +59,7 @@ def build_bundle(
 
 def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Path, report: Report) -> Manifest:
     """Write every file of a bundle but the manifest, which is returned without digests."""
+    special = tokenizers.copy_text_files(checkpoint.path, folder)
     report("loading the exporter")
     from redraft.export.verifier import export_verifier  # brings torch: a bundle that is current must not wait for it
 
@@ -64,7 +67,6 @@ def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Pa
     exported = export_verifier(
         checkpoint, folder, config, lambda stage, done, total: report(_stage_line(stage, done, total))
     )
-    special = tokenizers.copy_text_files(checkpoint.path, folder)
     return Manifest(
         name=model.name,
         model=ModelIdentity(
@@ -83,16 +85,21 @@ def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Pa
         eos_token_ids=special.eos,
         pad_token_id=special.pad,
         taps=exported.taps,
-        graphs=_graphs(exported),
+        graphs=_graphs(exported, folder),
         weights=exported.weights,
         drafters={"ngram": {}},
         tools=_tools(),
     )
 
 
-def _graphs(exported: VerifierExport) -> dict[str, GraphRecord]:
-    inputs = names.verifier_inputs(exported.shape)
-    return {names.VERIFIER: GraphRecord(exported.graph, inputs, names.verifier_outputs(exported.shape, exported.taps))}
+def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
+    """The portable graph, and where the model fits the kernels, the one lowered for one sequence."""
+    from redraft.engines.lowering import lower_single
+
+    outputs = names.verifier_outputs(exported.shape, exported.taps)
+    portable = GraphRecord(exported.graph, names.verifier_inputs(exported.shape), outputs)
+    lowered = lower_single(folder, portable)
+    return {names.VERIFIER: portable, **({names.VERIFIER_SINGLE: lowered} if lowered else {})}
 
 
 def _quality(
@@ -121,16 +128,8 @@ def _digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _key(digests: Mapping[str, str], config: BuildConfig, texts: Mapping[str, str]) -> str:
     evaluated = {f"text {kind}": text_digest(text) for kind, text in texts.items()}
-    package = Path(__file__).resolve().parent
-    folders = [Path(str(module.__file__)).parent for module in _code()]
-    return build_key({**digests, **evaluated}, config, _tools(), code_digests(package, *folders))
-
-
-def _code() -> tuple[object, ...]:
-    import redraft.engines
-    import redraft.export
-
-    return redraft.engines, redraft.export
+    folders = [Path(__file__).parent, Path(redraft.engines.__file__).parent, Path(redraft.export.__file__).parent]
+    return build_key({**digests, **evaluated}, config, _tools(), code_digests(*map(Path.resolve, folders)))
 
 
 def _tools() -> dict[str, str]:

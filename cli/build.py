@@ -15,6 +15,7 @@ from redraft.cli.options import Json
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from redraft.config import BuildConfig
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
@@ -64,14 +65,24 @@ def build(
 
         texts = held_out(eval_text)
         found = find_model(model, report)
-        config = found.build
-        chosen = {"precision": precision and precision.value, "backend": backend and backend.value, "context": context}
-        config = replace(config, **{key: value for key, value in chosen.items() if value is not None})
-        config = replace(config, random_weights=weights is Weights.random or config.random_weights)
+        config = choose(found.build, precision, backend, weights, context)
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
     print_json(summary) if as_json else typer.echo(describe(summary))
+
+
+def choose(
+    recipe: BuildConfig, precision: Precision | None, backend: Backend | None, weights: Weights, context: int | None
+) -> BuildConfig:
+    """The recipe's configuration with what the command line says instead."""
+    return replace(
+        recipe,
+        precision=precision.value if precision else recipe.precision,
+        backend=backend.value if backend else recipe.backend,
+        context=recipe.context if context is None else context,
+        random_weights=weights is Weights.random or recipe.random_weights,
+    )
 
 
 def held_out(options: list[str] | None) -> dict[str, str]:

@@ -32,7 +32,7 @@ def progress(quiet: bool = False) -> Iterator[Report]:
         from rich.console import Console
 
         with Console(stderr=True).status("starting") as status:
-            yield status.update
+            yield lambda message: status.update(message)
     else:
         yield _Lines()
 

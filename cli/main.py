@@ -32,17 +32,23 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(train.app, name="train")
 
 
+def print_version(wanted: bool) -> None:
+    """Print the version and leave, before any sub-command is looked for."""
+    if wanted:
+        typer.echo(f"redraft {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, as {DEBUG}=1 does.")] = False,
 ) -> None:
     """Speculative decoding as deployable engines."""
     if debug:
         os.environ[DEBUG] = "1"
-    if version:
-        typer.echo(f"redraft {__version__}")
-        raise typer.Exit
 
 
 def main() -> None:

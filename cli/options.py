@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,31 +28,24 @@ def parse_budget(text: str | None) -> Budget | None:
     """A budget from `nodes=12,depth=4,width=4`. Raises UsageError for anything else."""
     if text is None:
         return None
-    from redraft.types import Budget
+    from redraft.bench.command import budget
 
-    pairs = dict(_pairs(text, "--budget", BUDGET_FORM, int))
-    if set(pairs) != {"nodes", "depth", "width"} or min(pairs.values()) < 0:
-        raise UsageError(
-            f"--budget {text!r}: expected {BUDGET_FORM}, none negative", "nodes=0,depth=0,width=0 drafts nothing"
-        )
-    return Budget(**pairs)
+    try:
+        return budget(text)
+    except ValueError:
+        mend = "nodes=0,depth=0,width=0 drafts nothing"
+        raise UsageError(f"--budget {text!r}: expected {BUDGET_FORM}, none negative", mend) from None
 
 
 def parse_acceptance(text: str | None) -> tuple[float, ...] | None:
     """Probabilities by depth from `0.9,0.8,0.7`. Raises UsageError for anything else."""
     if text is None:
         return None
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise UsageError(f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8,0.7")
-    return rates
+    from redraft.bench.command import rates
 
-
-def _pairs(text: str, option: str, form: str, kind: Callable[[str], int]) -> list[tuple[str, int]]:
     try:
-        return [(key.strip(), kind(value)) for key, value in (part.split("=") for part in text.split(","))]
+        return rates(text)
     except ValueError:
-        raise UsageError(f"{option} {text!r}: expected {form}") from None
+        raise UsageError(
+            f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8"
+        ) from None

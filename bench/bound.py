@@ -1,0 +1,90 @@
+"""How near speculation comes to what its acceptance and the cost of verification allow.
+
+    python -m redraft.bench.bound --engines build/engines/tiny --prompts assets/tiny/prompts/code.jsonl \\
+        --synthetic-acceptance 0.9,0.8,0.7 --budget nodes=8,depth=4,width=2
+
+A step that verifies n tokens (the root included) commits τ of them and costs t(n) plus drafting, where plain decoding
+commits one for t(1): no speculation can be faster than τ·t(1) / (t(n) + draft) times plain. t is measured in the same
+process, before and after the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redraft.bench.command import budget, rates, run
+from redraft.bench.compare import PLAIN, Run, Settings, compare
+from redraft.bench.environment import environment
+from redraft.bench.prompts import load_prompts
+from redraft.bench.statistics import median_estimate
+from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime.cost import measure_curve
+
+METHOD = "ngram"
+
+
+def main() -> dict[str, Any]:
+    """Measure what the options ask for."""
+    options = _arguments()
+    nodes = options.budget.nodes + 1
+    sizes = (1, nodes) if nodes > 1 else (1,)
+    params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
+    settings = Settings(params, options.budget, options.synthetic_acceptance)
+    with Runtime.open(options.engines, threads=options.threads) as runtime:
+        curves = [measure_curve(runtime.verifier, sizes)]
+        runs = compare(runtime, load_prompts(options.prompts, options.limit), [METHOD], settings)
+        curves.append(measure_curve(runtime.verifier, sizes))
+    one, many = (float(np.mean([curve.table_ms[size] for curve in curves])) for size in (1, nodes))
+    return {
+        "synthetic_acceptance": options.synthetic_acceptance,
+        "environment": environment(options.threads),
+        "budget": asdict(options.budget),
+        "verification_ms": {"1": one, str(nodes): many},
+        **achieved(runs, one, many),
+    }
+
+
+def achieved(runs: list[Run], one_ms: float, many_ms: float) -> dict[str, Any]:
+    """Speed reached, its bound and their ratio, over all runs; `one_ms` and `many_ms` are t(1) and t(n)."""
+    metrics = [run.generations[METHOD].metrics for run in runs]
+    steps = sum(m.num_steps for m in metrics)
+    acceptance = 1 + sum(m.num_accepted_draft_tokens for m in metrics) / steps
+    drafting_ms = sum(m.stage_ms["draft"] + m.stage_ms["resample"] for m in metrics) / steps
+    pairs = [(run.generations[PLAIN].metrics, run.generations[METHOD].metrics) for run in runs]
+    speedup = median_estimate([m.decode_tokens_per_second / plain.decode_tokens_per_second for plain, m in pairs])
+    bound = speed_bound(acceptance, one_ms, many_ms, drafting_ms)
+    return {
+        "mean_acceptance_length": acceptance,
+        "draft_ms": drafting_ms,
+        "speedup": speedup.median,
+        "speedup_interval": [speedup.low, speedup.high],
+        "bound": bound,
+        "share_of_bound": speedup.median / bound,
+        "prompts": len(runs),
+    }
+
+
+def speed_bound(acceptance_length: float, one_ms: float, many_ms: float, draft_ms: float) -> float:
+    """τ·t(1) / (t(n) + draft)."""
+    return acceptance_length * one_ms / (many_ms + draft_ms)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--budget", type=budget, required=True, help="such as nodes=8,depth=4,width=2")
+    parser.add_argument("--synthetic-acceptance", type=rates, help="force acceptance by depth, such as 0.9,0.8")
+    parser.add_argument("--limit", type=int, help="prompts a kind")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

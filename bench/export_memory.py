@@ -1,0 +1,174 @@
+"""Memory that exporting and opening a checkpoint takes beyond the libraries, for one that is larger than is allowed.
+
+    python -m redraft.bench.export_memory --gigabytes 2
+
+Writes a Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh
+process and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process held
+once torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped into
+memory count while they are resident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redraft.bench.command import run
+from redraft.bench.environment import environment
+
+SHARD_BYTES = 500_000_000
+WIDE, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 5632, 32, 8, 64, 32000
+"""A layer of these sizes is 45 M parameters."""
+
+MEASURE = """
+import json, sys
+def peak_bytes():
+    return {k: int(v.split()[0]) * 1024 for k, v in (line.split(":") for line in open("/proc/self/status")) if k in ("VmHWM", "VmRSS")}
+"""
+EXPORT = (
+    MEASURE
+    + """
+import torch, transformers, onnxscript
+from pathlib import Path
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.verifier import export_verifier
+from redraft.bench.command import quiet_export
+quiet_export()
+before = peak_bytes()["VmRSS"]
+export_verifier(Checkpoint.open(sys.argv[1]), Path(sys.argv[2]))
+print(json.dumps({"libraries_bytes": before, "peak_bytes": peak_bytes()["VmHWM"]}))
+"""
+)
+OPEN = (
+    MEASURE
+    + """
+import onnxruntime
+before = peak_bytes()["VmRSS"]
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = 2
+session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+held = peak_bytes()
+print(json.dumps({"libraries_bytes": before, "peak_bytes": held["VmHWM"], "resident_bytes": held["VmRSS"]}))
+"""
+)
+
+
+def main() -> dict[str, Any]:
+    """Write, export, open."""
+    options = _arguments()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="export-memory-") as folder:
+        checkpoint, engines = Path(folder, "checkpoint"), Path(folder, "engines")
+        checkpoint.mkdir()
+        engines.mkdir()
+        written = write_checkpoint(checkpoint, int(options.gigabytes * 1e9))
+        shards = len(list(checkpoint.glob("*.safetensors")))
+        exported = _measured(EXPORT, checkpoint, engines)
+        opened = _measured(OPEN, engines / "verifier.onnx")
+        on_disk = sum(path.stat().st_size for path in engines.rglob("*") if path.stat().st_nlink == 1)
+    return {
+        "environment": environment(2),
+        "checkpoint_bytes": written,
+        "shards": shards,
+        "bundle_bytes_not_linked": on_disk,
+        "export": exported,
+        "open": opened,
+    }
+
+
+def write_checkpoint(folder: Path, least_bytes: int) -> int:
+    """Write a random fp32 Llama of at least `least_bytes`, tensor by tensor. Returns its bytes."""
+    layers = -(-max(least_bytes - _bytes(_outer()), 0) // _bytes(_layer(0)))
+    tensors = [*_outer().items(), *(item for index in range(layers) for item in _layer(index).items())]
+    shards = _split(tensors)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard)
+    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "config.json").write_text(json.dumps(_config(layers)))
+    return _bytes(dict(tensors))
+
+
+def _config(layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDE, "intermediate_size": INNER,
+        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM, "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def _outer() -> dict[str, tuple[int, ...]]:
+    return {
+        "model.embed_tokens.weight": (VOCABULARY, WIDE),
+        "lm_head.weight": (VOCABULARY, WIDE),
+        "model.norm.weight": (WIDE,),
+    }
+
+
+def _layer(index: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, WIDE),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, WIDE),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, WIDE),
+        "self_attn.o_proj": (WIDE, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INNER, WIDE),
+        "mlp.up_proj": (INNER, WIDE),
+        "mlp.down_proj": (WIDE, INNER),
+        "input_layernorm": (WIDE,),
+        "post_attention_layernorm": (WIDE,),
+    }
+    return {f"model.layers.{index}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _split(tensors: list[tuple[str, tuple[int, ...]]]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    for name, shape in tensors:
+        if shards[-1] and _bytes(dict(shards[-1])) + _bytes({name: shape}) > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append((name, shape))
+    return shards
+
+
+def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
+    header, offset = {}, 0
+    for name, shape in tensors:
+        end = offset + _bytes({name: shape})
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    random = np.random.default_rng(0)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, shape in tensors:
+            file.write((random.standard_normal(shape, np.float32) * np.float32(0.02)).data)
+
+
+def _bytes(tensors: dict[str, tuple[int, ...]]) -> int:
+    return sum(4 * int(np.prod(shape)) for shape in tensors.values())
+
+
+def _measured(program: str, *arguments: Path) -> dict[str, int]:
+    """Run `program` in a fresh interpreter and add what it took above its libraries."""
+    done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True, stdout=subprocess.PIPE)
+    values: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return {**values, "above_libraries_bytes": values["peak_bytes"] - values["libraries_bytes"]}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint at least")
+    parser.add_argument("--folder", type=Path, help="where to write it; the system's temporary folder by default")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

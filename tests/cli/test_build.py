@@ -1,0 +1,154 @@
+"""`redraft build`: what it writes, that it does nothing twice, and what it refuses without harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from redraft.engines.locking import build_lock
+
+Refused = Callable[..., str]
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
+
+
+def digest_tree(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes by its name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_second_build_is_a_no_op(redraft: Redraft, checkpoint: Path, bundle: Path) -> None:
+    before = (bundle / "manifest.json").stat().st_mtime_ns
+    again = json.loads(redraft("build", checkpoint, "-o", bundle, "--eval-text", "none", "--json").stdout)
+    assert again["cached"] is True
+    assert (bundle / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_bundle_holds_two_graphs_tokenizer_template_and_digests(bundle: Path) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert set(manifest["graphs"]) == {"verifier", "verifier.single"}
+    assert {"tokenizer.json", "chat_template.jinja", "verifier.onnx"} <= set(manifest["files"])
+    assert (manifest["bos_token_id"], manifest["eos_token_ids"]) == (1, [2])
+    assert manifest["context"] == 64
+    assert len(manifest["model"]["weights"]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantized_build_reports_perplexity_beside_fp32(
+    redraft: Redraft, checkpoint: Path, tmp_path: Path, precision: str
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. the dog did not. " * 5)
+    out = tmp_path / "engines"
+    result = redraft("build", checkpoint, "-o", out, "--precision", precision, "--json",
+                     "--eval-text", f"words={tmp_path / 'text.txt'}")  # fmt: skip
+    summary = json.loads(result.stdout)
+    exact = summary["perplexity_fp32"]["words"]
+    assert summary["precision"] == precision
+    assert summary["perplexity"]["words"] != exact
+    assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.slow
+def test_random_weights_are_labelled_and_need_no_weights(redraft: Redraft, copy: Path, tmp_path: Path) -> None:
+    result = redraft("build", copy, "-o", tmp_path / "engines", "--weights", "random", "--json")
+    assert json.loads(result.stdout)["random_weights"] is True
+    assert "random weights" in redraft("inspect", tmp_path / "engines").stdout
+
+
+def test_no_such_model(refused: Refused) -> None:
+    line = refused("build", "no-such-thing", status=2)
+    assert "no model 'no-such-thing'" in line
+    assert "tiny" in line
+
+
+def test_hub_id_without_a_network(refused: Refused) -> None:
+    assert "Hugging Face Hub cannot be reached" in refused("build", "nobody/nothing", status=1)
+
+
+def test_directory_that_is_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
+    assert "no config.json" in refused("build", tmp_path, "-o", tmp_path / "out", status=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_shard(refused: Refused, copy: Path, tmp_path: Path) -> None:
+    shard = min(copy.glob("model-*.safetensors"))
+    shard.unlink()
+    assert f"shard {shard.name} is missing" in refused("build", copy, "-o", tmp_path / "out", status=1)
+
+
+def test_truncated_safetensors(refused: Refused, copy: Path, tmp_path: Path) -> None:
+    shard = min(copy.glob("model-*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 100)
+    line = refused("build", copy, "-o", tmp_path / "out", status=1)
+    assert f"{shard.name} is truncated" in line
+    assert "download or copy the checkpoint again" in line
+
+
+def test_missing_tokenizer(refused: Refused, copy: Path, tmp_path: Path) -> None:
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    assert "no tokenizer.json" in refused("build", copy, "-o", tmp_path / "out", status=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def test_output_that_is_no_bundle_is_left_alone(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    assert "no engine bundle" in refused("build", checkpoint, "-o", tmp_path, status=1)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_second_build_at_once_is_refused(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engines"
+    with build_lock(tmp_path / ".engines.lock", out):
+        assert f"process {os.getpid()}" in refused("build", checkpoint, "-o", out, status=1)
+
+
+@pytest.mark.slow
+def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(bundle, tmp_path / "little"))
+    before = digest_tree(out)
+    program = [sys.executable, "-c", "from redraft.cli.main import main; main()"]
+    command = [*program, "build", checkpoint, "-o", out, "--force", "--context", "32", "--eval-text", "none"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not any(path.name.startswith(".little.building") for path in tmp_path.iterdir()):
+        assert process.poll() is None, "the build ended before it could be interrupted"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "redraft: error: interrupted"
+    assert digest_tree(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["little"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--precision", "fp7"], "--precision"),
+        (["--weights", "none"], "--weights"),
+        (["--context", "-1"], "context must be at least 2"),
+        (["--context", "many"], "--context"),
+        (["--backend", "abacus"], "--backend"),
+        (["--eval-text", "prose"], "expected KIND=FILE"),
+        (["--eval-text", "prose=/no/such/file"], "cannot read /no/such/file"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_bad_options(refused: Refused, checkpoint: Path, tmp_path: Path, arguments: list[str], word: str) -> None:
+    assert word in refused("build", checkpoint, "-o", tmp_path / "out", *arguments, status=2)

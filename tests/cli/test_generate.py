@@ -1,0 +1,133 @@
+"""`redraft generate`: text, figures, and prompts and options that it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Refused = Callable[..., str]
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+METRICS = {
+    "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length",
+    "draft_acceptance_rate", "acceptance_histogram", "decode_tokens_per_second", "time_to_first_token_ms", "stage_ms",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(redraft: Redraft, bundle: Path) -> dict[str, object]:
+    """The plain continuation of a prompt."""
+    result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "none", "--json")
+    return dict(json.loads(result.stdout))
+
+
+def test_json_has_text_usage_and_metrics(plain: dict[str, object]) -> None:
+    usage, metrics = plain["usage"], plain["metrics"]
+    assert isinstance(usage, dict)
+    assert isinstance(metrics, dict)
+    assert usage["prompt_tokens"] == 7
+    assert usage["completion_tokens"] == len(plain["token_ids"])  # type: ignore[arg-type]
+    assert set(metrics) >= METRICS
+    assert set(metrics["stage_ms"]) == {"draft", "verify", "resample", "host"}
+    assert plain["finish_reason"] in {"length", "stop"}
+
+
+def test_streamed_and_speculative_text_equal_plain(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
+    result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=4,depth=3,width=2")
+    assert result.stdout == f"{plain['text']}\n"
+
+
+def test_prompt_from_standard_input_and_file(
+    redraft: Redraft, bundle: Path, plain: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "prompt").write_text("abc abc")
+    from_file = redraft("generate", "--engines", bundle, "--prompt-file", tmp_path / "prompt")
+    from_input = redraft("generate", "--engines", bundle, "--prompt", "-", input="abc abc")
+    assert from_file.stdout == from_input.stdout == f"{plain['text']}\n"
+
+
+def test_chat_wraps_the_prompt_in_the_template(redraft: Redraft, bundle: Path) -> None:
+    arguments = ("generate", "--engines", bundle, "--json", "--max-new-tokens", "4")
+    chat = json.loads(redraft(*arguments, "--prompt", "abc", "--chat").stdout)
+    written_out = json.loads(redraft(*arguments, "--prompt", "abc.").stdout)
+    assert chat["usage"]["prompt_tokens"] == 4
+    assert chat["token_ids"] == written_out["token_ids"]
+
+
+def test_empty_prompt_is_the_bare_bos_token(redraft: Redraft, bundle: Path) -> None:
+    result = redraft("generate", "--engines", bundle, "--prompt", "", "--json")
+    assert json.loads(result.stdout)["usage"]["prompt_tokens"] == 1
+
+
+def test_empty_prompt_without_bos_token(refused: Refused, bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "little"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "bos_token_id": None}))
+    assert "no beginning-of-sequence token" in refused("generate", "--engines", copy, "--prompt", "", status=2)
+
+
+def test_prompt_past_the_context(refused: Refused, bundle: Path) -> None:
+    line = refused("generate", "--engines", bundle, "--prompt", "a" * 64, status=2)
+    assert "64 tokens" in line
+    assert "shorten the prompt" in line
+
+
+def test_flipped_byte_in_the_bundle(refused: Refused, bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "little"))
+    weights = min((copy / "weights").iterdir())
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
+    assert f"weights/{weights.name}: expected SHA-256" in line
+    assert "run `redraft build" in line
+
+
+def test_unknown_manifest_version(refused: Refused, bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "little"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
+    line = refused("inspect", copy, status=1)
+    assert "found 99" in line
+    assert "run `redraft build" in line
+
+
+def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
+    assert "run `redraft build" in refused("generate", "--engines", tmp_path, "--prompt", "a", status=1)
+    assert "run `redraft build" in refused("inspect", tmp_path / "absent", status=1)
+
+
+def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("café".encode("latin-1"))
+    assert "not UTF-8" in refused("generate", "--engines", "x", "--prompt-file", latin, status=1)
+    absent = tmp_path / "absent"
+    assert f"cannot read {absent}" in refused("generate", "--engines", "x", "--prompt-file", absent, status=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ([], "--prompt"),
+        (["--prompt", "a", "--prompt-file", "b"], "one of --prompt and --prompt-file"),
+        (["--prompt", "a", "--method", "magic"], "unknown method 'magic'"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or above"),
+        (["--prompt", "a", "--temperature", "0.7"], "only greedy decoding"),
+        (["--prompt", "a", "--top-p", "2"], "top_p"),
+        (["--prompt", "a", "--top-k", "-3"], "top_k"),
+        (["--prompt", "a", "--budget", "nodes=4"], "--budget"),
+        (["--prompt", "a", "--budget", "nodes=-4,depth=1,width=1"], "--budget"),
+        (["--prompt", "a", "--budget", "many"], "--budget"),
+        (["--prompt", "a", "--stop", ""], "stop string"),
+        (["--prompt", "a", "--threads", "0"], "--threads"),
+        (["--prompt", "a", "--seed", "x"], "--seed"),
+    ],
+)
+def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
+    assert word in refused("generate", "--engines", bundle, *arguments, status=2)

@@ -1,0 +1,72 @@
+"""How any command ends: statuses, tracebacks only when asked for, `redraft doctor`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from redraft.cli import main
+from redraft.cli.doctor import Finding
+
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_no_command_shows_help_and_fails(redraft: Redraft) -> None:
+    result = redraft()
+    assert result.returncode == 2
+    assert "Usage: redraft" in result.stdout + result.stderr
+
+
+def test_unknown_command(redraft: Redraft) -> None:
+    result = redraft("conjure")
+    assert result.returncode == 2
+    assert result.stderr.startswith("redraft: error: No such command 'conjure'")
+
+
+def test_version(redraft: Redraft) -> None:
+    assert redraft("--version").stdout.startswith("redraft 0.")
+
+
+def test_defect_is_one_line_and_its_traceback_comes_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a\ndefect")
+
+    monkeypatch.setattr(main, "app", broken)
+    monkeypatch.delenv("REDRAFT_DEBUG", raising=False)
+    assert main.run([]) == 1
+    assert capsys.readouterr().err.startswith("redraft: error: unexpected ZeroDivisionError: a defect; run again with")
+    monkeypatch.setenv("REDRAFT_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main.run([])
+
+
+def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> list[Finding]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("redraft.cli.doctor.examine", interrupted)
+    assert main.run(["doctor"]) == 130
+    assert capsys.readouterr().err == "redraft: error: interrupted\n"
+
+
+def test_doctor_finds_the_cpu_path_working(redraft: Redraft) -> None:
+    result = redraft("doctor", "--json")
+    found = json.loads(result.stdout)
+    names = {finding["name"] for finding in found["findings"]}
+    assert result.returncode == 0
+    assert found["cpu_path_works"] is True
+    assert {"python", "onnxruntime", "processor", "memory", "disk", "cache folder", "TensorRT library"} <= names
+
+
+def test_doctor_fails_when_the_cpu_path_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [Finding("numpy", "broken", "not installed, expected 2", "run `make install`")]
+    monkeypatch.setattr("redraft.cli.doctor.examine", lambda: broken)
+    assert main.run(["doctor"]) == 1
+    assert "XX  numpy                  not installed, expected 2; run `make install`" in capsys.readouterr().out
