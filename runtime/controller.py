@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from math import exp
 from typing import Protocol
 
-import numpy as np
-
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.metrics import Clock
 from redraft.runtime.sequence import Sequence
@@ -58,30 +56,38 @@ class Experience:
     """Running means over the steps that drafted.
 
     tokens, ms:      committed by a step, and what it cost.
-    hoped, accepted: drafted tokens that the tree's own probabilities promised, and those kept.
+    promised, accepted: drafted tokens that the trees' own probabilities promised, and those kept.
     """
 
     tokens: float
     ms: float
-    hoped: float = 1.0
+    promised: float = 1.0
     accepted: float = 1.0
 
-    def update(self, tokens: float, ms: float, hoped: float, accepted: float, weight: float) -> None:
+    def update(self, tokens: int, ms: float, weight: float) -> None:
         """Move the means by `weight` towards one step."""
         self.tokens += weight * (tokens - self.tokens)
         self.ms += weight * (ms - self.ms)
-        self.hoped += weight * (hoped - self.hoped)
+
+    def judge(self, promised: float, accepted: int, weight: float) -> None:
+        """Move the means by `weight` towards one step that speculated."""
+        self.promised += weight * (promised - self.promised)
         self.accepted += weight * (accepted - self.accepted)
 
 
 @dataclass(slots=True)
 class Pace:
-    """What the controller keeps for one sequence: its experience, steps still to pause, length of the latest pause."""
+    """What the controller keeps for one sequence.
+
+    waiting: steps still to pause.   pause: length of the latest pause.
+    drafted: this step drafts.   promised: accepted tokens that the probabilities of its tree add up to.
+    """
 
     experience: Experience
     waiting: int = 0
     pause: int = 0
     drafted: bool = False
+    promised: float = 0.0
 
 
 class Adaptive:
@@ -114,17 +120,19 @@ class Adaptive:
 
     def choose(self, seq: Sequence, tree: DraftTree) -> DraftTree:
         """See `Controller.choose`."""
+        pace = self._pace(seq)
+        pace.promised = 0.0
         if len(tree) == 1:
             return tree
-        lately = self._pace(seq).experience
-        trust = lately.accepted / lately.hoped
+        lately = pace.experience
+        trust = lately.accepted / lately.promised
         rate = max(lately.tokens / lately.ms, self._plain_rate)
-        best, nodes, hope = -rate * self._table[1], 0, 0.0
+        best, nodes, promised = -rate * self._table[1], 0, 0.0
         for count, log_prob in enumerate(sorted(tree.log_probs.tolist()[1:], reverse=True), 1):
-            hope += min(trust * exp(log_prob), 1.0)
-            gain = hope - rate * self._table[count + 1]
+            promised += exp(log_prob)
+            gain = trust * promised - rate * self._table[count + 1]
             if gain > best:
-                best, nodes = gain, count
+                best, nodes, pace.promised = gain, count, promised
         return prune(tree, nodes)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
@@ -136,12 +144,11 @@ class Adaptive:
         nodes = len(tree.tokens)
         accepted = len(outcome.path)
         ms = self._table[nodes] + self._clock.proposal * 1e3
-        if nodes == 1:
-            hoped, kept = lately.hoped, lately.accepted
-        else:
-            hoped, kept = float(np.exp(tree.log_probs[1:]).sum()), float(accepted)
-        lately.update(accepted + 1, ms, hoped, kept, _FAST)
-        self._all.update(accepted + 1, ms, hoped, kept, _SLOW)
+        lately.update(accepted + 1, ms, _FAST)
+        self._all.update(accepted + 1, ms, _SLOW)
+        if nodes > 1:
+            lately.judge(pace.promised, accepted, _FAST)
+            self._all.judge(pace.promised, accepted, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
             pace.pause = min(max(2 * pace.pause, 1), LONGEST_PAUSE)
             pace.waiting = pace.pause
@@ -152,5 +159,5 @@ class Adaptive:
         pace: Pace | None = seq.control
         if pace is None:
             known = self._all
-            pace = seq.control = Pace(Experience(known.tokens, known.ms, known.hoped, known.accepted))
+            pace = seq.control = Pace(Experience(known.tokens, known.ms, known.promised, known.accepted))
         return pace

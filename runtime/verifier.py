@@ -57,7 +57,7 @@ class Verifier:
         frame = self._frame(len(batch), width := max(map(len, trees)), width)
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
             frame.place(slot, tree, seq.past_len)
-        frame.live[0] = max(seq.past_len for seq in batch) + width
+        frame.live[0] = max([seq.past_len for seq in batch]) + width
         self._run(frame)
         outcomes = []
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):

@@ -7,6 +7,7 @@ while decoding, so that joint probabilities mean what they say and a tree can be
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
@@ -44,10 +45,10 @@ class NgramConfig:
     prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= LONGEST_MATCH:
             raise UsageError(
                 f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max {self.prompt_lookup_max}: "
-                "expected 1 <= min <= max"
+                f"expected 1 <= min <= max <= {LONGEST_MATCH}"
             )
 
 
@@ -76,22 +77,16 @@ class NgramIndex:
         self.draft: Draft | None = None
         self._tokens = tokens
         self._orders = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
-        self._places: dict[int, dict[tuple[int, ...], list[int]]] = {order: {} for order in self._orders}
+        self._places: dict[int, defaultdict[tuple[int, ...], list[int]]] = {o: defaultdict(list) for o in self._orders}
         self._indexed = 1
         self.extend()
 
     def extend(self) -> None:
         """Index the tokens committed since the last call, in constant time each."""
         tokens = self._tokens
-        for place in range(self._indexed, len(tokens)):
-            for order, table in self._places.items():
-                if order <= place:
-                    context = tuple(tokens[place - order : place])
-                    found = table.get(context)
-                    if found is None:
-                        table[context] = [place]
-                    else:
-                        found.append(place)
+        for order, table in self._places.items():
+            for place in range(max(self._indexed, order), len(tokens)):
+                table[tuple(tokens[place - order : place])].append(place)
         self._indexed = len(tokens)
 
     def grow(self, budget: Budget) -> Draft:

@@ -113,7 +113,7 @@ def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
     assert drafter._rates == before
 
 
-@pytest.mark.parametrize("lengths", [(0, 4), (3, 2)])
+@pytest.mark.parametrize("lengths", [(0, 4), (3, 2), (1, 17)])
 def test_impossible_context_lengths_are_refused(lengths: tuple[int, int]) -> None:
     options = {"prompt_lookup_min": lengths[0], "prompt_lookup_max": lengths[1]}
     with pytest.raises(UsageError, match="expected 1 <= min <= max"):
