@@ -18,6 +18,7 @@ def simplify(model: ir.Model) -> None:
     compose_transposes(model)
     settle_reshapes(model)
     drop_idle(model)
+    spell_out_gemms(model)
     Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())(model)
     merge_products(model)
     Sequential(common.RemoveUnusedNodesPass(), common.TopologicalSortPass())(model)
@@ -76,6 +77,23 @@ def drop_idle(model: ir.Model) -> None:
             continue
         if source.shape is not None and source.shape == result.shape:
             _replace(node, source)
+
+
+def spell_out_gemms(model: ir.Model) -> None:
+    """Write a Gemm over a transposed weight as the product, and the sum, that other passes know."""
+    for node in _nodes(model, "Gemm"):
+        plain = all(node.attributes[n].as_float() == 1.0 for n in ("alpha", "beta") if n in node.attributes)
+        if not plain or "transB" not in node.attributes or node.attributes["transB"].as_int() != 1:
+            continue
+        if "transA" in node.attributes and node.attributes["transA"].as_int() != 0:
+            continue
+        turned = ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})
+        nodes = [turned, ir.node("MatMul", [node.inputs[0], turned.outputs[0]])]
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
+        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+        model.graph.insert_before(node, nodes)
+        _replace(node, nodes[-1].outputs[0])
 
 
 def merge_products(model: ir.Model) -> None:
