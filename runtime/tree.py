@@ -84,7 +84,8 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     """
     if len(tree) <= nodes + 1:
         return tree
-    keep = np.sort(np.argsort(-tree.log_probs, kind="stable")[: nodes + 1])
+    log_probs = tree.log_probs.tolist()
+    keep = sorted(sorted(range(len(tree)), key=log_probs.__getitem__, reverse=True)[: nodes + 1])
     if keep[-1] == nodes:
         return head(tree, nodes)
     renumbered = np.empty(len(tree), dtype=np.int64)

@@ -146,6 +146,7 @@ class _Frame:
         self.output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
         self.logits: FloatArray = call.outputs[names.LOGITS]  # [B, R, V]
         self.output_rows[:] = np.arange(rows)
+        self._padding = np.eye(width, dtype=np.bool_)
         self._taps: dict[str, Array] = {tap: call.outputs[names.features(tap)] for tap in taps}  # [B, T, n]
         self._layouts: list[Layout | None] = [None] * len(self.ids)
 
@@ -161,8 +162,10 @@ class _Frame:
             self.positions[slot, nodes:] = past_len
         if self._layouts[slot] is not shape:
             self._layouts[slot] = shape
-            self.mask[slot] = np.eye(self.width, dtype=np.bool_)
             self.mask[slot, :nodes, :nodes] = shape.mask
+            if nodes < self.width:
+                self.mask[slot, nodes:] = self._padding[nodes:]
+                self.mask[slot, :nodes, nodes:] = False
 
     def place_chunk(self, tokens: IntArray, start: int) -> None:
         """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""

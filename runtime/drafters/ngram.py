@@ -34,7 +34,7 @@ _OCCURRENCES = 8
 # take what remains. Only where learning starts.
 _FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
-_SLOW, _FAST = 1 / 128, 1 / 16
+_LEARNING_RATE = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Draft:
 
 
 class NgramIndex:
-    """Where every context of `shortest` to `longest` tokens was continued; one request's.
+    """Where every context of the configured lengths was continued in one request.
 
     `rates[kind]` is the share of nodes of that kind that came true lately, kind = context length × RANKS + rank.
     """
 
     def __init__(self, tokens: list[int], config: NgramConfig, rates: list[float]) -> None:
-        self.rates = rates
+        self._rates = rates
         self.draft: Draft | None = None
         self._tokens = tokens
         self._orders = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
@@ -119,7 +119,7 @@ class NgramIndex:
 
         False where not even its first token is.
         """
-        tokens, rates = self._tokens, self.rates
+        tokens, rates = self._tokens, self._rates
         period = len(tokens) - place
         parent, prob = 0, 1.0
         kind = length * RANKS + min(len(draft.first), RANKS - 1)
@@ -139,7 +139,7 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """See the module. What a request learns of its own text starts from what all requests before it taught."""
+    """See the module. What is learned from one request serves the next."""
 
     def __init__(self, verifier: Verifier, config: NgramConfig | None = None) -> None:
         super().__init__(verifier)
@@ -153,7 +153,7 @@ class NgramDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = NgramIndex(seq.tokens, self._config, list(self._rates))
+        seq.drafting = NgramIndex(seq.tokens, self._config, self._rates)
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.draft`."""
@@ -176,17 +176,18 @@ class NgramDrafter(Drafter):
             return
         node = draft.first.get(outcome.tokens[0])
         for child in draft.first.values():
-            self._learn(index, draft.kinds[child], child == node)
+            self._learn(draft.kinds[child], child == node)
         if node is None:
             return
         for token in outcome.tokens[1:]:
             if node + 1 == len(draft.tokens) or draft.parents[node + 1] != node:
                 return
             node += 1
-            self._learn(index, draft.kinds[node], draft.tokens[node] == token)
+            self._learn(draft.kinds[node], draft.tokens[node] == token)
             if draft.tokens[node] != token:
                 return
 
-    def _learn(self, index: NgramIndex, kind: int, came_true: bool) -> None:
-        for rates, weight in ((index.rates, _FAST), (self._rates, _SLOW)):
-            rates[kind] = max(rates[kind] + weight * (came_true - rates[kind]), LEAST_PROBABILITY)
+    def _learn(self, kind: int, came_true: bool) -> None:
+        rate = self._rates[kind]
+        rate += _LEARNING_RATE * (came_true - rate)
+        self._rates[kind] = rate if rate > LEAST_PROBABILITY else LEAST_PROBABILITY
