@@ -41,31 +41,29 @@ class Cycle:
         self.clock.total += time.perf_counter() - started
 
     def propose(self, batch: Several[Sequence]) -> list[DraftTree]:
-        """A tree for each sequence: resampled where one is worth it, else freshly drafted, else its root alone."""
+        """What each sequence brings: as much of a tree as its controller finds worth verifying, at least its root."""
         trees = [root_only(seq.tokens[-1]) for seq in batch]
-        room = self.verifier.capacity - max(seq.past_len for seq in batch)
+        room = self.verifier.capacity - max([seq.past_len for seq in batch])
         budgets = [fit(self.controller.budget(seq), seq, room) for seq in batch]
         drafting = [slot for slot, budget in enumerate(budgets) if budget.nodes]
-        started = time.perf_counter()
         if drafting:
-            left = []
-            resampled = self.drafter.resample([batch[i] for i in drafting], [budgets[i] for i in drafting])
-            between = time.perf_counter()
-            for slot, tree in zip(drafting, resampled, strict=True):
-                if tree is None:
-                    left.append(slot)
-                else:
-                    trees[slot] = tree
-            fresh = self.drafter.draft([batch[i] for i in left], [budgets[i] for i in left])
-            for slot, tree in zip(left, fresh, strict=True):
-                trees[slot] = tree
-            for slot in drafting:
-                trees[slot] = self.controller.choose(batch[slot], trees[slot])
-            ended = time.perf_counter()
-            self.clock.resample += between - started
-            self.clock.draft += ended - between
-            self.clock.proposal = ended - started
+            started = time.perf_counter()
+            drafts = self._draft([batch[slot] for slot in drafting], [budgets[slot] for slot in drafting])
+            for slot, draft in zip(drafting, drafts, strict=True):
+                trees[slot] = self.controller.choose(batch[slot], draft)
+            self.clock.proposal = time.perf_counter() - started
         return trees
+
+    def _draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        """A tree for each sequence: resampled where one is worth it, else fresh."""
+        started = time.perf_counter()
+        trees = self.drafter.resample(batch, budgets)
+        resampled = time.perf_counter()
+        rest = [i for i, tree in enumerate(trees) if tree is None]
+        fresh = iter(self.drafter.draft([batch[i] for i in rest], [budgets[i] for i in rest]) if rest else ())
+        self.clock.resample += resampled - started
+        self.clock.draft += time.perf_counter() - resampled
+        return [next(fresh) if tree is None else tree for tree in trees]
 
 
 def fit(budget: Budget, seq: Sequence, room: int) -> Budget:

@@ -11,7 +11,7 @@ class Clock:
     """Seconds spent decoding since the runtime was opened, by stage; a request takes differences of it.
 
     draft, resample: making trees, a drafter's own engine calls included.   verify: inside the verifier's engine call.
-    total:           whole steps.   engine: inside any engine call.   proposal: the latest step's draft and resample.
+    total:           whole steps.   engine: inside any engine call.   proposal: how long the latest trees took to make.
     """
 
     draft: float = 0.0

@@ -163,9 +163,7 @@ class _Frame:
         if self._layouts[slot] is not shape:
             self._layouts[slot] = shape
             self.mask[slot, :nodes, :nodes] = shape.mask
-            if nodes < self.width:
-                self.mask[slot, nodes:] = self._padding[nodes:]
-                self.mask[slot, :nodes, nodes:] = False
+            self.mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones only: right of them nothing is set
 
     def place_chunk(self, tokens: IntArray, start: int) -> None:
         """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""

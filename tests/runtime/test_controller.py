@@ -74,6 +74,7 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
     assert run(controller, seq, tree, accepted=0, steps=10 * LONGEST_PAUSE) <= 11
     run(controller, seq, tree, accepted=3, steps=4 * LONGEST_PAUSE)
     assert run(controller, seq, tree, accepted=3, steps=50) == 50
+    assert seq.control.pause == 0  # the next loss begins with a short pause again
 
 
 def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:

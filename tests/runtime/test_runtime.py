@@ -68,16 +68,17 @@ def test_chunked_prefill(length: int) -> None:
 
 def test_eos_in_the_middle_of_an_accepted_path() -> None:
     """Tokens drafted and accepted after the end of the sequence are cut; the text leaves EOS out, the ids keep it."""
-    said = [*b"abcde!abcde", EOS, *b"!abcde!abcde"]
-    prompt = [*b"abcde", EOS, *b"!abcde", EOS, *b"!"]
+    prompt = [*b"abcdefgh", EOS, *b"ijklmnop", *b"ab"]
+    said = [*b"cdefgh", EOS, *b"ijklmnop"]
     runtime = make_runtime(script(said, len(prompt)))
-    result = runtime.generate([prompt], greedy(40), budget=Budget(20, 8, 2))[0]
-    assert list(result.token_ids) == said[:12]
-    assert result.text == "abcde!abcde"
+    result = runtime.generate([prompt], greedy(40), budget=Budget(20, 10, 2))[0]
+    assert list(result.token_ids) == said[:7]
+    assert result.text == "cdefgh"
     assert result.finish_reason == "stop"
-    assert result.metrics.num_steps < 8
-    beyond = runtime.generate([prompt], greedy(20, ignore_eos=True), budget=Budget(20, 8, 2))[0]
-    assert list(beyond.token_ids) == said[:20]
+    assert result.metrics.num_steps == 1
+    assert result.metrics.num_accepted_draft_tokens == 6  # those cut are not counted
+    beyond = runtime.generate([prompt], greedy(15, ignore_eos=True), budget=Budget(20, 10, 2))[0]
+    assert list(beyond.token_ids) == said
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])

@@ -1,0 +1,67 @@
+"""What a drafting method may rely on: hidden-state rows of every call, resampling first, drafting only for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from redraft.runtime import scheduler
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters import Drafter
+from redraft.runtime.sampler import Greedy
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import make_tree
+from redraft.runtime.verifier import Features, Verifier
+from redraft.types import Budget, DraftTree, Outcome
+
+from .fakes import SHAPE, FakeEngine, mixing_rule, plain
+
+
+class Recorder(Drafter):
+    """Guesses chains of what the toy model says, resampling for every other sequence, and notes what it is shown."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        super().__init__(verifier)
+        self.prompts: dict[int, list[float]] = {}
+        self.resampled = self.drafted = 0
+
+    def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
+        seen = self.prompts.setdefault(id(seq), [])
+        assert len(seen) == start
+        seen.extend(features["last"][:, 0].tolist())
+
+    def guess(self, seq: Sequence, budget: Budget) -> DraftTree:
+        chain = [seq.tokens[-1], *plain(mixing_rule, seq.tokens, budget.depth)]
+        return make_tree(chain, list(range(-1, len(chain) - 1)), [1.0] * len(chain))
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree | None]:
+        chosen = [seq.prompt_length % 2 == 0 for seq in batch]
+        self.resampled += sum(chosen)
+        return [
+            self.guess(seq, budget) if yes else None for seq, budget, yes in zip(batch, budgets, chosen, strict=True)
+        ]
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        assert batch
+        assert all(seq.prompt_length % 2 for seq in batch)
+        self.drafted += len(batch)
+        return [self.guess(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
+
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
+        assert np.array_equal(features["last"][:, 0], tree.tokens)
+
+
+def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
+    verifier = Verifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
+    drafter = Recorder(verifier)
+    prompts = [[97 + i % 5 for i in range(length)] for length in (4, 200, 131)]
+    requests = [Sequence(list(prompt), len(prompt), len(prompt) + 30, frozenset(), Greedy()) for prompt in prompts]
+    for _ in scheduler.run(Cycle(verifier, drafter, FixedBudget(Budget(3, 3, 1))), requests):
+        pass
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.new_tokens == plain(mixing_rule, prompt, 30)
+        assert drafter.prompts[id(request)] == prompt
+        assert request.counters.accepted == request.counters.drafted > 0
+    assert drafter.resampled > drafter.drafted > 0
