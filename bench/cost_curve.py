@@ -22,7 +22,7 @@ from redraft.bench.command import quiet_export, run, sizes
 from redraft.bench.environment import environment
 from redraft.bench.scoring import fill_chain
 from redraft.bench.sessions import bound_call, open_session, zeros
-from redraft.bench.timing import medians
+from redraft.bench.timing import interleaved, medians
 from redraft.engines import Bundle, open_bundle, open_engine
 from redraft.engines.base import Engine
 
@@ -40,17 +40,19 @@ def main() -> dict[str, Any]:
     arguments = _arguments()
     bundle = open_bundle(arguments.engines)
     graphs = {f"bundle {name}": bundle_calls(bundle, name, arguments, CAPACITY) for name in verifier_graphs(bundle)}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
         if arguments.checkpoint:
-            quiet_export()
-            graphs["naive"] = naive_calls(arguments, Path(folder))
-            graphs["products"] = products_calls(arguments, Path(folder))
-        curve = {str(n): medians({name: calls[n] for name, calls in graphs.items()}) for n in arguments.sizes}
+            folder = arguments.keep or Path(temporary)
+            graphs["naive"] = naive_calls(arguments, folder)
+            graphs["products"] = products_calls(arguments, folder)
+        times = {n: interleaved({name: calls[n] for name, calls in graphs.items()}) for n in arguments.sizes}
+    curve = {str(n): {name: float(np.median(ms)) for name, ms in by_name.items()} for n, by_name in times.items()}
     return {
         "environment": environment(arguments.threads),
         "live_rows": LIVE_ROWS,
         "capacity": CAPACITY,
         "milliseconds": curve,
+        "least_milliseconds": {str(n): {name: min(ms) for name, ms in found.items()} for n, found in times.items()},
         "relative_to_one": {str(n): _relative(curve, n) for n in arguments.sizes},
         "capacity_ratio": capacity_ratio(bundle, arguments),
     }
@@ -90,25 +92,29 @@ def bundle_calls(
 
 
 def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
-    """A call a size of the naive graph of the checkpoint."""
-    from redraft.bench.naive_graph import export_naive
-
+    """A call a size of the naive graph of the checkpoint, exported to `folder` unless it is there."""
     graph = folder / "naive.onnx"
-    layers, heads, head_dim = export_naive(arguments.checkpoint, graph, CAPACITY)
+    if not graph.exists():
+        from redraft.bench.naive_graph import export_naive
+
+        quiet_export()
+        export_naive(arguments.checkpoint, graph, CAPACITY)
     session = open_session(graph, arguments.threads)
-    outputs = [output.name for output in session.get_outputs()]
-    caches = [zeros(1, heads, CAPACITY, head_dim) for _ in range(2 * layers)]
-    in_place = dict(zip((x.name for x in session.get_inputs()[4:]), caches, strict=True))
-    updated = dict(zip(outputs[2:], caches, strict=True))
-    config = json.loads((arguments.checkpoint / "config.json").read_text())
+    outputs = session.get_outputs()
+    caches = {spec.name: zeros(*spec.shape) for spec in session.get_inputs()[4:]}
+    updated = dict(zip((spec.name for spec in outputs[2:]), caches.values(), strict=True))
     calls: Calls = {}
     for n in arguments.sizes:
         mask = np.zeros((1, 1, n, CAPACITY), bool)
         mask[0, 0, :, : LIVE_ROWS + n] = np.tri(n, LIVE_ROWS + n, LIVE_ROWS, dtype=bool)
-        positions = np.arange(LIVE_ROWS, LIVE_ROWS + n)[None]
-        inputs = {"token_ids": np.ones((1, n), np.int64), "positions": positions, "mask": mask}
-        fresh = {outputs[0]: zeros(1, n, config["vocab_size"]), outputs[1]: zeros(1, n, config["hidden_size"])}
-        calls[n] = bound_call(session, {**inputs, "past_len": np.array([LIVE_ROWS]), **in_place}, {**fresh, **updated})
+        inputs = {
+            "token_ids": np.ones((1, n), np.int64),
+            "positions": np.arange(LIVE_ROWS, LIVE_ROWS + n)[None],
+            "past_len": np.array([LIVE_ROWS]),
+            "mask": mask,
+        }
+        fresh = {spec.name: zeros(1, n, spec.shape[2]) for spec in outputs[:2]}
+        calls[n] = bound_call(session, {**inputs, **caches}, {**fresh, **updated})
     return calls
 
 
@@ -144,6 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
     parser.add_argument("--checkpoint", type=Path, help="its checkpoint: time the naive graph and the products too")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the naive graph for the next run")
     parser.add_argument("--sizes", type=sizes, default=DEFAULT_SIZES, help="tokens verified at once, such as 1,4,8")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()

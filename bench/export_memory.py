@@ -3,9 +3,9 @@
     python -m redraft.bench.export_memory --gigabytes 2
 
 Writes a Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh
-process and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process held
-once torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped into
-memory count while they are resident.
+process and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process
+held once torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped
+into memory count while they are resident.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ WIDE, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 2048, 5632, 32, 8, 64, 3200
 MEASURE = """
 import json, sys
 def peak_bytes():
-    return {k: int(v.split()[0]) * 1024 for k, v in (line.split(":") for line in open("/proc/self/status")) if k in ("VmHWM", "VmRSS")}
+    lines = [line.split(":") for line in open("/proc/self/status")]
+    return {key: int(value.split()[0]) * 1024 for key, value in lines if key in ("VmHWM", "VmRSS")}
 """
 EXPORT = (
     MEASURE

@@ -15,7 +15,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 NAME = "redraft_naive"
-CAPACITY = 512
 
 
 @torch.library.custom_op("redraft_bench::naive_attention", mutates_args=())
@@ -82,8 +81,8 @@ class _Verifier(torch.nn.Module):
         return self.model.lm_head(states), states, *updated
 
 
-def export_naive(checkpoint: Path, out: Path, capacity: int = CAPACITY) -> tuple[int, int, int]:
-    """Write the graph for one sequence to `out`, weights beside it. Returns layers, key/value heads and head size."""
+def export_naive(checkpoint: Path, out: Path, capacity: int) -> None:
+    """Write the graph for one sequence to `out`, weights beside it."""
     AttentionInterface.register(NAME, lambda *_: None)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=NAME, dtype=torch.float32).eval()
@@ -105,4 +104,3 @@ def export_naive(checkpoint: Path, out: Path, capacity: int = CAPACITY) -> tuple
     )
     assert program is not None
     program.save(str(out), external_data=True)
-    return layers, heads, size

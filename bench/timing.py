@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 WARM_UP_RUNS = 4
+SETTLE_SECONDS = 0.02
+"""Wait before a block, in which the threads of the session before stop spinning."""
 
 
 def interleaved(calls: Mapping[str, Callable[[], None]], blocks: int = 8, runs: int = 12) -> dict[str, list[float]]:
-    """Milliseconds of every timed run by name. A block warms up one call, times it `runs` times, and the next follows."""
+    """Milliseconds of every run by name. A block warms up one call, times it `runs` times, and the next follows."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
         for name, call in calls.items():
+            time.sleep(SETTLE_SECONDS)
             for _ in range(WARM_UP_RUNS):
                 call()
             for _ in range(runs):

@@ -137,11 +137,15 @@ def _tools() -> dict[str, str]:
 
 
 def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> int:
-    """Upper bound of what the weights take: fp32 for all that is converted, nothing for what can be a hard link."""
-    linkable = checkpoint.path.stat().st_dev == folder.stat().st_dev
-    entries = checkpoint.tensors.values()
-    stored = config.precision == "fp32" and not config.random_weights
-    copied = [entry for entry in entries if not (stored and linkable and entry.dtype == "F32")]
+    """Upper bound of what the weights take: fp32 for all that is converted, nothing for what becomes a hard link."""
+    from redraft.export.weights import LINK_FROM_BYTES
+
+    linked = set()
+    if config.precision == "fp32" and not config.random_weights:
+        files = {name: (checkpoint.path / name).stat() for name in checkpoint.files}
+        device = folder.stat().st_dev
+        linked = {name for name, s in files.items() if s.st_size >= LINK_FROM_BYTES and s.st_dev == device}
+    copied = [e for e in checkpoint.tensors.values() if not (e.file in linked and e.dtype == "F32")]
     return sum(4 * math.prod(entry.shape) for entry in copied) + SPARE_BYTES
 
 

@@ -12,7 +12,7 @@ from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, p
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from redraft.bench.compare import Run, Settings
     from redraft.runtime import Runtime
@@ -89,31 +89,30 @@ def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], flo
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """The figures as a table on the standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """The figures as aligned columns, then the environment and what to beware of."""
     from redraft.bench.summary import table
 
-    console = Console(highlight=False)
-    header, *rows = table(result["methods"])
-    shown = Table(*header, box=None, pad_edge=False)
+    rows = table(result["methods"])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     machine = result["environment"]
     versions = f"redraft {machine['libraries']['redraft']}, onnxruntime {machine['libraries']['onnxruntime']}"
-    console.print(f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}")
+    typer.echo(f"{machine['cpu']}, {machine['threads']} threads, {machine['model']['precision']}, {versions}")
+    for line in warnings(result):
+        typer.echo(line)
+
+
+def warnings(result: dict[str, Any]) -> Iterator[str]:
+    """What a reader of the figures must know: forced acceptance, differing tokens, looping texts."""
     if result["synthetic_acceptance"]:
-        console.print("acceptance was forced: the speeds are real, the texts are not", style="bold")
+        yield "acceptance was forced: the speeds are real, the texts are not"
     for figures in result["methods"].values():
         for found in figures.get("differences", ()):
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"
-            console.print(f"{kind}: prompt {found['prompt']}, token {found['token']}, gap {found['gap']:.2g}")
+            yield f"{kind}: prompt {found['prompt']}, token {found['token']}, gap {found['gap']:.2g}"
     repetition = result["methods"]["none"].get("repetition")
     if repetition:
         share, loops = repetition["repeated_4gram_share"], repetition["looping_outputs"]
-        console.print(
-            f"repeated 4-grams in the plain outputs: {100 * share:.1f} %; looping outputs "
-            f"(more than {100 * repetition['looping_above_share']:.0f} % repeated): {loops}"
-        )
+        limit = f"more than {100 * repetition['looping_above_share']:.0f} % repeated"
+        yield f"repeated 4-grams in the plain outputs: {100 * share:.1f} %; outputs that loop ({limit}): {loops}"

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import typer
 
+SECONDS_BETWEEN_COUNTS = 10
+
 
 class Report(Protocol):
     """Receives one line of progress."""
@@ -42,8 +44,15 @@ def _ignore(message: str) -> None:
 
 
 class _Lines:
+    """Prints a stage when it begins, and its counts now and then."""
+
     def __init__(self) -> None:
-        self._start = time.monotonic()
+        self._start = self._latest = time.monotonic()
+        self._stage = ""
 
     def __call__(self, message: str) -> None:
-        print(f"[{time.monotonic() - self._start:6.1f} s] {message}", file=sys.stderr, flush=True)
+        now, stage = time.monotonic(), message.rstrip("0123456789/ of")
+        if stage == self._stage and now - self._latest < SECONDS_BETWEEN_COUNTS:
+            return
+        self._latest, self._stage = now, stage
+        print(f"[{now - self._start:6.1f} s] {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,181 @@
+"""Greedy decoding of the same checkpoint and prompts by redraft and by onnxruntime-genai, taking turns in one process.
+
+    python -m redraft.bench.peers --engines build/engines/tiny --checkpoint assets/tiny \\
+        --prompts assets/tiny/prompts/*.jsonl --limit 10
+
+Plain and n-gram decoding of both. A rate is new tokens after the first over the time from the first to the last, on
+both sides; the texts are compared too. openvino-genai is said to be absent where it is, and is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from redraft.bench.command import run
+from redraft.bench.environment import environment
+from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.statistics import first_difference, median_estimate
+from redraft.bench.timing import SETTLE_SECONDS
+from redraft.errors import UsageError
+from redraft.runtime import Runtime, SamplingParams
+
+NGRAM = {"ngram_size": 3, "max_draft_tokens": 4}
+"""onnxruntime-genai's options: the suffix looked up is one token shorter than `ngram_size`."""
+SHORTEST = 8
+PAIRS = (("redraft none", "genai none"), ("redraft ngram", "genai ngram"))
+
+Decoded = tuple[list[int], float]
+"""New tokens, and tokens a second after the first."""
+Decode = Callable[[list[int]], Decoded]
+
+
+def main() -> dict[str, Any]:
+    """Measure what the options ask for."""
+    options = _arguments()
+    if find_spec("onnxruntime_genai") is None:
+        raise UsageError("onnxruntime-genai is not installed", "run `pip install 'redraft[bench]'`")
+    prompts = load_prompts(options.prompts, options.limit)
+    with genai_model(options) as folder, Runtime.open(options.engines, threads=options.threads) as runtime:
+        decoders = {**redraft_decoders(runtime, options), **genai_decoders(folder, options)}
+        results = measure(decoders, prompts, runtime)
+    return {
+        "environment": environment(options.threads),
+        "genai_ngram_options": NGRAM,
+        "openvino_genai": "not measured" if find_spec("openvino_genai") else "not installed",
+        "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "tokens_per_second": {name: _median_rate(results, name) for name in decoders},
+        "redraft_over_genai": {pair[0]: _ratio(results, pair, prompts) for pair in PAIRS},
+        "first_differences": _differences(results, prompts),
+    }
+
+
+def measure(decoders: dict[str, Decode], prompts: Sequence[Prompt], runtime: Runtime) -> dict[str, list[Decoded]]:
+    """Every prompt by every decoder, in an order that flips from prompt to prompt, after a warm-up on the first."""
+    results: dict[str, list[Decoded]] = {name: [] for name in decoders}
+    encoded = [runtime.encode(prompt.text) for prompt in prompts]
+    for decode in decoders.values():
+        decode(encoded[0])
+    for index, ids in enumerate(encoded):
+        for name in sorted(decoders, reverse=bool(index % 2)):
+            time.sleep(SETTLE_SECONDS)
+            results[name].append(decoders[name](ids))
+    return results
+
+
+def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str, Decode]:
+    """Our two."""
+    params = SamplingParams(max_tokens=options.max_new_tokens)
+
+    def decoder(method: str) -> Decode:
+        def decode(ids: list[int]) -> Decoded:
+            done = runtime.generate([ids], params, method)[0]
+            return list(done.token_ids), done.metrics.decode_tokens_per_second
+
+        return decode
+
+    return {f"redraft {method}": decoder(method) for method in ("none", "ngram")}
+
+
+def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decode]:
+    """Theirs, token by token, as their own examples decode."""
+    import onnxruntime_genai as genai
+
+    model = genai.Model(str(folder))
+
+    def decoder(speculative: dict[str, int]) -> Decode:
+        def decode(ids: list[int]) -> Decoded:
+            params = genai.GeneratorParams(model)
+            params.set_search_options(max_length=len(ids) + options.max_new_tokens, do_sample=False)
+            if speculative:
+                params.set_speculative_options(**speculative)
+            generator = genai.Generator(model, params)
+            generator.append_tokens(ids)
+            generator.generate_next_token()
+            start = time.perf_counter()
+            while not generator.is_done():
+                generator.generate_next_token()
+            seconds = time.perf_counter() - start
+            written = [int(token) for token in generator.get_sequence(0)[len(ids) :]]
+            return written, (len(written) - 1) / seconds if seconds > 0 else 0.0
+
+        return decode
+
+    return {"genai none": decoder({}), "genai ngram": decoder(NGRAM)}
+
+
+@contextmanager
+def genai_model(options: argparse.Namespace) -> Iterator[Path]:
+    """The checkpoint as its own model builder writes it in fp32, with our number of threads."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        if not (folder / "genai_config.json").exists():
+            command = [
+                "onnxruntime_genai.models.builder",
+                "-i",
+                options.checkpoint,
+                "-o",
+                folder,
+                "-p",
+                "fp32",
+                "-e",
+                "cpu",
+            ]
+            built = subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, text=True)
+            if built.returncode:
+                reason = next(reversed(built.stderr.strip().splitlines()), "no reason given")
+                raise UsageError(f"onnxruntime-genai cannot build {options.checkpoint}: {reason}")
+        config = json.loads((folder / "genai_config.json").read_text())
+        config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = options.threads
+        (folder / "genai_config.json").write_text(json.dumps(config))
+        yield folder
+
+
+def _median_rate(results: dict[str, list[Decoded]], name: str) -> float:
+    return median_estimate([rate for tokens, rate in results[name] if len(tokens) >= SHORTEST]).median
+
+
+def _ratio(results: dict[str, list[Decoded]], pair: tuple[str, str], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Our rate over theirs by prompt: the median with its interval, over all prompts and by kind."""
+    rows = list(zip(prompts, *(results[name] for name in pair), strict=True))
+    long = [(prompt.kind, a[1] / b[1]) for prompt, a, b in rows if min(len(a[0]), len(b[0])) >= SHORTEST]
+    kinds = sorted({kind for kind, _ in long})
+    values = {"all": [ratio for _, ratio in long], **{k: [ratio for kind, ratio in long if kind == k] for k in kinds}}
+    return {name: vars(median_estimate(ratios)) for name, ratios in values.items()}
+
+
+def _differences(results: dict[str, list[Decoded]], prompts: Sequence[Prompt]) -> dict[str, list[dict[str, Any]]]:
+    """Where each decoder's tokens leave those of our plain decoding."""
+    plain = [tokens for tokens, _ in results["redraft none"]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, decoded in results.items():
+        places = [first_difference(a, b) for a, (b, _) in zip(plain, decoded, strict=True)]
+        pairs = zip(prompts, places, strict=True)
+        found[name] = [{"prompt": prompt.id, "token": place} for prompt, place in pairs if place is not None]
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint that it was built from")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--limit", type=int, help="prompts a kind")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the peer's model for the next run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
