@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,10 +200,8 @@ def test_a_failed_rename_gives_the_old_bundle_back(out, monkeypatch):
 def test_a_second_build_at_once_fails_and_names_the_first(out):
     build = start_build(out)
     try:
-        started = time.monotonic()
         with pytest.raises(BundleError) as error:
             write_bundle(out)
-        assert time.monotonic() - started < 5
         assert f"{out} is being built by process {build.pid}" in one_line(error)
         assert "wait for it" in one_line(error)
         open_bundle(out)
