@@ -30,8 +30,8 @@ LEAST_PROBABILITY = 0.03
 _OCCURRENCES = 8
 """Latest occurrences of a context that are looked at."""
 
-# Share of first siblings that come true by length of context 0 … 16, measured on source code and prose; later siblings
-# take what remains. Only where learning starts.
+# Where learning starts: share of first siblings that come true by length of context 0 … 16, and of later ones relative
+# to the first.
 _FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
 _LEARNING_RATE = 1 / 32
