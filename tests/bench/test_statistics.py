@@ -1,0 +1,47 @@
+"""Medians, repetition and first differences on values worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from redraft.bench.statistics import first_difference, is_looping, median_estimate, repeated_share
+
+
+def test_median_and_interval_of_known_values() -> None:
+    values = list(np.random.default_rng(1).normal(2.0, 0.1, 200))
+    estimate = median_estimate(values)
+    assert estimate.median == np.median(values)
+    assert estimate.low < estimate.median < estimate.high
+    assert estimate.high - estimate.low < 0.06
+    assert estimate == median_estimate(values)
+
+
+def test_one_value_is_its_own_interval() -> None:
+    estimate = median_estimate([3.0])
+    assert (estimate.median, estimate.low, estimate.high, estimate.count) == (3.0, 3.0, 3.0, 1)
+
+
+def test_no_values_have_no_median() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        median_estimate([])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [([1, 2, 3, 4, 5], 0.0), ([1, 1, 1, 1, 1, 1], 2 / 3), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
+)
+def test_share_of_repeated_4_grams(tokens: list[int], share: float) -> None:
+    assert repeated_share(tokens) == pytest.approx(share)
+
+
+def test_a_loop_is_looping_and_prose_is_not() -> None:
+    assert is_looping([1, 2, 3] * 20)
+    assert not is_looping(list(range(60)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "place"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [4], 0)]
+)
+def test_first_difference(a: list[int], b: list[int], place: int | None) -> None:
+    assert first_difference(a, b) == place
