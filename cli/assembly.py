@@ -41,7 +41,7 @@ def build_bundle(
     Returns the manifest and whether it was there already. Raises CheckpointError, UnsupportedModelError, BundleError.
     """
     report("reading the checkpoint")
-    checkpoint = Checkpoint.open(model.path)
+    checkpoint = Checkpoint.open(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     key = _key(digests, config, texts)
