@@ -1,4 +1,4 @@
-"""`redraft train`: train a verifier from text."""
+"""`redraft train`: train a verifier from text, publish it, measure it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,4 +69,48 @@ def verifier(
     if as_json:
         typer.echo(json.dumps({"out": str(out), "steps": recipe.steps, "steps_run": ran}))
     else:
-        console.print(f"trained {ran} steps, {recipe.steps} in all, in {out}")
+        console.print(f"trained {ran} steps, {recipe.steps} in all, in {out}", soft_wrap=True)
+
+
+@app.command()
+def publish(
+    run: Annotated[Path, typer.Argument(help="Run folder that `redraft train verifier` wrote.")],
+    data: Annotated[list[str], typer.Option(help="KIND=SOURCE, as in training: prompts come from held-out documents.")],
+    out: Annotated[Path, typer.Option(help="Folder of the Hugging Face checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Write a run as a Hugging Face checkpoint with prompts, held-out text, figures and a model card."""
+    from redraft.train.card import write_card
+    from redraft.train.data import parse_sources
+    from redraft.train.evaluate import evaluate as measure
+    from redraft.train.publish import load_run
+    from redraft.train.publish import publish as write
+    from redraft.train.run import data_facts, load_corpora
+
+    _, recipe, _ = load_run(run)
+    write(run, out, load_corpora(parse_sources(data), recipe))
+    figures = measure(out)
+    write_card(out, recipe, data_facts(run), figures)
+    _show(figures.to_dict(), as_json)
+
+
+@app.command()
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A published verifier.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Print the figures of the model card."""
+    from redraft.train.evaluate import evaluate as measure
+
+    _show(measure(folder).to_dict(), as_json)
+
+
+def _show(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    for kind, values in figures.pop("kinds").items():
+        for name, value in values.items():
+            typer.echo(f"{kind}.{name}: {value:.4g}")
+    for name, value in figures.items():
+        typer.echo(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

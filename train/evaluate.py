@@ -93,7 +93,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 @torch.inference_mode()
-def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:  # noqa: ANN401
+def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
     """Bits a byte over the documents of `text` (EOS counted, BOS given), and tokens a byte.
 
     Windows are as long as the model's positions and advance by half; a token is scored where it has most context.
@@ -116,8 +116,8 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
 
 @torch.inference_mode()
 def greedy(
-    model: Any,  # noqa: ANN401
-    tokenizer: Any,  # noqa: ANN401
+    model: Any,
+    tokenizer: Any,
     prompts: Sequence[str],
     new_tokens: int,
 ) -> list[tuple[list[int], list[int]]]:
@@ -136,7 +136,7 @@ def greedy(
 
 
 @torch.inference_mode()
-def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tuple[int, int]:  # noqa: ANN401
+def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tuple[int, int]:
     """How many tokens of the completion, its first left out, the MTP module predicts greedily, and of how many."""
     ids = torch.tensor([prompt + new])
     hidden = model.model(ids).last_hidden_state

@@ -43,6 +43,7 @@ def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
 def publish(run: Path, out: Path, corpora: Mapping[str, Corpus]) -> None:
     """Write the checkpoint folder `out` (bf16), with prompts and text from the held-out documents of `corpora`."""
     objective, recipe, _ = load_run(run)
+    objective.prepare(recipe.steps)  # a run that has not grown yet is published at its full depth
     out.mkdir(parents=True, exist_ok=True)
     _save_model(objective, out)
     tokenizer = Tokenizer.from_file(str(run / TOKENIZER))
@@ -59,6 +60,8 @@ def _save_model(objective: VerifierObjective, out: Path) -> None:
     model.save_pretrained(str(out))
     tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}
     save_file(tensors, str(out / MTP_FILE), metadata={"format": "pt"})
+    for path in out.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes them for the owner alone
     config_path = out / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
     config[MTP_KEY] = {"file": MTP_FILE, "depth": 1}

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,12 @@ def prepare(corpora: Mapping[str, Corpus], out: Path, recipe: VerifierRecipe) ->
             "held_out": [d.name for d in corpus.held_out],
         }
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def data_facts(out: Path) -> dict[str, Any]:
+    """What `prepare` noted of each kind: documents, characters, tokens, names of the held-out documents."""
+    facts: dict[str, Any] = json.loads((out / DATA).read_text(encoding="utf-8"))
+    return facts
 
 
 def _shuffled(tokenizer: Tokenizer, corpus: Corpus, seed: int) -> list[list[int]]:

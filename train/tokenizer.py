@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,3 +84,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
         chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(str(folder))
+    # transformers 5 names a class of its own here, which transformers 4 does not know; both know this one.
+    path = folder / "tokenizer_config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}
+    config.pop("backend", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -37,10 +37,11 @@ def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
 
 def test_an_epoch_sees_no_input_twice():
     """Sampling with repetition would waste a third of a small corpus."""
-    plan = BatchPlan({"a": STREAMS["a"]}, {"a": 1.0}, 0)
+    plan = BatchPlan(STREAMS, WEIGHTS, 0)
     blocks = (5000 - LOOKAHEAD) // 16 - 1
-    rows = torch.cat([plan.batch(step, 1, 16).tokens[:, :16] for step in range(blocks)])
-    assert rows.unique().numel() == rows.numel()
+    batches = [plan.batch(step, 4, 16) for step in range(blocks)]
+    rows = torch.stack([row[:16] for b in batches for row, kind in zip(b.tokens, b.kinds, strict=True) if kind == "a"])
+    assert rows[:blocks].unique().numel() == blocks * 16
 
 
 def test_a_stream_too_short_for_a_row_names_its_kind():

@@ -28,9 +28,9 @@ def test_split_does_not_depend_on_the_other_documents(tmp_path, sources):
     text = Path(sources["prose"]).read_text(encoding="utf-8")
     longer = tmp_path / "longer.txt"
     longer.write_text("# Title: New\n\n## Author: New\n\nnew\n<|endoftext|>\n" + text, encoding="utf-8")
-    before = {d.name for d in load_corpus("prose", sources["prose"], 3).held_out}
-    after = {d.name for d in load_corpus("prose", str(longer), 3).held_out}
-    assert after - {"New, New"} == before
+    before = {d.text for d in load_corpus("prose", sources["prose"], 3).held_out}
+    after = {d.text for d in load_corpus("prose", str(longer), 3).held_out if d.name != "New, New"}
+    assert after == before
 
 
 def test_digest_sees_a_changed_text(tmp_path, sources):
