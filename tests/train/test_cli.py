@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 from typer.testing import CliRunner
 
@@ -67,3 +69,9 @@ def test_kinds_other_than_the_recipes_are_refused(sources, tmp_path):
     result = RUNNER.invoke(app, ["verifier", *data_options(sources), "--out", str(tmp_path / "run")])
     assert isinstance(result.exception, UsageError)
     assert "word_problems" in str(result.exception)
+
+
+def test_the_command_line_needs_no_torch_until_it_trains():
+    """`redraft --help` must work, and be quick, where the export extra is not installed."""
+    code = "import sys, redraft.cli.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from redraft.errors import CheckpointError
 from redraft.train.data import is_held_out
-from redraft.train.evaluate import evaluate, greedy, mtp_matches, read_prompts
+from redraft.train.evaluate import evaluate, mtp_matches
 from redraft.train.publish import load_mtp, load_run, publish
 from redraft.train.python_text import has_no_error, verdict
 from redraft.train.run import load_corpora
@@ -52,8 +53,8 @@ def test_auto_tokenizer_adds_bos_and_gives_text_back(folder):
     assert BOS_ID not in ids[1:]
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer.eos_token_id == EOS_ID
-    digits = [tokenizer.decode([i]).strip() for i in tokenizer("1234", add_special_tokens=False).input_ids]
-    assert digits == ["1", "2", "3", "4"]
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("x 12\n    y")
+    assert [piece for piece, _ in pieces] == ["x", "Ġ1", "2", "ĊĠĠĠ", "Ġy"]
 
 
 def test_chat_template_makes_the_prompt_of_a_word_problem(folder):
@@ -107,15 +108,25 @@ def test_evaluation_of_a_folder_without_text_says_what_mends_it(tmp_path):
         evaluate(tmp_path)
 
 
-def test_mtp_matches_counts_the_greedy_tokens_it_predicts(folder):
-    """With a module that answers by the verifier's own next state every token matches; shifted by one, not all do."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    prompt, new = greedy(model, tokenizer, read_prompts(folder / "prompts" / "prose.jsonl")[:1], 8)[0]
-    ids = torch.tensor([prompt + new])
-    with torch.no_grad():
-        hidden = model.model(ids).last_hidden_state
-    assert mtp_matches(model, lambda h, e: hidden[:, 1:-1], prompt, new) == (len(new) - 1, len(new) - 1)
+def test_mtp_matches_compares_row_t_with_token_t_plus_two():
+    """One row off, acceptance would be that of another token; the last prompt token is the first to predict from."""
+    prompt, new = [5, 6, 7], [8, 9, 10, 11]
+    ids = torch.tensor(prompt + new)
+    one_hot = torch.nn.functional.one_hot
+    inner = SimpleNamespace(embed_tokens=lambda x: one_hot(x, 12).float())
+    model = SimpleNamespace(model=_Callable(inner), lm_head=lambda states: states)
+    assert mtp_matches(model, lambda h, e: one_hot(ids[None, 2:], 12).float(), prompt, new) == (3, 3)
+    assert mtp_matches(model, lambda h, e: e, prompt, new) == (0, 3)  # x[t + 1], not x[t + 2]
+
+
+class _Callable:
+    """Stands for a model's body: its hidden states are its embeddings."""
+
+    def __init__(self, inner):
+        self.embed_tokens = inner.embed_tokens
+
+    def __call__(self, ids):
+        return SimpleNamespace(last_hidden_state=self.embed_tokens(ids))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +134,7 @@ def test_mtp_matches_counts_the_greedy_tokens_it_predicts(folder):
     [
         ("    return 1\n", (True, True)),
         ("    x = 1\n    y = 2\n    z = (2,\n", (True, True)),
+        ("    x = 1\n    if x:\n        for y in z:\n            w = [\n", (True, False)),
         ("    if x:\n        for y in z:\n            w = [\n", (True, False)),
         ('    """never ends\n    a\n    b\n    c\n', (True, False)),
         ("    x = = 1\n    y\n", (False, False)),

@@ -1,0 +1,48 @@
+"""Muon, and which parameters it gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from redraft.train.optim import Muon, Optimizers, orthogonalise
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 16), (3, 8, 32), (3, 32, 8)])
+def test_orthogonalise_brings_singular_values_near_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+def test_muon_steps_by_the_orthogonalised_nesterov_momentum():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 4))
+    before, first, second = weight.detach().clone(), torch.randn(8, 4), torch.randn(8, 4)
+    muon = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5)
+    momentum = torch.zeros(8, 4)
+    for grad in (first, second):
+        weight.grad = grad.clone()
+        muon.step()
+        momentum = 0.9 * momentum + 0.1 * grad
+        update = orthogonalise((0.9 * momentum + 0.1 * grad)[None])[0]
+        before = before * (1 - 0.1 * 0.5) - 0.1 * 2**0.5 * update
+    assert torch.allclose(weight, before, atol=1e-5)
+
+
+def test_embeddings_and_gains_go_to_adam_and_other_matrices_to_muon():
+    """An embedding under Muon would move the rows of tokens that did not occur."""
+    embed, gain, matrix = (nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)))
+    named = [("model.embed_tokens.weight", embed), ("norm.weight", gain), ("o_proj.weight", matrix)]
+    optimizers = Optimizers(named, 0.1, 0.01, 0.9, 0.0, 1.0)
+    for parameter in (embed, gain, matrix):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[0] = 1.0
+    optimizers.step(0.5)
+    assert embed[0, 0].item() == pytest.approx(1 - 0.005, abs=1e-5)
+    assert torch.equal(embed[1], torch.ones(4))
+    assert gain[0].item() == pytest.approx(1 - 0.005, abs=1e-5)
+    assert matrix[0, 0].item() < 1 - 0.005
+    assert matrix.grad is None
