@@ -12,6 +12,7 @@ import onnxruntime as ort
 from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
+from redraft.engines.huge_pages import huge_pages
 from redraft.names import TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -34,9 +35,10 @@ def open_engine(
     record = bundle.graph(graph)
     _check_version(bundle)
     try:
-        session = ort.InferenceSession(
-            str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
-        )
+        with huge_pages():
+            session = ort.InferenceSession(
+                str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
+            )
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):

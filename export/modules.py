@@ -28,7 +28,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @rms_norm.register_fake
-def _(x, weight, eps):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -48,16 +48,16 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
 
 
 @rotary.register_fake
-def _(x, cos, sin, positions, heads):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def emit_rms_norm(x, weight, eps: float):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def emit_rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """Translation for `torch.onnx.export`."""
     return op.RMSNormalization(x, weight, axis=-1, epsilon=eps)
 
 
-def emit_rotary(x, cos, sin, positions, heads: int):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def emit_rotary(x: Any, cos: Any, sin: Any, positions: Any, heads: int) -> Any:
     """Translation for `torch.onnx.export`."""
     return op.RotaryEmbedding(x, cos, sin, positions, num_heads=heads)
 
@@ -72,7 +72,8 @@ class SingleRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last axis."""
         gain = self.weight + self.offset if self.offset else self.weight
-        return rms_norm(x, gain, self.eps)
+        normed: torch.Tensor = rms_norm(x, gain, self.eps)
+        return normed
 
 
 def replace_rms_norms(model: nn.Module) -> None:
@@ -95,7 +96,7 @@ def _as_rms_norm(module: nn.Module) -> SingleRmsNorm | None:
     for offset in (0.0, 1.0):
         single = SingleRmsNorm(probe.weight, eps, offset)  # type: ignore[arg-type]
         if _agree(probe(x), single(x)):
-            return SingleRmsNorm(weight, eps, offset)  # type: ignore[arg-type]
+            return SingleRmsNorm(weight, eps, offset)
     return None
 
 
@@ -151,7 +152,7 @@ def _apply_by(model: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tenso
         for x in (q, k):
             batch, heads, nodes, size = x.shape
             flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
-            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads)  # type: ignore[arg-type]
+            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads)
             turned.append(flat.view(batch, nodes, heads, size).transpose(1, 2))
         return turned[0], turned[1]
 
@@ -165,11 +166,11 @@ class UnrolledExperts(nn.Module):
     a few nodes touches nearly all experts, and a graph without data-dependent shapes is the same in every backend.
     """
 
-    def __init__(self, fused: nn.Module) -> None:
+    def __init__(self, fused: Any) -> None:
         super().__init__()
-        count, twice, hidden = fused.gate_up_proj.shape  # type: ignore[union-attr]
+        count, twice, hidden = fused.gate_up_proj.shape
         self.activation = fused.act_fn
-        self.experts = nn.ModuleList(_Expert(hidden, twice // 2) for _ in range(count))  # type: ignore[arg-type]
+        self.experts = nn.ModuleList(_Expert(hidden, twice // 2) for _ in range(count))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [N, n]; chosen and weights [N, k]: expert indices and their router weights."""

@@ -91,7 +91,7 @@ def spell_out_gemms(model: ir.Model) -> None:
         nodes = [turned, ir.node("MatMul", [node.inputs[0], turned.outputs[0]])]
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             nodes.append(ir.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
-        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].type = node.outputs[0].shape, node.outputs[0].type
         model.graph.insert_before(node, nodes)
         _replace(node, nodes[-1].outputs[0])
 
@@ -145,14 +145,16 @@ def _merge(model: ir.Model, products: list[ir.Node]) -> None:
         bias = ir.node("Concat", [value for _, value in biases], {"axis": 0})  # type: ignore[misc]
         last = ir.node("Add", [product.outputs[0], bias.outputs[0]])
         nodes += [bias, last]
-    split = ir.node(
-        "Split", [last.outputs[0], _constant(model, sizes)], {"axis": -1}, num_outputs=len(products)
-    )
+    split = ir.node("Split", [last.outputs[0], _constant(model, sizes)], {"axis": -1}, num_outputs=len(products))
     stem = weights[0].name.rsplit(".", 2)[0]  # type: ignore[union-attr]
     product.name, product.outputs[0].name = f"{stem}.product", f"{stem}.product"
     lead = list(first.inputs[0].shape)[:-1]  # type: ignore[union-attr, arg-type]
-    for value, size in [(product.outputs[0], sum(sizes)), (last.outputs[0], sum(sizes)), *zip(split.outputs, sizes, strict=True)]:
-        value.shape, value.dtype = ir.Shape([*lead, size]), ends[0].outputs[0].dtype
+    for value, size in [
+        (product.outputs[0], sum(sizes)),
+        (last.outputs[0], sum(sizes)),
+        *zip(split.outputs, sizes, strict=True),
+    ]:
+        value.shape, value.type = ir.Shape([*lead, size]), ends[0].outputs[0].type
     model.graph.insert_before(first, [*nodes, split])
     for end, part in zip(ends, split.outputs, strict=True):
         _replace(end, part)
@@ -190,4 +192,3 @@ def _constant(model: ir.Model, numbers: list[int]) -> ir.Value:
         value.const_value = ir.tensor(numbers, ir.DataType.INT64, name=name)
         model.graph.register_initializer(value)
     return model.graph.initializers[name]
-

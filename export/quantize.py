@@ -16,7 +16,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Quantized:
-    """codes uint8 [out, blocks, BLOCK * bits / 8] (low nibble first), scales float32 and zeros uint8, a row an output."""
+    """Codes uint8 [out, blocks, BLOCK*bits/8], low nibble first; scales float32 and zeros uint8, a row an output."""
 
     codes: NDArray[np.uint8]
     scales: NDArray[np.float32]

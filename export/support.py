@@ -20,16 +20,18 @@ DECODERS_ONLY = "redraft exports decoder-only models whose attention goes throug
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """The architecture's configuration. Raises UnsupportedModelError naming what stands against an export."""
     values = checkpoint.config
-    kind = values.get("model_type")
+    kind = str(values.get("model_type"))
     if "auto_map" in values:
-        raise UnsupportedModelError(f"{kind or 'the model'} needs code from its own repository, which is not run")
+        raise UnsupportedModelError(f"{kind} needs code from its own repository, which is not run")
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", DECODERS_ONLY)
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(values))
-    except Exception as error:  # noqa: BLE001 - whatever transformers raises on a malformed configuration is reported
+    except Exception as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"config.json of {kind} is invalid ({reason})", "restore the original config.json") from error
+        raise CheckpointError(
+            f"config.json of {kind} is invalid ({reason})", "restore the original config.json"
+        ) from error
     _check_config(config, kind)
     return config
 
@@ -38,18 +40,23 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{kind} is no decoder-only language model", DECODERS_ONLY)
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
-        raise UnsupportedModelError(f"{kind} uses ALiBi position biases, which TreeAttention does not take", DECODERS_ONLY)
+        raise UnsupportedModelError(
+            f"{kind} uses ALiBi position biases, which TreeAttention does not take", DECODERS_ONLY
+        )
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModelError(
-                f"rotary embedding {rope!r} depends on the sequence's length", "set rope_type to default, linear, yarn or llama3"
+                f"rotary embedding {rope!r} depends on the sequence's length",
+                "set rope_type to default, linear, yarn or llama3",
             )
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in LAYER_TYPES:
-            raise UnsupportedModelError(f"{kind} has layers of type {layer}, which keep no plain KV cache", DECODERS_ONLY)
+            raise UnsupportedModelError(
+                f"{kind} has layers of type {layer}, which keep no plain KV cache", DECODERS_ONLY
+            )
 
 
-def _rope_types(parameters: Any) -> list[str]:  # noqa: ANN401
+def _rope_types(parameters: Any) -> list[str]:
     """Every rope type in a configuration, which may nest one set of parameters a layer type."""
     if not isinstance(parameters, dict):
         return []
@@ -61,12 +68,19 @@ def verifier_shape(config: PretrainedConfig, context: int | None) -> VerifierSha
     """Buffer shapes from the configuration. Raises UsageError when `context` passes the model's own limit."""
     limit = int(config.max_position_embeddings)
     if context is not None and context > limit:
-        raise UsageError(f"context {context} passes the model's limit of {limit} tokens", f"give --context {limit} or less")
+        raise UsageError(
+            f"context {context} passes the model's limit of {limit} tokens", f"give --context {limit} or less"
+        )
     heads = int(config.num_attention_heads)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return VerifierShape(
-        int(config.num_hidden_layers), int(kv_heads), int(head_dim), int(config.hidden_size), int(config.vocab_size), context or limit
+        int(config.num_hidden_layers),
+        int(kv_heads),
+        int(head_dim),
+        int(config.hidden_size),
+        int(config.vocab_size),
+        context or limit,
     )
 
 
@@ -83,7 +97,8 @@ def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierSh
     nodes = [node for node in model.graph if node.op_type == TREE_ATTENTION]
     if len(nodes) != shape.layers:
         raise UnsupportedModelError(
-            f"{kind}: {len(nodes)} of {shape.layers} layers keep keys and values through the attention interface", DECODERS_ONLY
+            f"{kind}: {len(nodes)} of {shape.layers} layers keep keys and values through the attention interface",
+            DECODERS_ONLY,
         )
     for layer, node in enumerate(nodes):
         window, expected = node.attributes["window"].as_int(), _window(config, layer)
@@ -113,4 +128,3 @@ def tied_names(network: nn.Module) -> dict[str, str]:
             tied[name] = owner
             tied[owner] = name
     return tied
-

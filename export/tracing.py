@@ -39,11 +39,11 @@ def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 @gather_rows.register_fake
-def _(x, rows):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.new_empty(rows.shape[0], rows.shape[1], x.shape[2])
 
 
-def emit_gather_rows(x, rows):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def emit_gather_rows(x: Any, rows: Any) -> Any:
     """Translation for `torch.onnx.export`: whole rows are copied."""
     return op.GatherND(x, op.Unsqueeze(rows, op.Constant(value_ints=[-1])), batch_dims=1)
 
@@ -82,7 +82,7 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **rest: Any,  # noqa: ANN401
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq * D]."""
     surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
@@ -155,8 +155,8 @@ def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[tor
     return (gather_rows(args[0], _CURRENT.get().output_rows), *args[1:])
 
 
-def _collect(tap: str) -> Any:  # noqa: ANN401
-    def hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ANN401
+def _collect(tap: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
         _CURRENT.get().features[tap] = output if isinstance(output, torch.Tensor) else output[0]
 
     return hook
@@ -189,7 +189,15 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
         torch.zeros(batch, 3, dtype=torch.long),
         [cache.clone() for _ in range(2 * shape.layers)],
     )
-    dynamic = ({0: b, 1: t}, {0: b, 1: t}, {0: b, 1: t, 2: t}, {0: b}, {}, {0: b, 1: r}, [{0: b, 2: c}] * 2 * shape.layers)
+    dynamic: tuple[Any, ...] = (
+        {0: b, 1: t},
+        {0: b, 1: t},
+        {0: b, 1: t, 2: t},
+        {0: b},
+        {},
+        {0: b, 1: r},
+        [{0: b, 2: c}] * 2 * shape.layers,
+    )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = _export(
@@ -208,7 +216,7 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
     return program.model
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:  # noqa: ANN401
+def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:
     try:
         return torch.onnx.export(module, args, **options)
     except Exception as error:  # what stops tracing is wrapped by torch in advice that is not for our users

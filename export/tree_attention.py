@@ -1,6 +1,7 @@
 """`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
 
-    out, present_key, present_value = TreeAttention(q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live)
+    out, present_key, present_value = TreeAttention(
+        q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
@@ -13,13 +14,16 @@
     out          [B, T, Hq * D]
     present_*    the caches with k and v written to rows past_len .. past_len + T - 1; the same buffer when run in place
 
-Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides keys
-at position p from a query at position q where q - p >= w; `q_heads`, `kv_heads`. Query head h reads key head
+Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
+keys at position p from a query at position q where q - p >= w; `q_heads`, `kv_heads`. Query head h reads key head
 h * kv_heads // q_heads.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import onnx
 import onnx_ir as ir
 import torch
 from onnx import defs
@@ -32,6 +36,7 @@ from redraft.names import TREE_ATTENTION, TREE_ATTENTION_DOMAIN
 OPSET = Opset(TREE_ATTENTION_DOMAIN, 1)
 INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "past_len", "live")
 OUTPUTS = ("out", "present_key", "present_value")
+ATTRIBUTES = {"scale": "FLOAT", "softcap": "FLOAT", "window": "INT", "q_heads": "INT", "kv_heads": "INT"}
 
 
 @torch.library.custom_op("redraft::tree_attention", mutates_args=())
@@ -89,9 +94,9 @@ def _visible(
 
 
 @tree_attention.register_fake
-def _(  # type: ignore[no-untyped-def]
-    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, scale, softcap, window, q_heads, kv_heads
-):
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 
@@ -100,38 +105,38 @@ def _(  # type: ignore[no-untyped-def]
 
 
 @script(OPSET, default_opset=op)
-def TreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Rows that each node sees, bool [B, 1, T, live], where no layer of the model has a window."""
-    zero = op.Constant(value_int=0)
-    one = op.Constant(value_int=1)
-    rows = op.Range(zero, op.Squeeze(live), one)
+def TreeRows(tree_mask, positions, past_len, live):  # type: ignore[no-untyped-def]
+    """Committed rows and ancestors of each node, bool [B, T, live]."""
+    rows = op.Range(op.Constant(value_int=0), op.Squeeze(live), op.Constant(value_int=1))
     past = op.Unsqueeze(past_len, op.Constant(value_ints=[1, 2]))
     committed = op.Less(op.Unsqueeze(rows, op.Constant(value_ints=[0, 1])), past)
     base = op.Expand(committed, op.Concat(op.Shape(positions), live, axis=0))
-    visible = op.TensorScatter(base, tree_mask, past_len, axis=2)
+    return op.TensorScatter(base, tree_mask, past_len, axis=2)
+
+
+@script(OPSET, default_opset=op)
+def TreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]
+    """Rows that each node sees, bool [B, 1, T, live], in a model without windows."""
+    return op.Unsqueeze(TreeRows(tree_mask, positions, past_len, live), op.Constant(value_ints=[1]))
+
+
+@script(OPSET, default_opset=op)
+def WindowedTreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]
+    """The same in a model with windows; `window` 0 hides nothing more."""
+    zero = op.Constant(value_int=0)
+    rows = op.Range(zero, op.Squeeze(live), op.Constant(value_int=1))
+    base = op.Expand(rows, op.Concat(op.Shape(past_len), live, axis=0))
+    row_positions = op.TensorScatter(base, positions, past_len, axis=1)
+    query_positions = op.Unsqueeze(positions, op.Constant(value_ints=[2]))
+    distance = op.Sub(query_positions, op.Unsqueeze(row_positions, op.Constant(value_ints=[1])))
+    near = op.Or(op.Less(distance, window), op.Equal(window, zero))
+    visible = op.And(TreeRows(tree_mask, positions, past_len, live), near)
     return op.Unsqueeze(visible, op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
-def WindowedTreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The same for models with windows: `window` 0 hides nothing more."""
-    zero = op.Constant(value_int=0)
-    one = op.Constant(value_int=1)
-    rows = op.Range(zero, op.Squeeze(live), one)
-    past = op.Unsqueeze(past_len, op.Constant(value_ints=[1, 2]))
-    committed = op.Less(op.Unsqueeze(rows, op.Constant(value_ints=[0, 1])), past)
-    base = op.Expand(committed, op.Concat(op.Shape(positions), live, axis=0))
-    visible = op.TensorScatter(base, tree_mask, past_len, axis=2)
-    batch = op.Shape(past_len)
-    row_positions = op.TensorScatter(op.Expand(rows, op.Concat(batch, live, axis=0)), positions, past_len, axis=1)
-    distance = op.Sub(op.Unsqueeze(positions, op.Constant(value_ints=[2])), op.Unsqueeze(row_positions, op.Constant(value_ints=[1])))
-    near = op.Or(op.Less(distance, window), op.Equal(window, zero))
-    return op.Unsqueeze(op.And(visible, near), op.Constant(value_ints=[1]))
-
-
-@script(OPSET, default_opset=op)
-def TreeAttention(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live,  # noqa: ANN001
+def TreeAttention(  # type: ignore[no-untyped-def]
+    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live,
     scale: float, softcap: float, window: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
     """Write the new rows in place, read the live ones, attend under the tree's mask."""
@@ -158,7 +163,6 @@ def _schema() -> defs.OpSchema:
     floats, integers, booleans = "T", "tensor(int64)", "tensor(bool)"
     types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "past_len", "live"), integers)
     types["tree_mask"] = booleans
-    attributes = {"scale": "FLOAT", "softcap": "FLOAT", "window": "INT", "q_heads": "INT", "kv_heads": "INT"}
     return defs.OpSchema(
         TREE_ATTENTION,
         TREE_ATTENTION_DOMAIN,
@@ -167,7 +171,7 @@ def _schema() -> defs.OpSchema:
         outputs=[defs.OpSchema.FormalParameter(name, floats) for name in OUTPUTS],
         type_constraints=[(floats, ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
         attributes=[
-            defs.OpSchema.Attribute(name, getattr(defs.OpSchema.AttrType, kind)) for name, kind in attributes.items()
+            defs.OpSchema.Attribute(name, getattr(defs.OpSchema.AttrType, kind)) for name, kind in ATTRIBUTES.items()
         ],
     )
 
@@ -175,21 +179,25 @@ def _schema() -> defs.OpSchema:
 _NODE = Op(OPSET, TREE_ATTENTION, _schema())
 
 
-def emit(q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, scale, softcap, window, q_heads, kv_heads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, E501
+def emit(*operands: Any) -> Any:
     """Translation of the torch operator for `torch.onnx.export`: the bare node."""
-    return _NODE(
-        q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live,
-        scale=scale, softcap=softcap, window=window, q_heads=q_heads, kv_heads=kv_heads,
-    )  # fmt: skip
+    count = len(INPUTS)
+    return _NODE(*operands[:count], **dict(zip(ATTRIBUTES, operands[count:], strict=True)))
+
+
+def bodies(windowed: bool) -> list[onnx.FunctionProto]:
+    """The function bodies of a model with or without windows, each before its callers, as some readers want them."""
+    rows, mask, attention = (
+        body.to_function_proto() for body in (TreeRows, WindowedTreeMask if windowed else TreeMask, TreeAttention)
+    )
+    mask.name = TreeMask.name
+    return [rows, mask, attention]
 
 
 def add_bodies(model: ir.Model) -> None:
     """Append the function bodies that the model's TreeAttention nodes need."""
     nodes = [node for node in model.graph.all_nodes() if node.op_type == TREE_ATTENTION]
-    windowed = any(node.attributes["window"].as_int() > 0 for node in nodes)
-    attention = ir.from_proto(TreeAttention.to_function_proto())
-    mask = ir.from_proto((WindowedTreeMask if windowed else TreeMask).to_function_proto())
-    mask.name = "TreeMask"
-    for function in (mask, attention):  # the reference evaluator wants a function before its callers
+    for proto in bodies(any(node.attributes["window"].as_int() > 0 for node in nodes)):
+        function = ir.from_proto(proto)
         model.functions[function.identifier()] = function
     model.opset_imports[TREE_ATTENTION_DOMAIN] = 1

@@ -56,9 +56,7 @@ def export_verifier(
     progress("trace", 1, 1)
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
-    source = (
-        weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
-    )
+    source = weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
     refs = weights.place(model, source, out, config.precision, progress)
     _finish(model)
     ir.save(model, out / GRAPH)

@@ -11,12 +11,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes import common
 
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export import quantize
@@ -113,16 +115,20 @@ class RandomSource:
                 yield generator.standard_normal(part, np.float32) * np.float32(RANDOM_STD)
 
 
-def place(model: ir.Model, source: Source | RandomSource, folder: Path, precision: str, progress: Progress) -> tuple[WeightRef, ...]:
+def place(
+    model: ir.Model, source: Source | RandomSource, folder: Path, precision: str, progress: Progress
+) -> tuple[WeightRef, ...]:
     """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits."""
     made = _quantize_products(model, source, precision) if precision != "fp32" else []
     refs: list[WeightRef] = []
     for name in _parameters(model, source.parameters):
         entry = source.entry(name) if isinstance(source, Source) else None
         if entry is not None and entry.dtype == "F32":
-            refs.append(WeightRef(name, f"{FOLDER}/{entry.file}", entry.offset, entry.length, "F32", entry.shape, (entry.name,)))
+            refs.append(
+                WeightRef(name, f"{FOLDER}/{entry.file}", entry.offset, entry.length, "F32", entry.shape, (entry.name,))
+            )
         else:
-            slabs = (lambda name: lambda: source.slabs(name))(name)
+            slabs = partial(source.slabs, name)
             made.append(Made(name, "F32", source.parameters[name], (entry.name,) if entry else (), slabs))
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     if isinstance(source, Source):
@@ -143,7 +149,13 @@ def _parameters(model: ir.Model, parameters: dict[str, tuple[int, ...]]) -> list
 def _point(model: ir.Model, ref: WeightRef, folder: Path) -> None:
     value = model.graph.initializers[ref.initializer]
     value.const_value = ir.ExternalTensor(
-        ref.file, ref.offset, ref.length, ONNX_TYPES[ref.dtype], shape=ir.Shape(ref.shape), name=ref.initializer, base_dir=folder
+        ref.file,
+        ref.offset,
+        ref.length,
+        ONNX_TYPES[ref.dtype],
+        shape=ir.Shape(ref.shape),
+        name=ref.initializer,
+        base_dir=folder,
     )
 
 
@@ -164,7 +176,11 @@ def _write(made: list[Made], folder: Path, file: str, progress: Progress) -> lis
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     offset, header = 0, {}
     for tensor in made:
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.length]}
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [offset, offset + tensor.length],
+        }
         offset += tensor.length
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 64 + 56)
@@ -193,6 +209,7 @@ def _quantize_products(model: ir.Model, source: Source | RandomSource, precision
             continue
         bits = 8 if precision == "int8" or (node is logits or _feeds(node, logits)) else 4
         made += _quantized_product(model, node, weights, source, bits)
+    common.RemoveUnusedNodesPass()(model)
     return made
 
 
@@ -223,12 +240,14 @@ def _quantized_product(
     inputs = []
     for tensor in made:
         value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(ONNX_TYPES[tensor.dtype]))
-        value.const_value = ir.ExternalTensor("unplaced", 0, 0, ONNX_TYPES[tensor.dtype], shape=ir.Shape(tensor.shape), name=tensor.name)
+        value.const_value = ir.ExternalTensor(
+            "unplaced", 0, 0, ONNX_TYPES[tensor.dtype], shape=ir.Shape(tensor.shape), name=tensor.name
+        )
         model.graph.register_initializer(value)
         inputs.append(value)
     attributes = {"K": columns, "N": rows, "bits": bits, "block_size": quantize.BLOCK, "accuracy_level": 4}
     product = ir.node("MatMulNBits", [node.inputs[0], *inputs], attributes, domain="com.microsoft")
-    product.outputs[0].shape, product.outputs[0].dtype = node.outputs[0].shape, node.outputs[0].dtype
+    product.outputs[0].shape, product.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
     model.opset_imports["com.microsoft"] = 1
     model.graph.insert_before(node, product)
     output, name = node.outputs[0], node.outputs[0].name

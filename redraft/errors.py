@@ -1,4 +1,4 @@
-"""Errors a user can mend. Each is one line: what was expected, what was found, and the command or step that mends it."""
+"""Errors a user can mend: one line each, saying what was expected, what was found and what mends it."""
 
 from __future__ import annotations
 

@@ -158,11 +158,9 @@ def _head_norm(graph: _Graph, x: str, heads: int) -> str:
 
 
 def _model(graph: _Graph) -> onnx.ModelProto:
-    from redraft.export.tree_attention import OPSET, TreeAttention, TreeMask, WindowedTreeMask
+    from redraft.export.tree_attention import OPSET, bodies
 
     d = graph.decoder
-    mask = (WindowedTreeMask if any(d.windows) else TreeMask).to_function_proto()
-    mask.name = "TreeMask"
     inputs, outputs = (
         [helper.make_tensor_value_info(spec.name, _TYPES[spec.dtype], spec.shape) for spec in specs]
         for specs in (names.verifier_inputs(d.shape), names.verifier_outputs(d.shape, d.taps))
@@ -171,7 +169,7 @@ def _model(graph: _Graph) -> onnx.ModelProto:
         raise ValueError("the test decoder always names its last features")
     return helper.make_model(
         helper.make_graph(graph.nodes, "verifier", inputs, outputs, graph.initializers),
-        functions=[TreeAttention.to_function_proto(), mask],
+        functions=bodies(any(d.windows)),
         opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(OPSET.domain, 1)],
         ir_version=11,
     )

@@ -23,9 +23,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(num_key_value_heads=4),
     "gemma2": dict(
-        num_hidden_layers=4, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=5.0,
+        num_hidden_layers=4,
+        sliding_window=8,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
-    ),  # fmt: skip
+    ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 

@@ -1,4 +1,4 @@
-"""The exported graph is cheap: one product where products share an input, single operators, nothing that moves nothing."""
+"""The exported graph is cheap: one product where products share an input, single operators, nothing idle."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def test_error_is_at_most_half_a_step(bits, columns):
     padded[:, :columns] = weight
     blocks = padded.reshape(7, -1, BLOCK)
     step = (np.maximum(blocks.max(-1), 0) - np.minimum(blocks.min(-1), 0)) / ((1 << bits) - 1)
-    limit = np.repeat(step, BLOCK, axis=1)[:, :columns] * 1.01  # zero points are rounded too: up to a whole step at the ends
+    limit = (
+        np.repeat(step, BLOCK, axis=1)[:, :columns] * 1.01
+    )  # zero points are rounded too: up to a whole step at the ends
     assert (np.abs(dequantize(weight, bits) - weight) <= limit).all()
 
 

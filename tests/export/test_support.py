@@ -31,7 +31,7 @@ def export_config(tmp_path: Path, values: dict, **config):
         ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code from its own repository"),
         ({"model_type": "t5"}, "t5 is no decoder-only"),
         ({"model_type": "bloom"}, "bloom uses ALiBi"),
-        ({"model_type": "llama", "rope_parameters": LLAMA3_ROPE | {"rope_type": "dynamic"}}, "'dynamic' depends on the"),
+        ({"model_type": "llama", "rope_parameters": LLAMA3_ROPE | {"rope_type": "dynamic"}}, "'dynamic' depends on"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
           "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}}, "'longrope'"),
         ({"model_type": "mamba"}, "mamba"),

@@ -57,7 +57,9 @@ def random_inputs(q_heads: int, kv_heads: int) -> dict[str, np.ndarray]:
             cache[b, :, :past] = normal(kv_heads, past, HEAD)
     rows = [normal(BATCH, NODES, h * HEAD) for h in (q_heads, kv_heads, kv_heads)]
     return dict(
-        zip(INPUTS, [*rows, *caches, mask, positions + PAST[:, None], PAST, np.array([PAST.max() + NODES])], strict=True)
+        zip(
+            INPUTS, [*rows, *caches, mask, positions + PAST[:, None], PAST, np.array([PAST.max() + NODES])], strict=True
+        )
     )
 
 

@@ -9,7 +9,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from .models import ARCHITECTURES, write_checkpoint
 from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,8 @@ from redraft import names
 from redraft.config import BuildConfig
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.verifier import VerifierExport, export_verifier
+
+from .models import ARCHITECTURES, write_checkpoint
 
 TOLERANCE = 1e-4
 CAPACITY = 64
@@ -111,7 +112,10 @@ def check_against_transformers(source: Path, graph: Graph, lengths: tuple[int, .
                 expected = model(torch.tensor([path]), output_hidden_states=True)
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=TOLERANCE, rtol=0)
             np.testing.assert_allclose(
-                found[names.features("last")][b, node], expected.hidden_states[-1][0, -1], atol=TOLERANCE, rtol=TOLERANCE
+                found[names.features("last")][b, node],
+                expected.hidden_states[-1][0, -1],
+                atol=TOLERANCE,
+                rtol=TOLERANCE,
             )
             np.testing.assert_allclose(
                 found[names.features("1")][b, node], expected.hidden_states[2][0, -1], atol=TOLERANCE, rtol=TOLERANCE
@@ -146,9 +150,7 @@ def test_signature_is_the_contract(exported):
     graph = onnx.load(out / export.graph, load_external_data=False).graph
 
     def described(values):
-        return [
-            (v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values
-        ]
+        return [(v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values]
 
     assert described(graph.input) == [(s.name, s.shape) for s in names.verifier_inputs(export.shape)]
     assert described(graph.output) == [(s.name, s.shape) for s in names.verifier_outputs(export.shape, export.taps)]

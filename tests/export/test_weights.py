@@ -76,6 +76,17 @@ def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
     ).read_bytes()
 
 
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.45), ("int4", 0.35)])
+def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most):
+    """Nothing that a quantized product replaced is written too: what stays fp32 is the embedding and the gains."""
+    source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    done = export(source, tmp_path / "out", precision=precision)
+    whole = {ref.initializer for ref in done.weights if ref.dtype == "F32" and not ref.initializer.endswith("scales")}
+    assert {name for name in whole if "norm" not in name} == {"model.embed_tokens.weight"}
+    fp32_bytes = 2 * (source / "model.safetensors").stat().st_size
+    assert (tmp_path / "out" / done.weight_files[0]).stat().st_size < most * fp32_bytes
+
+
 def test_tied_head_is_stored_once(tmp_path):
     source = write_checkpoint(tmp_path / "model", "qwen2")
     export(source, tmp_path / "out")
