@@ -9,12 +9,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from redraft.config import Backend, Precision
+from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
 from redraft.errors import BundleError
 from redraft.names import TensorSpec, VerifierShape, WeightRef
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,21 @@ def rebuild_command(out: Path, source: str = "MODEL") -> str:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as indented JSON, keys in the order of the fields."""
-    return json.dumps(to_json(manifest), indent=1, ensure_ascii=False) + "\n"
+    """The manifest as indented JSON, keys in the order of the fields, its own digest last."""
+    return json.dumps(signed(to_json(manifest)), indent=1, ensure_ascii=False) + "\n"
+
+
+def signed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's JSON values with the digest of all of them, which covers what no file's digest does."""
+    body = {key: value for key, value in values.items() if key != _DIGEST}
+    return {**body, _DIGEST: text_digest(json.dumps(body, sort_keys=True))}
 
 
 def load_manifest(bundle: Path) -> Manifest:
     """Read `bundle`/manifest.json.
 
-    Raises BundleError where it is missing, is not JSON, is of another schema version, or has another form.
+    Raises BundleError where it is missing, is not JSON, is of another schema version, has another form, or is not what
+    was written.
     """
     path = bundle / MANIFEST
     try:
@@ -120,9 +129,11 @@ def load_manifest(bundle: Path) -> Manifest:
             f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", rebuild_command(bundle, _source(values))
         )
     try:
-        manifest = from_json(Manifest, values, "manifest")
+        manifest = from_json(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
     except RecordError as error:
         raise BundleError(f"{path}: {error}", rebuild_command(bundle, _source(values))) from None
+    if values.get(_DIGEST) != signed(values)[_DIGEST]:
+        raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)
     return manifest
 

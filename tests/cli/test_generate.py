@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from redraft.engines.manifest import signed
+
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 METRICS = {
@@ -66,7 +68,7 @@ def test_empty_prompt_is_the_bare_bos_token(redraft: Redraft, bundle: Path) -> N
 def test_empty_prompt_without_bos_token(refused: Refused, bundle: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(bundle, tmp_path / "little"))
     manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "bos_token_id": None}))
+    (copy / "manifest.json").write_text(json.dumps(signed({**manifest, "bos_token_id": None})))
     assert "no beginning-of-sequence token" in refused("generate", "--engines", copy, "--prompt", "", status=2)
 
 

@@ -17,7 +17,7 @@ import pytest
 from redraft import names
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.cache import build_key, code_digests, is_current
-from redraft.engines.manifest import MANIFEST, dump_manifest, load_manifest
+from redraft.engines.manifest import MANIFEST, dump_manifest, load_manifest, signed
 from redraft.errors import BundleError
 
 from .bundles import manifest_of, write_bundle
@@ -79,6 +79,15 @@ def test_one_flipped_byte_is_found(out, where):
     assert open_bundle(out, verify=False).path == out
 
 
+def test_any_flipped_byte_of_the_manifest_is_found(out):
+    """Token ids, offsets and sources are covered by no file's digest."""
+    data = (out / MANIFEST).read_bytes()
+    for where in range(0, len(data), 7):
+        (out / MANIFEST).write_bytes(data[:where] + bytes([data[where] ^ 1]) + data[where + 1 :])
+        with pytest.raises(BundleError):
+            open_bundle(out, verify=False)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -119,7 +128,7 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
 def test_a_manifest_that_does_not_fit_is_refused(out, change, message):
     values = json.loads((out / MANIFEST).read_text())
     change(values)
-    (out / MANIFEST).write_text(json.dumps(values))
+    (out / MANIFEST).write_text(json.dumps(signed(values)))
     with pytest.raises(BundleError) as error:
         open_bundle(out)
     assert message in one_line(error)
