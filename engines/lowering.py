@@ -181,10 +181,15 @@ def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
 
 
 def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
-    """Add, then RMSNormalization over the last axis: one node that gives the sum and its norm."""
+    """Add, then RMSNormalization over the last axis: one node that gives the sum and its norm.
+
+    A bias or a scalar in place of a whole summand is left alone: the kernel takes summands of [B, T, n] only.
+    """
     total = norm.inputs[0]
     add = total.producer() if total is not None else None
     if total is None or add is None or add.op_type != "Add" or _attribute(norm, "axis", -1) != -1:
+        return
+    if any(x is not None and x.shape is not None and x.shape.rank() != 3 for x in add.inputs):
         return
     epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
     fused = ir.node(

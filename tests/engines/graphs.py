@@ -33,6 +33,7 @@ class Decoder:
     windows: tuple[int, ...] = ()
     softcap: float = 0.0
     swish: bool = False
+    biased_norm: bool = False
     seed: int = 0
 
     @property
@@ -103,6 +104,9 @@ def _layer(graph: _Graph, layer: int, x: str) -> str:
     d, p = graph.decoder, f"l{layer}."
     y = graph.node("RMSNormalization", [x, graph.gain(p + "norm1", d.hidden)], p + "y", axis=-1, epsilon=1e-5)
     out = graph.product(_attention(graph, layer, y), p + "o", (p + "wo", d.hidden), inner=d.q_heads * d.head_dim)
+    if d.biased_norm:
+        out = graph.node("Add", [out, graph.gain(p + "o_bias", d.hidden)], p + "o_biased")
+        out = graph.node("RMSNormalization", [out, graph.gain(p + "norm_o", d.hidden)], p + "o_normed", axis=-1)
     x = graph.node("Add", [x, out], p + "x1")
     y = graph.node("RMSNormalization", [x, graph.gain(p + "norm2", d.hidden)], p + "z", axis=-1, epsilon=1e-5)
     graph.product(y, p + "gate_up", (p + "wg", d.mlp), (p + "wu", d.mlp), inner=d.hidden)

@@ -30,6 +30,7 @@ DECODERS = {
     "one window": Decoder(windows=(4, 4)),
     "softcap": Decoder(softcap=5.0),
     "swish": Decoder(swish=True),
+    "norm of a biased product": Decoder(biased_norm=True),
     "taps": Decoder(taps=("last", "0", "1")),
 }
 
