@@ -100,8 +100,8 @@ class Runtime:
         return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options)
 
     def close(self) -> None:
-        """Let go of the engine and its buffers."""
-        del self.verifier
+        """Let go of the engine and its buffers; closing again does nothing."""
+        self.__dict__.pop("verifier", None)
         self._drafters.clear()
 
     def __enter__(self) -> Self:
@@ -144,8 +144,17 @@ class Runtime:
                     yield chunk
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises UsageError for one that is empty without a BOS token, or leaves no room."""
+        """Token ids of a prompt.
+
+        Raises UsageError for one that is empty without a BOS token, leaves no room, or holds an id past the vocabulary.
+        """
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) or self.text.encode("")
+        if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
+            raise UsageError(
+                f"the prompt has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
+                f"{self.verifier.vocabulary - 1}",
+                "use the tokenizer that belongs to the model",
+            )
         if len(ids) >= self.context:
             raise UsageError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.context}, a new token included",

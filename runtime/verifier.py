@@ -30,7 +30,8 @@ Features = Mapping[str, FloatArray]
 class Verifier:
     """Runs the verifier's graph over trees and prompts.
 
-    `capacity` is the number of rows of a slot, `slots` the largest batch. `clock` collects the time in the engine.
+    `capacity` is the number of rows of a slot, `slots` the largest batch, `vocabulary` the number of token ids. `clock`
+    collects the time in the engine.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Verifier:
     ) -> None:
         self.capacity = capacity
         self.slots = slots
+        self.vocabulary = shape.vocabulary
         self.clock = Clock()
         self._engine = engine
         self._taps = taps

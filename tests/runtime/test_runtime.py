@@ -9,7 +9,7 @@ import pytest
 from redraft.errors import UsageError
 from redraft.types import Budget
 
-from .fakes import BOS, EOS, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
+from .fakes import BOS, EOS, VOCABULARY, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
 
 BUDGETS = [None, Budget(12, 4, 4), Budget(3, 8, 1), Budget(30, 6, 6), Budget(0, 0, 0)]
 
@@ -94,6 +94,18 @@ def test_context_filled_exactly(method: str, prompt_length: int) -> None:
 def test_prompt_past_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="the prompt has 100 tokens and the context holds 100"):
         make_runtime(context=100).generate([[97] * 100])
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
+    """A tokenizer may hold more words than the embedding has rows."""
+    with pytest.raises(UsageError, match=f"the model knows 0 to {VOCABULARY - 1}"):
+        make_runtime().generate([[97, token]])
+
+
+def test_closing_twice_is_harmless() -> None:
+    with make_runtime() as runtime:
+        runtime.close()
 
 
 def test_empty_prompt_is_the_bare_bos() -> None:
