@@ -15,13 +15,13 @@ NEAR_TIE = 1e-4
 """Two logits closer than this may change places between two kernels of one product."""
 FEWEST_TOKENS = 8
 """Shorter outputs say nothing about speed and take no part in ratios."""
-GapOf = Callable[[Run, int], float]
+GapOf = Callable[[Run, int], float | None]
 
 
 def summarise(runs: Sequence[Run], gap_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
     """Figures by method.
 
-    gap_of: lead of the plain output's token of this index over the runner-up, in logits.
+    gap_of: lead of the plain output's token of this index over the runner-up, in logits; None past its end.
     """
     methods = list(runs[0].generations)
     methods.sort(key=lambda method: method != PLAIN)
@@ -75,7 +75,8 @@ def _identity(runs: Sequence[Run], method: str, gap_of: GapOf) -> dict[str, Any]
         place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
         if place is not None:
             gap = gap_of(run, place)
-            differences.append({"prompt": run.prompt.id, "token": place, "gap": gap, "near_tie": gap < NEAR_TIE})
+            near = gap is not None and gap < NEAR_TIE
+            differences.append({"prompt": run.prompt.id, "token": place, "gap": gap, "near_tie": near})
     lossless = all(difference["near_tie"] for difference in differences)
     return {"identical_to_plain": not differences, "lossless": lossless, "differences": differences}
 

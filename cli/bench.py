@@ -77,13 +77,13 @@ def figures(
     }
 
 
-def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float]:
-    """How near a tie plain decoding was at a token, found by decoding the prompt again."""
+def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:
+    """How near a tie plain decoding was at a token, found by decoding the prompt again; None past its end."""
     from redraft.bench.compare import PLAIN
 
-    def gap_of(run: Run, token: int) -> float:
+    def gap_of(run: Run, token: int) -> float | None:
         again = runtime.generate([run.prompt.text], settings.params, PLAIN, record_gaps=True)[0]
-        return again.gaps[token] if again.gaps and token < len(again.gaps) else float("inf")
+        return again.gaps[token] if again.gaps and token < len(again.gaps) else None
 
     return gap_of
 
@@ -110,7 +110,8 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
     for figures in result["methods"].values():
         for found in figures.get("differences", ()):
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"
-            yield f"{kind}: prompt {found['prompt']}, token {found['token']}, gap {found['gap']:.2g}"
+            gap = "past the end" if found["gap"] is None else f"gap {found['gap']:.2g}"
+            yield f"{kind}: prompt {found['prompt']}, token {found['token']}, {gap}"
     repetition = result["methods"]["none"].get("repetition")
     if repetition:
         share, loops = repetition["repeated_4gram_share"], repetition["looping_outputs"]

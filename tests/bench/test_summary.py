@@ -52,6 +52,12 @@ def test_a_difference_is_named_with_its_gap() -> None:
     assert (far["identical_to_plain"], far["lossless"]) == (False, False)
 
 
+def test_an_output_that_goes_on_past_the_plain_one_is_no_near_tie() -> None:
+    figures = summarise(runs((generation(), generation((*TOKENS, 99)))), lambda run, place: None)["ngram"]
+    assert figures["differences"] == [{"prompt": "0", "token": 11, "gap": None, "near_tie": False}]
+    assert figures["lossless"] is False
+
+
 def test_looping_outputs_are_counted_and_left_out() -> None:
     loop = (1, 2) * 10
     pairs = [(generation(), generation(rate=200.0)), (generation(loop), generation(loop, rate=900.0))]
