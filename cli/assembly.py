@@ -112,7 +112,7 @@ def _quality(
     measured = perplexities(staged, texts)
     if staged.manifest.precision == "fp32":
         return Quality(measured, measured)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.fp32-", dir=out.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-fp32-", dir=out.parent) as folder:
         exact = BuildConfig(precision="fp32", context=staged.manifest.context)
         manifest = _stage(checkpoint, model, exact, Path(folder), report)
         return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
