@@ -198,6 +198,6 @@ def add_bodies(model: ir.Model) -> None:
     """Append the function bodies that the model's TreeAttention nodes need."""
     nodes = [node for node in model.graph.all_nodes() if node.op_type == TREE_ATTENTION]
     for proto in bodies(any(node.attributes["window"].as_int() > 0 for node in nodes)):
-        function = ir.from_proto(proto)
+        function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     model.opset_imports[TREE_ATTENTION_DOMAIN] = 1
