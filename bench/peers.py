@@ -79,8 +79,10 @@ def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str,
 
     def decoder(method: str) -> Decode:
         def decode(ids: list[int]) -> Decoded:
+            start = time.perf_counter()
             done = runtime.generate([ids], params, method)[0]
-            return list(done.token_ids), done.metrics.decode_tokens_per_second
+            seconds = time.perf_counter() - start - done.metrics.time_to_first_token_ms / 1e3
+            return list(done.token_ids), (len(done.token_ids) - 1) / seconds
 
         return decode
 

@@ -65,7 +65,7 @@ class Checkpoint:
             for entry in read_header(root / file):
                 if not entry.name.startswith(AUXILIARY_TENSORS):
                     tensors[entry.name] = entry
-        missing = sorted(set(_indexed(root)) - set(tensors))
+        missing = sorted(n for n in _indexed(root) if n not in tensors and not n.startswith(AUXILIARY_TENSORS))
         if missing:
             raise CheckpointError(f"{root}: tensor {missing[0]} is in the index but in no shard", DOWNLOAD_AGAIN)
         return cls(root, config, tensors)
@@ -113,16 +113,16 @@ def read_header(path: Path) -> Iterator[TensorEntry]:
 
 def _entry(name: str, file: str, base: int, value: dict[str, Any]) -> TensorEntry:
     dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name} has the unknown type {dtype}")
-    if begin < 0 or end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+    fits = dtype not in ITEM_BYTES or end - begin == math.prod(shape) * ITEM_BYTES[dtype]
+    if begin < 0 or end < begin or not fits:
         raise ValueError(f"tensor {name} of shape {list(shape)} does not fit its {end - begin} bytes")
     return TensorEntry(name, file, dtype, shape, base + begin, end - begin)
 
 
 def _shards(root: Path) -> list[str]:
     index = _indexed(root)
-    files = sorted(set(index.values())) if index else sorted(p.name for p in root.glob("*.safetensors"))
+    single = [p.name for p in (root / "model.safetensors",) if p.is_file()]
+    files = sorted(set(index.values())) or single or sorted(p.name for p in root.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
             f"{root} has no *.safetensors file", "convert it with `save_pretrained(..., safe_serialization=True)`"

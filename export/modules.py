@@ -17,6 +17,8 @@ import torch
 from onnxscript.onnx_opset import opset24 as op
 from torch import nn
 
+from redraft.errors import UnsupportedModelError
+
 PROBE_ERROR = 1e-5
 """Largest difference, relative to the largest value, at which a replacement counts as the same function."""
 
@@ -33,10 +35,13 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @torch.library.custom_op("redraft::rotary", mutates_args=())
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int, rotated: int
+) -> torch.Tensor:
     """Rotate halves (not interleaved) of each head: x [B, T, heads * D], cos and sin [P, R / 2], positions [B, T].
 
-    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept.
+    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept; `rotated` is R, or 0 where
+    it is all of D.
     """
     batch, nodes, _ = x.shape
     half = cos.shape[1]
@@ -48,7 +53,9 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
 
 
 @rotary.register_fake
-def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+def _(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int, rotated: int
+) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -57,9 +64,9 @@ def emit_rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return op.RMSNormalization(x, weight, axis=-1, epsilon=eps)
 
 
-def emit_rotary(x: Any, cos: Any, sin: Any, positions: Any, heads: int) -> Any:
+def emit_rotary(x: Any, cos: Any, sin: Any, positions: Any, heads: int, rotated: int) -> Any:
     """Translation for `torch.onnx.export`."""
-    return op.RotaryEmbedding(x, cos, sin, positions, num_heads=heads)
+    return op.RotaryEmbedding(x, cos, sin, positions, num_heads=heads, rotary_embedding_dim=rotated)
 
 
 class SingleRmsNorm(nn.Module):
@@ -119,7 +126,7 @@ class RotaryTables:
         except (RuntimeError, TypeError):  # another layout of the tables, or another signature
             return False
         flat = q.transpose(1, 2).reshape(1, rows, -1)
-        found = rotary(flat, self.half_cos, self.half_sin, torch.arange(rows)[None], 2)
+        found = rotary(flat, self.half_cos, self.half_sin, torch.arange(rows)[None], 2, 0)
         return _agree(expected.transpose(1, 2).reshape(1, rows, -1), found)
 
 
@@ -144,15 +151,19 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
         yield
 
 
-def _apply_by(model: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _apply_by(model: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def apply(
         q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, _: None, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if unsqueeze_dim != 1:
+            raise UnsupportedModelError(f"{type(model).__name__} rotates [B, T, H, D], which is not exported")
         turned = []
         for x in (q, k):
             batch, heads, nodes, size = x.shape
             flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
-            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads)
+            rotated = 2 * model.rotary_cos.shape[1]
+            part = rotated if rotated < size else 0
+            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads, part)
             turned.append(flat.view(batch, nodes, heads, size).transpose(1, 2))
         return turned[0], turned[1]
 

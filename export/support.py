@@ -37,6 +37,10 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = dict(quantization).get("quant_method", "unknown method")
+        raise UnsupportedModelError(f"the checkpoint is quantized ({method})", "give the unquantized checkpoint")
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(f"{kind} is no decoder-only language model", DECODERS_ONLY)
     if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
@@ -101,6 +105,11 @@ def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierSh
             DECODERS_ONLY,
         )
     for layer, node in enumerate(nodes):
+        kv_heads = node.attributes["kv_heads"].as_int()
+        if kv_heads != shape.kv_heads:
+            raise UnsupportedModelError(
+                f"{kind}: layer {layer} keeps {kv_heads} key heads, config.json says {shape.kv_heads}"
+            )
         window, expected = node.attributes["window"].as_int(), _window(config, layer)
         if window != expected:
             raise UnsupportedModelError(

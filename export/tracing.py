@@ -84,7 +84,7 @@ def _attend(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq * D]."""
+    """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D]."""
     surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
     if surplus:
         raise UnsupportedModelError(f"attention of {type(module).__name__} uses {', '.join(surplus)}, not supported")
@@ -110,7 +110,7 @@ def _attend(
         key.shape[1],
     )
     current.presents[layer] = (present[0], present[1])
-    return out, None
+    return out.view(batch, nodes, heads, size), None
 
 
 AttentionInterface.register(INTERFACE, _attend)
@@ -124,11 +124,9 @@ class VerifierModule(nn.Module):
         super().__init__()
         self.model = model
         self.taps = taps
-        decoder: Any = model.base_model
         model.get_output_embeddings().register_forward_pre_hook(_wanted_rows)  # type: ignore[operator]
         for tap in taps:
-            module = decoder.norm if tap == "last" else decoder.layers[int(tap)]
-            module.register_forward_hook(_collect(tap))
+            _tapped(model, tap).register_forward_hook(_collect(tap))
 
     def forward(
         self,
@@ -149,6 +147,16 @@ class VerifierModule(nn.Module):
             _CURRENT.reset(token)
         presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
         return (logits, *(current.features[tap] for tap in self.taps), *presents)
+
+
+def _tapped(model: nn.Module, tap: str) -> nn.Module:
+    """The module whose output is the feature `tap`: a layer, or the final norm."""
+    decoder: Any = model.base_model
+    found = getattr(decoder, "norm", None) if tap == "last" else getattr(decoder, "layers", None)
+    if found is None:
+        raise UnsupportedModelError(f"{type(model).__name__} names its layers otherwise: no feature {tap!r}")
+    module: nn.Module = found if tap == "last" else found[int(tap)]
+    return module
 
 
 def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -77,7 +77,10 @@ class Source:
                     "give the unquantized checkpoint",
                 )
             return entry
-        raise CheckpointError(f"{self.checkpoint.path} has no tensor {parameter}", DOWNLOAD_AGAIN)
+        raise CheckpointError(
+            f"{self.checkpoint.path} has no tensor {parameter}",
+            f"{DOWNLOAD_AGAIN}, or save it anew with transformers if it has older names",
+        )
 
     def _candidates(self, parameter: str) -> Iterator[str]:
         yield parameter

@@ -44,5 +44,9 @@ class BuildConfig:
             raise UsageError(f"unknown precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}")
         if self.backend not in get_args(Backend):
             raise UsageError(f"unknown backend {self.backend!r}", f"choose one of {', '.join(get_args(Backend))}")
+        if not isinstance(self.taps, tuple) or not all(isinstance(tap, str) for tap in self.taps):
+            raise UsageError(f"taps must be a list of strings, not {self.taps!r}")
+        if self.context is not None and not isinstance(self.context, int):
+            raise UsageError(f"context must be a number of tokens, not {self.context!r}")
         if self.context is not None and self.context < 2:
             raise UsageError(f"context must be at least 2 tokens, not {self.context}", "raise --context")

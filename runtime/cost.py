@@ -86,7 +86,12 @@ def _cache_folder() -> Path:
 
 
 def _key(identity: Mapping[str, str | int]) -> str:
-    machine = {"machine": platform.machine(), "cpu": _cpu_model(), "cpus": os.cpu_count(), "live": MEASURED_LIVE}
+    machine = {
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "live": MEASURED_LIVE,
+    }
     return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]
 
 

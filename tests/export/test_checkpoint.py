@@ -38,6 +38,21 @@ def test_auxiliary_tensors_are_left_out(tmp_path):
     assert not [name for name in Checkpoint.open(folder).tensors if name.startswith("mtp.")]
 
 
+def test_auxiliary_tensors_may_be_indexed(sharded):
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["mtp.projection.weight"] = "mtp.safetensors"
+    index.write_text(json.dumps(content))
+    save_file({"mtp.projection.weight": torch.zeros(2)}, sharded / "mtp.safetensors")
+    assert Checkpoint.open(sharded).tensors
+
+
+def test_other_formats_beside_the_model_are_left_alone(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "llama")
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
+    assert Checkpoint.open(folder).files == ("model.safetensors",)
+
+
 def test_no_directory(tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory"):
         Checkpoint.open(tmp_path / "nowhere")
@@ -101,7 +116,7 @@ def test_index_must_not_leave_the_folder(sharded, file):
     "entry",
     [
         {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
-        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [4, 0]},
         {"dtype": "F32", "shape": [1]},
         [],
     ],

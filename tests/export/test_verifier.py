@@ -88,6 +88,14 @@ def path_to(parents: np.ndarray, node: int) -> list[int]:
     return path[::-1]
 
 
+OTHERS = {
+    "nemotron": dict(partial_rotary_factor=0.5),
+    "gpt2": dict(num_key_value_heads=4),
+    "olmo2": dict(),
+    "cohere": dict(),
+}
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def exported(request, tmp_path_factory):
     """(checkpoint folder, export folder, export) of one architecture, all taps of its first layer and the last."""
@@ -111,6 +119,8 @@ def check_against_transformers(source: Path, graph: Graph, lengths: tuple[int, .
             with torch.no_grad():
                 expected = model(torch.tensor([path]), output_hidden_states=True)
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=TOLERANCE, rtol=0)
+            if not graph.taps:
+                continue
             np.testing.assert_allclose(
                 found[names.features("last")][b, node],
                 expected.hidden_states[-1][0, -1],
@@ -138,6 +148,15 @@ def test_reference_evaluator_agrees(tmp_path):
     source = write_checkpoint(tmp_path / "model", "gemma2", num_hidden_layers=3)
     export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(taps=("last", "1")))
     check_against_transformers(source, Graph(tmp_path, export, 2, reference=True), (12, 7), nodes=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_architectures(tmp_path, architecture):
+    """Partial rotary embedding, learned positions, norms after the blocks, interleaved rotary embedding."""
+    source = write_checkpoint(tmp_path / "model", architecture, **OTHERS[architecture])
+    export = export_verifier(Checkpoint.open(source), tmp_path)
+    check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5)
 
 
 def test_graph_is_valid_onnx(exported):

@@ -120,6 +120,15 @@ def test_quantized_storage_is_refused(tmp_path):
         export(source, tmp_path / "out")
 
 
+def test_unknown_storage_is_refused_by_name(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama")
+    tensors = load_torch(source / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(48, dtype=torch.float8_e4m3fn)
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is stored as F8_E4M3"):
+        export(source, tmp_path / "out")
+
+
 def test_random_weights_need_no_shard_and_repeat(tmp_path):
     source = write_checkpoint(tmp_path / "model", "llama")
     contents = []
