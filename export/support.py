@@ -106,9 +106,11 @@ def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierSh
         )
     for layer, node in enumerate(nodes):
         kv_heads = node.attributes["kv_heads"].as_int()
-        if kv_heads != shape.kv_heads:
+        width = node.inputs[0].shape[-1] if node.inputs[0] is not None and node.inputs[0].shape is not None else None
+        if (kv_heads, width) != (shape.kv_heads, node.attributes["q_heads"].as_int() * shape.head_dim):
             raise UnsupportedModelError(
-                f"{kind}: layer {layer} keeps {kv_heads} key heads, config.json says {shape.kv_heads}"
+                f"{kind}: layer {layer} keeps {kv_heads} key heads under queries {width} wide, config.json says "
+                f"{shape.kv_heads} heads of {shape.head_dim}"
             )
         window, expected = node.attributes["window"].as_int(), _window(config, layer)
         if window != expected:

@@ -36,7 +36,7 @@ def export_config(tmp_path: Path, values: dict, **config):
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
           "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}}, "'longrope'"),
         ({"model_type": "mamba"}, "mamba"),
-        ({"model_type": "gpt2"}, "layer 0 keeps 4 key heads, config.json says 2"),
+        ({"model_type": "gpt2"}, "layer 0 keeps 4 key heads under queries 48 wide, config.json says 2 heads of 16"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
          "layers of type linear_attention"),
         ({"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),

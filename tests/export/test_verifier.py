@@ -90,7 +90,7 @@ def path_to(parents: np.ndarray, node: int) -> list[int]:
 
 OTHERS = {
     "nemotron": dict(partial_rotary_factor=0.5),
-    "gpt2": dict(num_key_value_heads=4),
+    "gpt2": dict(num_key_value_heads=4, head_dim=12),
     "olmo2": dict(),
     "cohere": dict(),
 }
