@@ -101,7 +101,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
     window: int = model.config.max_position_embeddings
     nats, tokens, size = 0.0, 0, 0
     for document in text.split(f"\n{SEPARATOR}\n"):
-        ids = torch.tensor([*tokenizer(document).input_ids, tokenizer.eos_token_id])  # BOS first
+        ids = torch.tensor([*tokenizer(document, verbose=False).input_ids, tokenizer.eos_token_id])  # BOS first
         size += len(document.encode())
         tokens += len(ids) - 1
         scored = 1
