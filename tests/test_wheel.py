@@ -40,7 +40,7 @@ def sources(root: Path) -> set[str]:
         f"{target}/{path.relative_to(root / folder).as_posix()}"
         for folder, target in PACKAGES.items()
         for path in (root / folder).rglob("*")
-        if path.suffix in {".py", ".toml", ".typed"}
+        if path.suffix in {".py", ".toml", ".typed", ".md"}
     }
 
 
