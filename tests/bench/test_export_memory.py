@@ -14,7 +14,7 @@ def test_written_checkpoint_is_sharded_and_large_enough(tmp_path: Path, monkeypa
     small = {"WIDE": 32, "INNER": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 8, "VOCABULARY": 100}
     for name, value in {**small, "SHARD_BYTES": 50_000}.items():
         monkeypatch.setattr(export_memory, name, value)
-    written = export_memory.write_checkpoint(tmp_path, 200_000)
+    written, _ = export_memory.write_checkpoint(tmp_path, 200_000)
     checkpoint = Checkpoint.open(tmp_path)
     assert written >= 200_000
     assert checkpoint.parameter_bytes == written

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,18 @@ from redraft.engines.locking import build_lock
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte; skips where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture
@@ -111,6 +123,14 @@ def test_output_that_is_no_bundle_is_left_alone(refused: Refused, checkpoint: Pa
     (tmp_path / "precious").write_text("mine")
     assert "no engine bundle" in refused("build", checkpoint, "-o", tmp_path, status=1)
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_full_disk(refused: Refused, checkpoint: Path, small_disk: Path) -> None:
+    (small_disk / "kept.txt").write_text("what was there")
+    line = refused("build", checkpoint, "-o", small_disk / "engines", "--eval-text", "none", status=1)
+    assert "free" in line
+    assert {path.name for path in small_disk.iterdir() if not path.name.endswith(".lock")} == {"kept.txt"}
+    assert (small_disk / "kept.txt").read_text() == "what was there"
 
 
 def test_second_build_at_once_is_refused(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

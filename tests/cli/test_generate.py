@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from redraft.engines.manifest import signed
+from redraft.types import Budget
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,6 +42,20 @@ def test_json_has_text_usage_and_metrics(plain: dict[str, object]) -> None:
 def test_streamed_and_speculative_text_equal_plain(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
     result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=4,depth=3,width=2")
     assert result.stdout == f"{plain['text']}\n"
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_batched_graph_writes_what_the_single_one_does(bundle: Path, method: str) -> None:
+    """Three slots run the portable graph over prompts of different lengths, one slot the lowered graph."""
+    from redraft.runtime import Runtime, SamplingParams
+
+    prompts = ["a", "the cat sat on the mat", "dog. dog. dog. dog", "xyz", "b, c"]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    budget = Budget(nodes=5, depth=3, width=2) if method == "ngram" else None
+    with Runtime.open(bundle, threads=1) as alone, Runtime.open(bundle, threads=1, slots=3) as together:
+        expected = [alone.generate([prompt], params, "none")[0].token_ids for prompt in prompts]
+        found = [generation.token_ids for generation in together.generate(prompts, params, method, budget)]
+    assert found == expected
 
 
 def test_prompt_from_standard_input_and_file(
