@@ -21,10 +21,11 @@ from redraft import names
 from redraft.bench.command import quiet_export, run, sizes
 from redraft.bench.environment import environment
 from redraft.bench.scoring import fill_chain
-from redraft.bench.sessions import bound_call, open_session, zeros
+from redraft.bench.sessions import open_session, zeros
 from redraft.bench.timing import interleaved, medians
 from redraft.engines import Bundle, open_bundle, open_engine
 from redraft.engines.base import Engine
+from redraft.engines.onnxruntime_backend import bound_call
 
 LIVE_ROWS = 200
 CAPACITY = 512

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft import names
 from redraft.errors import CheckpointError, UnsupportedModelError
 
-TOKENIZER = "tokenizer.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-FILES = (TOKENIZER, "tokenizer_config.json", "generation_config.json", CHAT_TEMPLATE, "chat_template.json")
+FILES = (
+    names.TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "generation_config.json",
+    names.CHAT_TEMPLATE_FILE,
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True)
@@ -30,29 +35,29 @@ def copy_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
     settings = _read(checkpoint / "tokenizer_config.json")
     template = _chat_template(checkpoint, settings)
     if template is not None:
-        (bundle / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-    return _special_tokens(checkpoint, settings, bundle / TOKENIZER)
+        (bundle / names.CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    return _special_tokens(checkpoint, settings, bundle / names.TOKENIZER_FILE)
 
 
 def _copy_tokenizer(checkpoint: Path, bundle: Path) -> None:
     """Copy `tokenizer.json`; a checkpoint that has an older format only is converted by transformers."""
-    if (checkpoint / TOKENIZER).is_file():
-        shutil.copyfile(checkpoint / TOKENIZER, bundle / TOKENIZER)
+    if (checkpoint / names.TOKENIZER_FILE).is_file():
+        shutil.copyfile(checkpoint / names.TOKENIZER_FILE, bundle / names.TOKENIZER_FILE)
         return
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.save(str(bundle / TOKENIZER))
+        AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.save(str(bundle / names.TOKENIZER_FILE))
     except Exception as error:  # transformers raises whatever the missing piece raises
         raise CheckpointError(
-            f"{checkpoint} has no {TOKENIZER}, and none can be made of what it has ({type(error).__name__})",
+            f"{checkpoint} has no {names.TOKENIZER_FILE}, and none can be made of what it has ({type(error).__name__})",
             "copy the model's tokenizer.json beside its config.json",
         ) from error
 
 
 def _chat_template(checkpoint: Path, settings: dict[str, Any]) -> str | None:
-    if (checkpoint / CHAT_TEMPLATE).is_file():
-        return (checkpoint / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if (checkpoint / names.CHAT_TEMPLATE_FILE).is_file():
+        return (checkpoint / names.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
     template = settings.get("chat_template") or _read(checkpoint / "chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template}

@@ -118,10 +118,10 @@ class OnnxRuntimeCall:
     ) -> None:
         self.inputs = inputs
         self.outputs = outputs
-        self.run = _runner(session, bound_inputs, bound_outputs)
+        self.run = bound_call(session, bound_inputs, bound_outputs)
 
 
-def _runner(
+def bound_call(
     session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> Callable[[], None]:
     """A function of no arguments that runs the session on these arrays, with the least that lies between."""

@@ -26,6 +26,10 @@ LIVE = "live"
 OUTPUT_ROWS = "output_rows"
 LOGITS = "logits"
 
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Files of a checkpoint and of a bundle alike."""
+
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 

@@ -10,10 +10,9 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from redraft import names
 from redraft.errors import BundleError, UsageError
 
-TOKENIZER = "tokenizer.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 Message = Mapping[str, Any]
 
 _CONTEXT_TOKENS = 6
@@ -44,12 +43,12 @@ class Text:
     @classmethod
     def load(cls, folder: Path, bos: int | None, eos: int | None) -> Text:
         """Read `tokenizer.json` and, where present, `chat_template.jinja`. Raises BundleError."""
-        path = folder / TOKENIZER
+        path = folder / names.TOKENIZER_FILE
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise BundleError(f"{path}: expected a tokenizer, found {error}", "rebuild the bundle") from error
-        template = folder / CHAT_TEMPLATE
+        template = folder / names.CHAT_TEMPLATE_FILE
         return cls(tokenizer, template.read_text(encoding="utf-8") if template.is_file() else None, bos, eos)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from redraft.bench.products import Product, products_of, weight_bytes, write_products
-from redraft.bench.sessions import bound_call, open_session, zeros
+from redraft.bench.sessions import open_session, zeros
 from redraft.bench.timing import interleaved
+from redraft.engines.onnxruntime_backend import bound_call
 
 CONFIG = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
