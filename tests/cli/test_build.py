@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,9 @@ def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path,
     before = digest_tree(out)
     program = [sys.executable, "-c", "from redraft.cli.main import main; main()"]
     command = [*program, "build", checkpoint, "-o", out, "--force", "--context", "32", "--eval-text", "none"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A job started in the background of a script ignores SIGINT, and so would its children.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     while not any(path.name.startswith(".little.building") for path in tmp_path.iterdir()):
         assert process.poll() is None, "the build ended before it could be interrupted"
         time.sleep(0.02)
