@@ -48,7 +48,7 @@ def _added(after: list[Span], before: list[Span]) -> Iterator[Span]:
                 low, high = next(old)
             if begin < low:
                 yield begin, min(end, low)
-            begin = min(end, high) if begin >= low else min(end, low)
+            begin = min(end, high)
 
 
 def _collapse(span: Span) -> None:
