@@ -1,0 +1,155 @@
+"""A trained drafter on disk: `config.json` and `model.safetensors`, and which verifier it was trained for.
+
+    config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
+    model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from redraft.config import from_mapping
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.layer import LayerConfig
+from redraft.names import TOKENIZER_FILE
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+TOKEN_COUNTS = "token_counts"
+C = TypeVar("C", bound=LayerConfig)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which verifier a drafter belongs to.
+
+    weights:    SHA-256 of its weight files, in the order of their names.   tokenizer: SHA-256 of its tokenizer.json.
+    """
+
+    weights: tuple[str, ...]
+    tokenizer: str
+
+    @classmethod
+    def of(cls, verifier: Checkpoint) -> Identity:
+        """The identity of a Hugging Face checkpoint: reads all of it once."""
+        tokenizer = verifier.path / TOKENIZER_FILE
+        return cls(
+            weights=tuple(_digest(verifier.path / name) for name in sorted(verifier.files)),
+            tokenizer=_digest(tokenizer) if tokenizer.is_file() else "",
+        )
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """What a drafter's folder says of itself. Nothing of the weights is read yet."""
+
+    path: Path
+    method: str
+    config: Mapping[str, Any]
+    verifier: Identity
+
+    @classmethod
+    def open(cls, path: Path) -> DrafterCheckpoint:
+        """Read `path`/config.json. Raises CheckpointError where it is missing or has another form."""
+        file = path / CONFIG_FILE
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            verifier = values["verifier"]
+            identity = Identity(tuple(map(str, verifier["weights"])), str(verifier["tokenizer"]))
+            return cls(path, str(values["redraft_drafter"]), dict(values["config"]), identity)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is no drafter: {file.name} cannot be read ({error.strerror})",
+                "give a folder that `redraft train publish` wrote",
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{file}: expected a drafter's configuration, found none ({type(error).__name__}: {error})",
+                "give a folder that `redraft train publish` wrote",
+            ) from None
+
+    def configure(self, cls: type[C]) -> C:
+        """The method's configuration. Raises CheckpointError naming a key or value that does not fit."""
+        try:
+            return from_mapping(cls, self.config, str(self.path / CONFIG_FILE))
+        except (UsageError, TypeError) as error:
+            raise CheckpointError(f"{self.path / CONFIG_FILE}: {error}") from None
+
+    def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
+        """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
+        for what, trained, here in (
+            ("hidden states of width", config.hidden_size, hidden_size),
+            ("a vocabulary of", config.vocab_size, vocabulary),
+        ):
+            if trained != here:
+                raise CheckpointError(f"{self.path} was trained for {what} {trained}, the verifier has {here}", _MEND)
+        if self.verifier.tokenizer != found.tokenizer:
+            raise CheckpointError(f"{self.path} was trained with another {TOKENIZER_FILE} than the verifier's", _MEND)
+        if self.verifier.weights != found.weights:
+            trained, here = (" ".join(d[:12] for d in i.weights) for i in (self.verifier, found))
+            raise CheckpointError(
+                f"{self.path} was trained for another verifier: expected weights {trained}, found {here}", _MEND
+            )
+
+    def load(self, module: torch.nn.Module) -> torch.Tensor:
+        """Fill `module` in fp32 from the weights; returns the token counts, int64 [V].
+
+        Raises CheckpointError listing keys that are missing or surplus, or naming a shape or number that does not fit.
+        """
+        file = self.path / WEIGHTS_FILE
+        try:
+            found = load_file(str(file))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}", "train or download it again") from None
+        expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+        expected[TOKEN_COUNTS] = (int(self.config["vocab_size"]),)
+        problems = [f"{word} {', '.join(keys)}" for word, keys in (
+            ("missing", sorted(set(expected) - set(found))), ("surplus", sorted(set(found) - set(expected))),
+        ) if keys]  # fmt: skip
+        problems += [
+            f"{name} is {list(found[name].shape)}, expected {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and tuple(found[name].shape) != shape
+        ]
+        problems += [f"{name} holds a number that is not finite" for name, t in found.items() if not t.isfinite().all()]
+        if problems:
+            raise CheckpointError(f"{file}: {'; '.join(problems)}", "give the drafter that its config.json describes")
+        counts = found.pop(TOKEN_COUNTS)
+        module.load_state_dict({name: tensor.float() for name, tensor in found.items()})
+        return counts.long()
+
+
+def save_drafter(
+    path: Path, method: str, config: LayerConfig, verifier: Identity, module: torch.nn.Module, counts: torch.Tensor,
+    training: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write a drafter's folder, its weights in bf16. `training` is kept as it is."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
+    save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
+    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors writes it for the owner alone
+    values = {
+        "redraft_drafter": method,
+        "config": asdict(config),
+        "verifier": asdict(verifier),
+        "training": dict(training),
+    }
+    (path / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_MEND = "train a drafter for this verifier with `redraft train lyanna --verifier DIR`"

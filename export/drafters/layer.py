@@ -1,0 +1,92 @@
+"""The decoder layer that drafters share: Llama's form, with attention and rotation left to the caller.
+
+Training attends in torch over many drafts at once, an exported graph through `redraft::TreeAttention`; the weights and
+everything between are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redraft.errors import CheckpointError
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [B, T, Hq * D], k and v [B, T, Hkv * D], rotated -> [B, T, Hq * D]."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's."""
+
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:
+            raise CheckpointError(f"a drafter's sizes must be positive: {self}")
+        if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
+            raise CheckpointError(
+                f"{self.heads} heads of {self.head_dim} over {self.kv_heads} key/value heads: expected a multiple of "
+                "the key/value heads and an even head size"
+            )
+
+
+class Rotary(nn.Module):
+    """Rotates halves of each head by its position (RoFormer, §3.2.2), in torch; graphs put an operator here."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        self.head_dim, self.theta = config.head_dim, config.rope_theta
+
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of `positions` [...], each [..., D / 2]."""
+        exponents = torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
+        angles = positions[..., None].float() * self.theta**-exponents
+        return angles.cos(), angles.sin()
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+        """x [B, T, heads * D] at `positions` [B, T] or [T]."""
+        cos, sin = (t.unsqueeze(-2) for t in self.tables(positions))  # [.., T, 1, D / 2]
+        first, second = x.unflatten(-1, (heads, self.head_dim)).chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+
+class DrafterLayer(nn.Module):
+    """x + attention(norm(x)), then + SwiGLU(norm(.)), for rows [B, T, n] at positions [B, T]."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        n, width = config.hidden_size, config.heads * config.head_dim
+        kv_width = config.kv_heads * config.head_dim
+        self.config = config
+        self.input_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.q_proj = nn.Linear(n, width, bias=False)
+        self.k_proj = nn.Linear(n, kv_width, bias=False)
+        self.v_proj = nn.Linear(n, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, n, bias=False)
+        self.mlp_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.gate_proj = nn.Linear(n, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(n, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, n, bias=False)
+        self.rotary = Rotary(config)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See the class."""
+        normed = self.input_norm(x)
+        q = self.rotary(self.q_proj(normed), positions, self.config.heads)
+        k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)
+        x = x + self.o_proj(attend(q, k, self.v_proj(normed)))
+        normed = self.mlp_norm(x)
+        out: torch.Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return out

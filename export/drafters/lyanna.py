@@ -1,0 +1,95 @@
+"""Lyanna's drafter: a chain of predicted hidden states, and token information added to their logits.
+
+Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". With f the verifier's hidden state after
+its final norm, E its embedding and M its head:
+
+    h_1 = Layer(h_0 ⊕ E(t_1)),  h_{i+1} = Layer(h_i)              §4.1, h_0 = f; rows of real features are the keys
+    l_i = M h_i                                                     §4.2, one product for the whole chain
+    l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
+
+The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))]. The
+chain's states are normalized on their way in and out, so that h_i lies where f lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from redraft.errors import CheckpointError
+from redraft.export.drafters.layer import Attend, DrafterLayer, LayerConfig
+
+METHOD = "lyanna"
+TAP = "last"
+"""The verifier's feature that a draft begins with."""
+
+
+@dataclass(frozen=True)
+class LyannaConfig(LayerConfig):
+    """Shape of the layer, and:
+
+    rank:         d of W1 [n, d] and W2 [d, V].   steps: hidden states of a chain, N.
+    logit_scale:  what the verifier multiplies its logits by.
+    first_token, token_info: without them, the ablations of Table 1.
+    """
+
+    rank: int = 64
+    steps: int = 4
+    logit_scale: float = 1.0
+    first_token: bool = True
+    token_info: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.rank, self.steps) < 1:
+            raise CheckpointError(f"a drafter's rank and steps must be positive, not {self.rank} and {self.steps}")
+
+
+class TokenInfo(nn.Module):
+    """RMSNorm(W2 W1 E(t)): what a token does to the logits of the next one."""
+
+    def __init__(self, config: LyannaConfig) -> None:
+        super().__init__()
+        self.down = nn.Linear(config.hidden_size, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, config.vocab_size, bias=False)
+        self.norm = nn.RMSNorm(config.vocab_size, eps=config.rms_norm_eps)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., n] to what is added to logits [..., V]."""
+        added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
+        return added
+
+
+class LyannaDrafter(nn.Module):
+    """The trained part. Embedding and head are the verifier's own and no parameters here."""
+
+    def __init__(self, config: LyannaConfig) -> None:
+        super().__init__()
+        n = config.hidden_size
+        self.config = config
+        self.hidden_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.embedding_norm = nn.RMSNorm(n, eps=config.rms_norm_eps) if config.first_token else None
+        self.projection = nn.Linear(2 * n if config.first_token else n, n, bias=False)
+        self.chain_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.layer = DrafterLayer(config)
+        self.norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.token_info = TokenInfo(config) if config.token_info else None
+
+    def first(
+        self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """h_1 of every row: features [B, T, n] at `positions` and embeddings of the tokens after them."""
+        parts = [self.hidden_norm(features)]
+        if self.embedding_norm is not None:
+            parts.append(self.embedding_norm(embeddings))
+        fused = self.projection(torch.cat(parts, dim=-1))
+        out: torch.Tensor = self.norm(self.layer(fused, positions, attend))
+        return out
+
+    def following(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """h_{i+1} from h_i [B, T, n]; `positions` are those of the predicted features h_i stands for."""
+        out: torch.Tensor = self.norm(self.layer(self.chain_norm(hidden), positions, attend))
+        return out

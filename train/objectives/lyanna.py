@@ -1,0 +1,149 @@
+"""Lyanna's loss: α·MSE of hidden states and β·CE of distributions, over every step of every chain (§4.1).
+
+Chains start at all positions of a row at once. The rows of step 0 attend causally; a row of step i attends to step 0's
+rows up to its start and to the earlier steps of its own chain, which is what decoding computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.train.batches import Batch
+
+
+class ChainAttention:
+    """Attention of parallel chains: call it once a step, in order. Shapes as in `redraft.export.drafters.layer`."""
+
+    def __init__(self, config: LyannaConfig) -> None:
+        self._config = config
+        self._keys: list[torch.Tensor] = []  # a step's rows, [B, Hq, T, D], key heads repeated
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """One step's rows."""
+        config = self._config
+        q = q.unflatten(-1, (config.heads, config.head_dim)).transpose(1, 2)
+        k, v = (
+            x.unflatten(-1, (config.kv_heads, config.head_dim))
+            .transpose(1, 2)
+            .repeat_interleave(config.heads // config.kv_heads, dim=1)
+            for x in (k, v)
+        )
+        self._keys.append(k)
+        self._values.append(v)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) if len(self._keys) == 1 else self._later(q)
+        return out.transpose(1, 2).flatten(-2)
+
+    def _later(self, q: torch.Tensor) -> torch.Tensor:
+        scale = self._config.head_dim**-0.5
+        rows = q.shape[2]
+        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+        first = (q @ self._keys[0].mT * scale).masked_fill(hidden, float("-inf"))  # [B, Hq, T, T]
+        own = [(q * k).sum(-1, keepdim=True) * scale for k in self._keys[1:]]  # [B, Hq, T, 1] each
+        weights = torch.cat([first, *own], dim=-1).softmax(-1)
+        out = weights[..., :rows] @ self._values[0]
+        for step, value in enumerate(self._values[1:]):
+            out = out + weights[..., rows + step, None] * value
+        return out
+
+
+def chains(
+    drafter: LyannaDrafter, features: torch.Tensor, tokens: torch.Tensor, embed: nn.Module
+) -> Iterator[torch.Tensor]:
+    """Hidden states h_1, h_2 … of the chains that start at every position: [B, T, n] each.
+
+    features [B, T, n] of the first T tokens; tokens [B, T + 1 or more].
+    """
+    rows = features.shape[1]
+    positions = torch.arange(rows, device=features.device)
+    attend = ChainAttention(drafter.config)
+    hidden = drafter.first(features, embed(tokens[:, 1 : rows + 1]), positions, attend)
+    yield hidden
+    for step in range(1, drafter.config.steps):
+        hidden = drafter.following(hidden, positions + step, attend)
+        yield hidden
+
+
+class LyannaObjective(nn.Module):
+    """A drafter beside its frozen verifier. A row of T inputs needs `lookahead` tokens more."""
+
+    def __init__(
+        self, verifier: Any, config: LyannaConfig, alpha: float = 1.0, beta: float = 1.0, step_weight: float = 0.8,
+        compile_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """alpha, beta: weights of MSE and CE.   step_weight: a step's loss counts this many times the one before."""
+        super().__init__()
+        self.drafter = LyannaDrafter(config)
+        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list: not a part of this module
+        self._alpha, self._beta, self._step_weight = alpha, beta, step_weight
+        self.lookahead = config.steps
+        self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
+
+    @property
+    def verifier(self) -> Any:
+        """The frozen model."""
+        return self._frozen[0]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The drafter's."""
+        return self.drafter.named_parameters(*args, **kwargs)
+
+    def prepare(self, step: int) -> bool:
+        """Nothing changes on the way."""
+        return False
+
+    def losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [B, T + N] to, by step, mean squared error, cross-entropy [nats], and share of top-1 hits: [N] each."""
+        steps = self.drafter.config.steps
+        with torch.no_grad():
+            features, logits = verifier_states(self.verifier, tokens)  # [B, T + N, n], [B, T + N, V]
+        rows = tokens.shape[1] - steps
+        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
+        mse, ce, hits = [], [], []
+        for step, hidden in enumerate(chains(self.drafter, features[:, :rows], tokens, embed)):
+            here = slice(step + 1, rows + step + 1)
+            predicted = step_logits(self.drafter, hidden, tokens[:, here], head, embed)
+            mse.append(F.mse_loss(hidden.float(), features[:, here].float()))
+            target = logits[:, here]
+            ce.append(F.cross_entropy(predicted.flatten(0, 1), target.softmax(-1).flatten(0, 1)))
+            hits.append((predicted.argmax(-1) == target.argmax(-1)).float().mean())
+        return torch.stack(mse), torch.stack(ce), torch.stack(hits)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
+        device = self.verifier.device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            mse, ce, hits = self._losses(batch.tokens.to(device))
+        weights = self._step_weight ** torch.arange(len(mse), device=device)
+        total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()
+        metrics = {"mse": mse.mean().item(), "ce": ce.mean().item()}
+        return total, metrics | {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
+
+
+def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
+    kept: list[torch.Tensor] = []
+    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    try:
+        logits = verifier(tokens, use_cache=False).logits.float()
+    finally:
+        hook.remove()
+    return kept[0], logits
+
+
+def step_logits(
+    drafter: LyannaDrafter, hidden: torch.Tensor, tokens: torch.Tensor, head: torch.Tensor, embed: nn.Module
+) -> torch.Tensor:
+    """l'_i: logits of hidden states [B, T, n], with what the tokens [B, T] before each predicted one add."""
+    logits = F.linear(hidden, head).float() * drafter.config.logit_scale
+    if drafter.token_info is None:
+        return logits
+    distinct, index = tokens.unique(return_inverse=True)
+    added: torch.Tensor = drafter.token_info(embed(distinct)).float()  # every distinct token once: V numbers each
+    return logits + added[index]

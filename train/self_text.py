@@ -1,0 +1,67 @@
+"""Text that a verifier writes itself: what a drafter will have to predict, and so what it should learn from.
+
+Rows are begun by stretches of a corpus and continued greedily or by sampling, many at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from redraft.errors import DataError
+
+ROWS_AT_ONCE = 32
+Progress = Callable[[int, int], None]
+
+
+def write_rows(
+    model: Any,
+    prompts: NDArray[np.integer[Any]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    progress: Progress = lambda done, rows: None,
+) -> NDArray[np.int64]:
+    """Continue every row of `prompts` [R, P] by `new_tokens` tokens: int64 [R, P + new_tokens].
+
+    Temperature 0 takes the likeliest token. End-of-text tokens do not end a row: what follows them is the model's too.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+    rows = []
+    for first in range(0, len(prompts), ROWS_AT_ONCE):
+        batch = torch.from_numpy(prompts[first : first + ROWS_AT_ONCE].astype(np.int64)).to(model.device)
+        rows.append(_continue(model, batch, new_tokens, temperature, generator).cpu().numpy())
+        progress(min(first + ROWS_AT_ONCE, len(prompts)), len(prompts))
+    return np.concatenate(rows)
+
+
+@torch.inference_mode()
+def _continue(
+    model: Any, tokens: torch.Tensor, new_tokens: int, temperature: float, generator: torch.Generator
+) -> torch.Tensor:
+    cache = DynamicCache(config=model.config)
+    written = [tokens]
+    for _ in range(new_tokens):
+        logits = model(written[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        written.append(_next(logits, temperature, generator))
+    return torch.cat(written, dim=1)
+
+
+def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
+    """One token a row, int64 [R, 1]."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+def prompts_from(stream: NDArray[np.integer[Any]], rows: int, length: int, seed: int) -> NDArray[np.int64]:
+    """`rows` stretches of `length` tokens from random places of a token stream, int64 [rows, length]."""
+    if len(stream) <= length:
+        raise DataError(f"the corpus has {len(stream)} tokens, too few for prompts of {length}")
+    starts = np.random.Generator(np.random.PCG64(seed)).integers(0, len(stream) - length, rows)
+    return np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
