@@ -18,7 +18,7 @@ from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
 from redraft.cli.console import Report
 from redraft.cli.models import Model
-from redraft.config import BuildConfig
+from redraft.config import BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
@@ -26,6 +26,7 @@ from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quali
 from redraft.export.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
+    from redraft.export.drafters.lyanna_graphs import LyannaExport
     from redraft.export.verifier import VerifierExport
 
 TOOLS = ("redraft", "torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -44,12 +45,13 @@ def build_bundle(
     checkpoint = Checkpoint.open(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    key = _key(digests, config, texts)
+    config = _with_taps(config)
+    key = _key(digests | _drafter_digests(config), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     with BundleWriter(out, model.name, force) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
-        manifest = _stage(checkpoint, model, config, writer.staging, report)
+        manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
         weights = {name: digests[name] for name in checkpoint.files}
         manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
@@ -57,16 +59,23 @@ def build_bundle(
         return writer.commit(replace(manifest, quality=quality)), False
 
 
-def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Path, report: Report) -> Manifest:
+def _with_taps(config: BuildConfig) -> BuildConfig:
+    """The configuration with the features that its drafters ask for."""
+    wanted = {"last"} if config.lyanna else set()
+    return replace(config, taps=(*config.taps, *sorted(wanted - set(config.taps))))
+
+
+def _stage(
+    checkpoint: Checkpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path, report: Report
+) -> Manifest:
     """Write every file of a bundle but the manifest, which is returned without digests."""
     special = tokenizers.copy_text_files(checkpoint.path, folder)
     report("loading the exporter")
     from redraft.export.verifier import export_verifier  # brings torch: a bundle that is current must not wait for it
 
     quiet_export()
-    exported = export_verifier(
-        checkpoint, folder, config, lambda stage, done, total: report(_stage_line(stage, done, total))
-    )
+    exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)))
+    lyanna = _lyanna(checkpoint, digests, exported, config.lyanna, folder, report) if config.lyanna else None
     return Manifest(
         name=model.name,
         model=ModelIdentity(
@@ -85,9 +94,10 @@ def _stage(checkpoint: Checkpoint, model: Model, config: BuildConfig, folder: Pa
         eos_token_ids=special.eos,
         pad_token_id=special.pad,
         taps=exported.taps,
-        graphs=_graphs(exported, folder),
-        weights=exported.weights,
-        drafters={"ngram": {}},
+        graphs={**_graphs(exported, folder), **(_lyanna_graphs(lyanna, folder) if lyanna else {})},
+        weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
+        drafters={"ngram": {}, **({"lyanna": {}} if lyanna else {})},
+        lyanna=lyanna.shape if lyanna else None,
         tools=_tools(),
     )
 
@@ -102,6 +112,44 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
     return {names.VERIFIER: portable, **({names.VERIFIER_SINGLE: lowered} if lowered else {})}
 
 
+def _lyanna(
+    checkpoint: Checkpoint, digests: Mapping[str, str], verifier: VerifierExport, options: LyannaBuild, folder: Path,
+    report: Report,
+) -> LyannaExport:  # fmt: skip
+    """The drafter's graphs and tables, after a check that it belongs to this verifier."""
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+    from redraft.export.drafters.lyanna_graphs import export_lyanna
+
+    identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
+    drafter = DrafterCheckpoint.open(Path(options.source))
+    return export_lyanna(
+        drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage))
+    )
+
+
+def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]:
+    """Draft and resample graphs, and where the drafter fits the kernels, the draft lowered for one sequence."""
+    from redraft.engines.lowering import lower_draft
+
+    shape = lyanna.shape
+    portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
+    graphs = {names.LYANNA_DRAFT: portable}
+    if shape.steps > 1:
+        resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
+        graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
+    if lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE):
+        graphs[names.LYANNA_DRAFT_SINGLE] = lowered
+    return graphs
+
+
+def _drafter_digests(config: BuildConfig) -> dict[str, str]:
+    """SHA-256 by name of the files of the drafters; those that are missing are found out later."""
+    if not config.lyanna:
+        return {}
+    paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
+    return {f"lyanna {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
+
+
 def _quality(
     checkpoint: Checkpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
 ) -> Quality | None:
@@ -114,7 +162,7 @@ def _quality(
         return Quality(measured, measured)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-fp32-", dir=out.parent) as folder:
         exact = BuildConfig(precision="fp32", context=staged.manifest.context)
-        manifest = _stage(checkpoint, model, exact, Path(folder), report)
+        manifest = _stage(checkpoint, {}, model, exact, Path(folder), report)
         return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def bench(
     engines: Engines,
     prompts: Annotated[list[Path], typer.Option(help="JSON lines with `turns`; may be given again.")],
-    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = "none,ngram",
+    methods: Annotated[
+        str | None, typer.Option(help="Methods to compare, separated by commas; all of the bundle's by default.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most of a kind.")] = None,
     max_new_tokens: NewTokens = 128,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode all tokens asked for.")] = False,
@@ -34,8 +36,8 @@ def bench(
 ) -> None:
     """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
     size, forced = parse_budget(budget), parse_acceptance(synthetic_acceptance)
-    listed = [method.strip() for method in methods.split(",")]
-    if not all(listed):
+    listed = [method.strip() for method in methods.split(",")] if methods is not None else []
+    if methods is not None and not all(listed):
         raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
 
     from redraft.bench.compare import Settings, compare
@@ -47,9 +49,13 @@ def bench(
     with progress(quiet=as_json) as report:
         report("opening the engines")
         with Runtime.open(engines, threads=threads) as runtime:
-            runs = compare(runtime, loaded, listed, settings, report)
+            runs = compare(runtime, loaded, listed or ["ngram", *_best(runtime)], settings, report)
             result = figures(runtime, runs, settings, engines, threads)
     print_json(result) if as_json else print_table(result)
+
+
+def _best(runtime: Runtime) -> list[str]:
+    return [] if runtime.default_method == "ngram" else [runtime.default_method]
 
 
 def figures(

@@ -15,7 +15,7 @@ from redraft.cli.options import Json
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.config import BuildConfig
+    from redraft.config import BuildConfig, LyannaBuild
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
@@ -27,6 +27,15 @@ class Precision(StrEnum):
     fp32 = "fp32"
     int8 = "int8"
     int4 = "int4"
+
+
+class TokenInfo(StrEnum):
+    """Of Lyanna's drafter."""
+
+    fp16 = "fp16"
+    int8 = "int8"
+    fp8 = "fp8"
+    lowrank = "lowrank"
 
 
 class Backend(StrEnum):
@@ -49,6 +58,12 @@ def build(
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
     context: Annotated[int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")] = None,
+    lyanna: Annotated[
+        str | None, typer.Option(help="Folder of a Lyanna drafter for this model; `none` builds without one.")
+    ] = None,
+    token_info: Annotated[
+        TokenInfo | None, typer.Option(help="How Lyanna's token information is kept: a table's type, or its factors.")
+    ] = None,
     eval_text: Annotated[
         list[str] | None, typer.Option(help="KIND=FILE of held-out text to report perplexity on; `none` reports none.")
     ] = None,
@@ -66,6 +81,7 @@ def build(
         texts = held_out(eval_text)
         found = find_model(model, report)
         config = choose(found.build, precision, backend, weights, context)
+        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info))
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
@@ -83,6 +99,20 @@ def choose(
         context=recipe.context if context is None else context,
         random_weights=weights is Weights.random or recipe.random_weights,
     )
+
+
+def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo | None) -> LyannaBuild | None:
+    """The recipe's drafter with what the command line says instead. None where there is none, or none can fit."""
+    from redraft.config import LyannaBuild
+
+    if source == "none" or config.random_weights and source is None:
+        return None
+    chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
+    if token_info is None:
+        return chosen
+    if chosen is None:
+        raise UsageError("--token-info is for a Lyanna drafter, and none is built", "give --lyanna DIR")
+    return replace(chosen, token_info=token_info.value)
 
 
 def held_out(options: list[str] | None) -> dict[str, str]:

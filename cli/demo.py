@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from redraft.cli.console import print_json
-from redraft.cli.generate import BEST_METHOD
 from redraft.cli.options import Engines, Json, NewTokens, Threads
 
 PROMPT = """class Vector:
@@ -39,14 +38,15 @@ def demo(
 
     settings = Settings(SamplingParams(max_tokens=max_new_tokens))
     with Runtime.open(engines, threads=threads) as runtime:
-        runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [BEST_METHOD], settings)
+        best = runtime.default_method
+        runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)
         methods = summarise(runs, gap_finder(runtime, settings))
-    plain, fast = methods[PLAIN], methods[BEST_METHOD]
+    plain, fast = methods[PLAIN], methods[best]
     if as_json:
         print_json({"prompt": prompt, "text": runs[0].generations[PLAIN].text, "methods": methods})
         return
-    texts = [runs[0].generations[method].text for method in (PLAIN, BEST_METHOD)]
-    _print_side_by_side(prompt, texts, [f"plain, {_rate(plain)}", f"{BEST_METHOD}, {_rate(fast)}"])
+    texts = [runs[0].generations[method].text for method in (PLAIN, best)]
+    _print_side_by_side(prompt, texts, [f"plain, {_rate(plain)}", f"{best}, {_rate(fast)}"])
     if fast["prompts"]:
         typer.echo(f"{fast['speedup']:.2f} times as fast, {fast['mean_acceptance_length']:.2f} tokens a verification")
     typer.echo(_verdict(fast))

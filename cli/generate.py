@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +16,6 @@ from redraft.errors import UsageError
 if TYPE_CHECKING:
     from redraft.runtime import Runtime
 
-BEST_METHOD = "ngram"
 STANDARD_INPUT = "-"
 
 
@@ -26,7 +26,9 @@ def generate(
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    method: Annotated[str, typer.Option(help="How to draft; `none` decodes plainly.")] = BEST_METHOD,
+    method: Annotated[
+        str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
+    ] = None,
     max_new_tokens: NewTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
@@ -35,6 +37,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what every step chose and what came of it, one JSON line a step.")
+    ] = None,
     threads: Threads = None,
     verify: Annotated[bool, typer.Option(help="Check the bundle's digests first.")] = True,
     as_json: Json = False,
@@ -53,15 +58,26 @@ def generate(
         top_p=top_p,
         seed=seed,
     )
-    with Runtime.open(engines, threads=threads, verify=verify) as runtime:
+    with ExitStack() as stack:
+        runtime = stack.enter_context(Runtime.open(engines, threads=threads, verify=verify))
+        file = stack.enter_context(writable(trace)) if trace else None
         ids = encode(runtime, text, chat)
         if as_json:
-            print_json({"method": method, **runtime.generate([ids], params, method, size)[0].to_json()})
+            found = runtime.generate([ids], params, method, size, trace=file)[0]
+            print_json({"method": method or runtime.default_method, **found.to_json()})
             return
-        for chunk in runtime.stream(ids, params, method, size):
+        for chunk in runtime.stream(ids, params, method, size, file):
             typer.echo(chunk, nl=False)
             sys.stdout.flush()
         typer.echo()
+
+
+def writable(path: Path) -> IO[str]:
+    """A text file to write. Raises UsageError where it cannot be."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--trace {path} cannot be written: {error.strerror}", "give another file") from None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -34,7 +34,7 @@ class Engine(Protocol):
     outputs: tuple[TensorSpec, ...]
 
     def bind(self, name: str, buffer: np.ndarray[Any, np.dtype[Any]]) -> None:
-        """Bind a persistent C-contiguous array to input `name` and to the output that updates it in place.
+        """Bind a persistent C-contiguous array to the input or output `name`, and to outputs that update it in place.
 
         No copy: the engine reads and writes the array itself. Binding again drops calls prepared so far.
         Raises ValueError on an unknown name or an element type, rank or fixed dimension that does not fit.

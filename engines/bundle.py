@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from redraft import names
 from redraft.engines.digests import file_digests
 from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command
 from redraft.engines.writer import BundleWriter
 from redraft.errors import BundleError
-from redraft.names import TensorSpec
+from redraft.names import LyannaShape, TensorSpec
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
 __all__ = ["Bundle", "BundleWriter", "open_bundle", "verifier_signature"]
 
@@ -29,6 +35,13 @@ class Bundle:
         if record is None:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
         return record
+
+    def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+        """The tensor that the manifest lists as `name`, mapped from its file: pages come in as they are read."""
+        ref = next((ref for ref in self.manifest.weights if ref.initializer == name), None)
+        if ref is None:
+            raise self.error(f"expected a tensor {name!r}, found none")
+        return np.memmap(self.path / ref.file, _DTYPES[ref.dtype], "c", ref.offset, ref.shape)
 
     def error(self, message: str) -> BundleError:
         """An error about this bundle, with the command that rebuilds it."""
@@ -69,6 +82,26 @@ def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return tuple(replace(spec, shape=tuple(1 if dim == "B" else dim for dim in spec.shape)) for spec in specs)
 
 
+def lyanna_signatures(
+    manifest: Manifest, shape: LyannaShape
+) -> dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]]:
+    """Inputs and outputs by graph that a drafter of this shape must have."""
+    inputs, outputs = names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape)
+    graphs = {names.LYANNA_DRAFT: (inputs, outputs)}
+    if shape.steps > 1:
+        graphs[names.LYANNA_RESAMPLE] = (names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape))
+    if names.LYANNA_DRAFT_SINGLE in manifest.graphs:
+        graphs[names.LYANNA_DRAFT_SINGLE] = (single_sequence(inputs), single_draft_outputs(outputs, shape.steps))
+    return graphs
+
+
+def single_draft_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
+    """Outputs of a draft graph lowered for one sequence: every step but the last updates the buffers by its own name."""
+    single = single_sequence(outputs)
+    updates = [spec for spec in single if spec.in_place_of]
+    return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))
+
+
 def _sizes(bundle: Bundle) -> Iterator[str]:
     for name, expected in bundle.manifest.files.items():
         file = bundle.path / name
@@ -87,13 +120,34 @@ def _digests(bundle: Bundle) -> Iterator[str]:
 
 
 def _signatures(bundle: Bundle) -> Iterator[str]:
-    if names.VERIFIER not in bundle.manifest.graphs:
-        yield f"expected a graph {names.VERIFIER!r}, found {', '.join(sorted(bundle.manifest.graphs)) or 'none'}"
-    for graph in (names.VERIFIER, names.VERIFIER_SINGLE):
-        if record := bundle.manifest.graphs.get(graph):
-            for expected, found in zip(verifier_signature(bundle.manifest, graph), (record.inputs, record.outputs),
-                                       strict=True):  # fmt: skip
+    manifest = bundle.manifest
+    known = {graph: verifier_signature(manifest, graph) for graph in (names.VERIFIER, names.VERIFIER_SINGLE)}
+    if manifest.lyanna:
+        known |= lyanna_signatures(manifest, manifest.lyanna)
+        yield from _tables(bundle, manifest.lyanna)
+    for graph, signature in known.items():
+        if record := manifest.graphs.get(graph):
+            for expected, found in zip(signature, (record.inputs, record.outputs), strict=True):
                 yield from signature_differences(graph, expected, found)
+        elif graph != names.VERIFIER_SINGLE:
+            yield f"expected a graph {graph!r}, found {', '.join(sorted(manifest.graphs)) or 'none'}"
+
+
+def _tables(bundle: Bundle, shape: LyannaShape) -> Iterator[str]:
+    """What does not fit about where token information lies."""
+    refs = {ref.initializer: ref for ref in bundle.manifest.weights}
+    for spec in names.token_info_tables(shape):
+        ref = refs.get(spec.name)
+        if ref is None:
+            yield f"expected a table {spec.name}, found none"
+            continue
+        length = math.prod(int(dim) for dim in spec.shape) * np.dtype(spec.dtype).itemsize
+        size = bundle.manifest.files[ref.file].size
+        if (ref.shape, ref.length) != (spec.shape, length) or not 0 <= ref.offset <= size - length:
+            yield (
+                f"table {spec.name}: expected {length} bytes of {list(spec.shape)} in {ref.file}, "
+                f"found {ref.length} of {list(ref.shape)} at {ref.offset} of {size}"
+            )
 
 
 def signature_differences(graph: str, expected: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> Iterator[str]:

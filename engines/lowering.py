@@ -15,10 +15,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.convenience import replace_nodes_and_values
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, TopologicalSortPass
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    RemoveUnusedFunctionsPass,
+    RemoveUnusedNodesPass,
+    TopologicalSortPass,
+)
 
 from redraft import names
-from redraft.engines.bundle import single_sequence
+from redraft.engines.bundle import single_draft_outputs, single_sequence
 from redraft.engines.manifest import GraphRecord
 
 _MICROSOFT = "com.microsoft"
@@ -35,23 +40,66 @@ def lower_single(folder: Path, portable: GraphRecord) -> GraphRecord | None:
     Returns its record, or None, with nothing written, where a layer of the model does not fit the kernel.
     """
     model = ir.load(folder / portable.file)
-    attentions = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
+    attentions = _attentions(model)
     if not attentions or not all(_fits(node) for node in attentions):
         return None
     _fix_batch(model.graph)
     masks = _Masks(model.graph)
     for node in attentions:
         _lower_attention(model.graph, node, masks)
-    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
-        _fuse_residual(model.graph, node)
-    model.opset_imports[_MICROSOFT] = 1
-    for tidy in (RemoveUnusedNodesPass, RemoveUnusedFunctionsPass, TopologicalSortPass):
-        tidy()(model)
     record = GraphRecord(
         f"{names.VERIFIER_SINGLE}.onnx", single_sequence(portable.inputs), single_sequence(portable.outputs)
     )
+    return _save(model, folder, record)
+
+
+def lower_draft(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph; otherwise as `lower_single`.
+
+    Its rows are a causal chain, row r of the KV holding position r, so the kernel needs no mask and no positions. Every
+    node after the first writes to the buffers where they are: an output of its own, in place of the same input.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(_fits(node) for node in attentions):
+        return None
+    _fix_batch(model.graph)
+    for number, node in enumerate(attentions):
+        fused = _lower_attention(model.graph, node, _Chain(model.graph, node))
+        _write_in_place(model.graph, fused, number, last=node is attentions[-1])
+    outputs = single_draft_outputs(portable.outputs, len(attentions))
+    return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
+
+
+def _attentions(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
+
+
+def _save(model: ir.Model, folder: Path, record: GraphRecord) -> GraphRecord:
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
+        _fuse_residual(model.graph, node)
+    model.opset_imports[_MICROSOFT] = 1
+    tidies = (RemoveUnusedNodesPass, RemoveUnusedFunctionsPass, TopologicalSortPass, CommonSubexpressionEliminationPass)
+    for tidy in tidies:
+        tidy()(model)
     ir.save(model, folder / record.file)
     return record
+
+
+def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) -> None:
+    """Let a node of a chain of updates read the graph's own buffers and give what it wrote as an output over them.
+
+    A chain of in-place updates through inner values would be copies: only the graph's inputs and outputs are bound.
+    """
+    caches = {value.name: value for value in graph.inputs}
+    for place, name in ((3, names.key_cache(0)), (4, names.value_cache(0))):
+        cache, written = caches[name], fused.outputs[place - 2]
+        fused.replace_input_with(place, cache)
+        if last:
+            continue
+        written.name = f"{names.present(name)}.{number}"
+        written.shape, written.type = cache.shape, cache.type
+        graph.outputs.append(written)
 
 
 def _head_dim(node: ir.Node) -> int:
@@ -120,9 +168,7 @@ class _Masks:
 
     def _constant(self, values: object) -> ir.Value:
         self._count += 1
-        value = ir.Value(name=f"single.constant.{self._count}", const_value=ir.tensor(np.asarray(values)))
-        self._graph.register_initializer(value)
-        return value
+        return _initializer(self._graph, f"single.constant.{self._count}", values)
 
     def _node(self, op: str, inputs: list[ir.Value], **attributes: int) -> ir.Value:
         self._count += 1
@@ -132,7 +178,39 @@ class _Masks:
         return node.outputs[0]
 
 
-def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks) -> None:
+class _Chain:
+    """Row counts of one node whose rows follow its past in order: what `_Masks` is for trees."""
+
+    positions = None
+
+    def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
+        self._graph, self._node = graph, node
+        past, positions = node.inputs[7], node.inputs[6]
+        one = _initializer(graph, f"{node.outputs[0].name}.one", [1])
+        if positions is not None and positions.shape is not None and positions.shape[1] == 1:
+            total, last = self._added("Add", [past, one]), past
+        else:
+            total = self._added("Add", [past, self._added("Shape", [positions], start=1, end=2)])
+            last = self._added("Sub", [total, one])
+        self.total, self.last = (self._added("Cast", [rows], to=ir.DataType.INT32) for rows in (total, last))
+
+    def bias(self, window: int) -> None:
+        """None is added: later rows come later."""
+
+    def _added(self, op: str, inputs: list[ir.Value | None], **attributes: int) -> ir.Value:
+        node = ir.node(op, inputs, attributes)
+        node.outputs[0].name = f"{self._node.outputs[0].name}.{op.lower()}.{len(self._graph)}"
+        self._graph.insert_before(self._node, node)
+        return node.outputs[0]
+
+
+def _initializer(graph: ir.Graph, name: str, values: object) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(np.asarray(values)))
+    graph.register_initializer(value)
+    return value
+
+
+def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks | _Chain) -> ir.Node:
     q, k, v, key_cache, value_cache = node.inputs[:5]
     heads = {name: node.attributes[name].as_int() for name in ("q_heads", "kv_heads", "window")}
     attributes: dict[str, Any] = {
@@ -156,6 +234,7 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks) -> None:
         num_outputs=3,
     )
     replace_nodes_and_values(graph, node, [node], [fused], node.outputs, fused.outputs)
+    return fused
 
 
 def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:

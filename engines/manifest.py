@@ -12,9 +12,9 @@ from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
 from redraft.errors import BundleError
-from redraft.names import TensorSpec, VerifierShape, WeightRef
+from redraft.names import LyannaShape, TensorSpec, VerifierShape, WeightRef
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 
@@ -64,7 +64,8 @@ class Manifest:
     """See the fields of the records above; besides:
 
     context:    capacity in tokens.          taps:     feature outputs of the verifier.
-    drafters:   default settings by method.  tools:    versions of what built the bundle.
+    drafters:   default settings by method.  lyanna:   shape of its graphs, where it was built.
+    tools:      versions of what built the bundle.
     build_key:  digest of everything the build depends on (`cache.build_key`).
     files:      every file of the bundle but the manifest; filled in when the bundle is committed.
     """
@@ -83,6 +84,7 @@ class Manifest:
     graphs: Mapping[str, GraphRecord]
     weights: tuple[WeightRef, ...] = ()
     drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lyanna: LyannaShape | None = None
     quality: Quality | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
     build_key: str = ""

@@ -17,10 +17,13 @@ from redraft.names import TensorSpec
 
 _ALIGNMENT_BYTES = 64
 _NUMPY: Mapping[str, type[np.generic]] = {
-    "int64": np.int64, "int32": np.int32, "bool": np.bool_, "float32": np.float32, "float16": np.float16,
+    "int64": np.int64, "int32": np.int32, "int8": np.int8, "uint8": np.uint8, "bool": np.bool_, "float32": np.float32,
+    "float16": np.float16,
 }  # fmt: skip
-_ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "bool": "tensor(bool)", "float32": "tensor(float)",
-        "float16": "tensor(float16)"}  # fmt: skip
+_ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
+        "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)"}  # fmt: skip
+_SPIN_US = "20"
+"""How long an idle thread spins before it sleeps."""
 _SEVERITY = {"warning": 2, "error": 3}
 
 
@@ -59,12 +62,13 @@ class OnnxRuntimeEngine:
         self._buffers: dict[str, Array] = {}
         self._calls: dict[tuple[tuple[str, int], ...], OnnxRuntimeCall] = {}
         self._updated = {spec.in_place_of for spec in outputs if spec.in_place_of}
+        self._bindable = {spec.name: spec for spec in (*inputs, *outputs) if spec.in_place_of is None}
 
     def bind(self, name: str, buffer: Array) -> None:
         """Bind a persistent array; see `Engine.bind`."""
-        spec = next((spec for spec in self.inputs if spec.name == name), None)
+        spec = self._bindable.get(name)
         if spec is None:
-            raise ValueError(f"no input {name!r}; inputs are {', '.join(s.name for s in self.inputs)}")
+            raise ValueError(f"no input or output {name!r} to bind; there are {', '.join(self._bindable)}")
         if buffer.dtype != _NUMPY[spec.dtype] or not buffer.flags.c_contiguous:
             raise ValueError(f"{name}: expected a C-contiguous {spec.dtype} array, found {buffer.dtype}")
         if not _fits(spec, buffer.shape):
@@ -84,7 +88,7 @@ class OnnxRuntimeEngine:
         if unbound := sorted(self._updated - set(self._buffers)):
             raise ValueError(f"bind {', '.join(unbound)} first")
         free = [spec for spec in self.inputs if spec.name not in self._buffers]
-        fresh = [spec for spec in self.outputs if spec.in_place_of is None]
+        fresh = [spec for spec in self.outputs if spec.in_place_of is None and spec.name not in self._buffers]
         symbols = {dim for spec in (*free, *fresh) for dim in spec.shape if isinstance(dim, str)}
         if symbols != set(sizes):
             raise ValueError(
@@ -92,13 +96,15 @@ class OnnxRuntimeEngine:
             )
         inputs, outputs = ({spec.name: _array(spec, sizes) for spec in specs} for specs in (free, fresh))
         buffers = {name: self._part(name, sizes) for name in self._buffers}
+        read = {spec.name: buffers[spec.name] for spec in self.inputs if spec.name in buffers}
+        written = {spec.name: buffers[spec.name] for spec in self.outputs if spec.name in buffers}
         updated = {spec.name: buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
-        return OnnxRuntimeCall(self._session, inputs, outputs, {**inputs, **buffers}, {**outputs, **updated})
+        return OnnxRuntimeCall(self._session, inputs, outputs, {**inputs, **read}, {**outputs, **written, **updated})
 
     def _part(self, name: str, sizes: Mapping[str, int]) -> Array:
         """The leading part of a bound buffer that a call over fewer sequences than it holds uses."""
         buffer = self._buffers[name]
-        leading = next(spec for spec in self.inputs if spec.name == name).shape[0]
+        leading = self._bindable[name].shape[0]
         wanted = sizes.get(leading, len(buffer)) if isinstance(leading, str) else len(buffer)
         if wanted > len(buffer):
             raise ValueError(f"{name}: {leading}={wanted} is more than the {len(buffer)} that the bound buffer holds")
@@ -141,14 +147,16 @@ def bound_call(
 
 
 def _options(threads: int | None, log: str) -> ort.SessionOptions:
-    """Options of a session with a thread pool of its own, whose idle threads spin.
+    """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
 
-    Without spinning a step of a small model takes half as long again. ONNX Runtime's process-wide pool would serve
-    several engines better, but refuses every session of the process that was not made for it.
+    Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle take
+    turns on cores that another's idle threads hold, which costs up to three times as much. ONNX Runtime's process-wide
+    pool would avoid both, but refuses every session of the process that was not made for it.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
     options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = _SEVERITY[log]

@@ -21,7 +21,8 @@ def simplify(model: ir.Model) -> None:
     spell_out_gemms(model)
     Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())(model)
     merge_products(model)
-    Sequential(common.RemoveUnusedNodesPass(), common.TopologicalSortPass())(model)
+    tidy = (common.RemoveUnusedNodesPass(), common.TopologicalSortPass(), common.CommonSubexpressionEliminationPass())
+    Sequential(*tidy)(model)
 
 
 def compose_transposes(model: ir.Model) -> None:
@@ -147,7 +148,7 @@ def _merge(model: ir.Model, products: list[ir.Node]) -> None:
         nodes += [bias, last]
     split = ir.node("Split", [last.outputs[0], _constant(model, sizes)], {"axis": -1}, num_outputs=len(products))
     stem = weights[0].name.rsplit(".", 2)[0]  # type: ignore[union-attr]
-    product.name, product.outputs[0].name = f"{stem}.product", f"{stem}.product"
+    product.name = product.outputs[0].name = f"{stem}.{len(model.graph)}.product"
     lead = list(first.inputs[0].shape)[:-1]  # type: ignore[union-attr, arg-type]
     for value, size in [
         (product.outputs[0], sum(sizes)),

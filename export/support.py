@@ -139,3 +139,12 @@ def tied_names(network: nn.Module) -> dict[str, str]:
             tied[name] = owner
             tied[owner] = name
     return tied
+
+
+def vocabulary_parameters(network: nn.Module) -> tuple[str, str]:
+    """Names of the embedding's and of the head's weight; of tied ones the first, as graphs name them."""
+    shared = [network.get_input_embeddings().weight, network.get_output_embeddings().weight]  # type: ignore[operator]
+    embedding, head = (
+        next(name for name, p in network.named_parameters(remove_duplicate=False) if p is weight) for weight in shared
+    )
+    return embedding, head

@@ -6,7 +6,7 @@ The architecture's own code runs; its attention, cache and mask go through trans
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from redraft import names
 from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export import modules, tree_attention
+from redraft.names import TensorSpec
 
 INTERFACE = "redraft_tree"
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "output_attentions", "is_causal"}
@@ -206,6 +207,19 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
         {0: b, 1: r},
         [{0: b, 2: c}] * 2 * shape.layers,
     )
+    outputs = names.verifier_outputs(shape, module.taps)
+    return trace_graph(module, args, dynamic, names.verifier_inputs(shape), outputs)
+
+
+def trace_graph(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    dynamic: tuple[Any, ...],
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    translations: Mapping[Any, Any] = TRANSLATIONS,
+) -> ir.Model:
+    """Export any module of ours, called with `args` of which `dynamic` sizes vary, under the names of its contract."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = _export(
@@ -214,9 +228,9 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
             dynamo=True,
             opset_version=OPSET,
             dynamic_shapes=dynamic,
-            input_names=[spec.name for spec in names.verifier_inputs(shape)],
-            output_names=[spec.name for spec in names.verifier_outputs(shape, module.taps)],
-            custom_translation_table=TRANSLATIONS,
+            input_names=[spec.name for spec in inputs],
+            output_names=[spec.name for spec in outputs],
+            custom_translation_table=dict(translations),
             optimize=False,
             verbose=False,
         )
@@ -234,4 +248,8 @@ def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.o
         if cause is not None:
             raise cause from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"torch cannot trace {type(module.model).__name__} ({reason})") from error
+        raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
+
+
+def _called(module: nn.Module) -> str:
+    return type(getattr(module, "model", module)).__name__

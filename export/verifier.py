@@ -13,7 +13,7 @@ from redraft import __version__, names
 from redraft.config import BuildConfig
 from redraft.export import passes, support, tracing, tree_attention, weights
 from redraft.export.checkpoint import Checkpoint
-from redraft.export.weights import Progress
+from redraft.export.weights import AnySource, Progress
 from redraft.names import WeightRef
 
 IR_VERSION = 11
@@ -22,13 +22,19 @@ GRAPH = "verifier.onnx"
 
 @dataclass(frozen=True)
 class VerifierExport:
-    """What was written: `graph` and the weight files are relative to the output folder."""
+    """What was written: `graph` and the weight files are relative to the output folder.
+
+    embedding, head: the parameters that drafters share.   source: where the parameters' values come from.
+    """
 
     shape: names.VerifierShape
     taps: tuple[str, ...]
     graph: str
     weights: tuple[WeightRef, ...]
     weight_files: tuple[str, ...]
+    embedding: str
+    head: str
+    source: AnySource
 
 
 def export_verifier(
@@ -53,14 +59,16 @@ def export_verifier(
         support.check_attention(model, architecture, shape)
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
         tied = support.tied_names(network)
+        embedding, head = support.vocabulary_parameters(network)
     progress("trace", 1, 1)
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
     source = weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
     refs = weights.place(model, source, out, config.precision, progress)
-    _finish(model)
+    finish(model)
     ir.save(model, out / GRAPH)
-    return VerifierExport(shape, config.taps, GRAPH, refs, tuple(sorted({ref.file for ref in refs})))
+    files = tuple(sorted({ref.file for ref in refs}))
+    return VerifierExport(shape, config.taps, GRAPH, refs, files, embedding, head, source)
 
 
 def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:
@@ -80,7 +88,8 @@ def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str
                 graph.initializers[name].name = first
 
 
-def _finish(model: ir.Model) -> None:
+def finish(model: ir.Model) -> None:
+    """Drop what nothing reads and all notes of the tracer, and append the bodies of our operators."""
     common.RemoveUnusedNodesPass()(model)
     tree_attention.add_bodies(model)
     model.ir_version = IR_VERSION

@@ -9,20 +9,21 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
+from redraft import names
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export import quantize
-from redraft.export.checkpoint import DOWNLOAD_AGAIN, Checkpoint, TensorEntry
+from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, Checkpoint, TensorEntry
 from redraft.export.passes import weights_of
 from redraft.names import WeightRef
 
@@ -33,6 +34,7 @@ RANDOM_STD = 0.02
 EXPERT_NAMES = {"gate_proj": ("w1",), "up_proj": ("w3",), "down_proj": ("w2",)}
 ONNX_TYPES = {"F32": ir.DataType.FLOAT, "U8": ir.DataType.UINT8}
 Progress = Callable[[str, int, int], None]
+AnySource: TypeAlias = "Source | RandomSource | ModuleSource"
 Slabs = Iterator[NDArray[Any]]
 
 
@@ -49,7 +51,7 @@ class Made:
     @property
     def length(self) -> int:
         """Bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * {"F32": 4, "U8": 1}[self.dtype]
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class Source:
                     yield f"{stem}.{name}.{suffix}".replace(".mlp.", moe)
         yield parameter.replace(".mlp.", ".block_sparse_moe.")
 
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Where the checkpoint has the parameter."""
+        return self.entry(parameter)
+
     def slabs(self, parameter: str) -> Slabs:
         """The parameter in fp32, a few rows at a time."""
         mapped = self.checkpoint.memmap(self.entry(parameter).name)
@@ -106,6 +112,10 @@ class RandomSource:
 
     parameters: dict[str, tuple[int, ...]]
 
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Nowhere."""
+        return None
+
     def slabs(self, parameter: str) -> Slabs:
         """Norm gains are one, the rest is normal with standard deviation 0.02."""
         shape = self.parameters[parameter]
@@ -118,28 +128,58 @@ class RandomSource:
                 yield generator.standard_normal(part, np.float32) * np.float32(RANDOM_STD)
 
 
+@dataclass(frozen=True)
+class ModuleSource:
+    """A drafter's own tensors, held in memory, beside parameters that the verifier's graph has placed already."""
+
+    tensors: Mapping[str, NDArray[np.float32]]
+    beside: AnySource
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return {**self.beside.parameters, **{name: tensor.shape for name, tensor in self.tensors.items()}}
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Where the verifier's checkpoint has the parameter, if it does."""
+        return None if parameter in self.tensors else self.beside.stored(parameter)
+
+    def slabs(self, parameter: str) -> Slabs:
+        """The parameter in fp32."""
+        return iter([self.tensors[parameter]]) if parameter in self.tensors else self.beside.slabs(parameter)
+
+
 def place(
-    model: ir.Model, source: Source | RandomSource, folder: Path, precision: str, progress: Progress
-) -> tuple[WeightRef, ...]:
-    """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits."""
-    made = _quantize_products(model, source, precision) if precision != "fp32" else []
+    model: ir.Model, source: AnySource, folder: Path, precision: str, progress: Progress, *,
+    file: str | None = None, logits: str = names.LOGITS, shared: Iterable[WeightRef] = (),
+) -> tuple[WeightRef, ...]:  # fmt: skip
+    """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits.
+
+    file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits.
+    shared: what another graph of the bundle has placed already, used again where it has the same name.
+    Returns where the parameters that were placed now lie.
+    """
+    there = {ref.initializer: ref for ref in shared}
+    made = _quantize_products(model, source, precision, logits) if precision != "fp32" else []
     refs: list[WeightRef] = []
     for name in _parameters(model, source.parameters):
-        entry = source.entry(name) if isinstance(source, Source) else None
-        if entry is not None and entry.dtype == "F32":
+        entry = source.stored(name)
+        if name not in there and entry is not None and entry.dtype == "F32":
             refs.append(
                 WeightRef(name, f"{FOLDER}/{entry.file}", entry.offset, entry.length, "F32", entry.shape, (entry.name,))
             )
         else:
             slabs = partial(source.slabs, name)
             made.append(Made(name, "F32", source.parameters[name], (entry.name,) if entry else (), slabs))
+    used = [there[tensor.name] for tensor in made if tensor.name in there]
+    made = [tensor for tensor in made if tensor.name not in there]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     if isinstance(source, Source):
-        for file in sorted({Path(ref.file).name for ref in refs}):
-            _link(source.checkpoint.path / file, folder / FOLDER / file)
+        for shard in sorted({Path(ref.file).name for ref in refs}):
+            _link(source.checkpoint.path / shard, folder / FOLDER / shard)
     if made:
-        refs += _write(made, folder, f"{FOLDER}/{precision}.safetensors", progress)
-    for ref in refs:
+        refs += write(made, folder, f"{FOLDER}/{file or precision}.safetensors", progress)
+    for ref in (*refs, *used):
         _point(model, ref, folder)
     return tuple(sorted(refs, key=lambda ref: ref.initializer))
 
@@ -175,7 +215,9 @@ def _link(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _write(made: list[Made], folder: Path, file: str, progress: Progress) -> list[WeightRef]:
+def write(
+    made: list[Made], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
+) -> list[WeightRef]:
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     offset, header = 0, {}
     for tensor in made:
@@ -202,10 +244,10 @@ def _write(made: list[Made], folder: Path, file: str, progress: Progress) -> lis
     return refs
 
 
-def _quantize_products(model: ir.Model, source: Source | RandomSource, precision: str) -> list[Made]:
+def _quantize_products(model: ir.Model, source: AnySource, precision: str, output: str) -> list[Made]:
     """Replace products over stored weights by MatMulNBits; the logits' product keeps 8 bits at int4."""
     made: list[Made] = []
-    logits = model.graph.outputs[0].producer()
+    logits = next(value for value in model.graph.outputs if value.name == output).producer()
     for node in [n for n in model.graph if n.op_type == "MatMul"]:
         weights = [value.name or "" for value in weights_of(node)]
         if not weights:
@@ -224,12 +266,12 @@ def _feeds(node: ir.Node, logits: ir.Node | None) -> bool:
 
 
 def _quantized_product(
-    model: ir.Model, node: ir.Node, weights: list[str], source: Source | RandomSource, bits: int
+    model: ir.Model, node: ir.Node, weights: list[str], source: AnySource, bits: int
 ) -> list[Made]:
     rows = sum(source.parameters[name][0] for name in weights)
     columns = source.parameters[weights[0]][1]
-    blocks, stem = quantize.blocks_of(columns), weights[0] if len(weights) == 1 else weights[0].rsplit(".", 2)[0]
-    sources = tuple(source.entry(name).name for name in weights) if isinstance(source, Source) else ()
+    blocks, stem = quantize.blocks_of(columns), weights[0] if len(weights) == 1 else f"{weights[0]}.merged"
+    sources = tuple(entry.name for name in weights if (entry := source.stored(name)) is not None)
     shapes = {
         "codes": ("U8", (rows, blocks, quantize.BLOCK * bits // 8)),
         "scales": ("F32", (rows, blocks)),
@@ -239,15 +281,16 @@ def _quantized_product(
     def slabs(part: str) -> Callable[[], Slabs]:
         return lambda: (getattr(quantize.quantize(slab, bits), part) for name in weights for slab in source.slabs(name))
 
-    made = [Made(f"{stem}.{part}", dtype, shape, sources, slabs(part)) for part, (dtype, shape) in shapes.items()]
-    inputs = []
+    known = model.graph.initializers
+    every = [Made(f"{stem}.{part}", dtype, shape, sources, slabs(part)) for part, (dtype, shape) in shapes.items()]
+    made = [tensor for tensor in every if tensor.name not in known]  # a weight may have several products
     for tensor in made:
         value = ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(ONNX_TYPES[tensor.dtype]))
         value.const_value = ir.ExternalTensor(
             "unplaced", 0, 0, ONNX_TYPES[tensor.dtype], shape=ir.Shape(tensor.shape), name=tensor.name
         )
         model.graph.register_initializer(value)
-        inputs.append(value)
+    inputs = [known[tensor.name] for tensor in every]
     attributes = {"K": columns, "N": rows, "bits": bits, "block_size": quantize.BLOCK, "accuracy_level": 4}
     product = ir.node("MatMulNBits", [node.inputs[0], *inputs], attributes, domain="com.microsoft")
     product.outputs[0].shape, product.outputs[0].type = node.outputs[0].shape, node.outputs[0].type

@@ -10,6 +10,8 @@ from redraft.errors import UsageError
 
 Precision = Literal["fp32", "int8", "int4"]
 Backend = Literal["onnxruntime"]
+TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
+"""How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
 T = TypeVar("T")
 
 
@@ -23,8 +25,49 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 @dataclass(frozen=True)
+class LyannaBuild:
+    """How a Lyanna drafter is built.
+
+    source:      the drafter's folder.
+    steps:       hidden states of a chain; None takes what it was trained for.
+    width:       children of a node, and nodes that go on at each level.
+    nodes:       largest tree that a draft gives, its root not counted.
+    token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
+    precision:   of the drafter's products; int8 is less to read between two verifications.
+    hot_tokens:  tokens that have token information where the vocabulary is larger than `prune_above` (§6.1).
+    """
+
+    source: str
+    steps: int | None = None
+    width: int = 4
+    nodes: int = 32
+    token_info: TokenInfo = "fp16"
+    precision: Precision = "int8"
+    hot_tokens: int = 32_768
+    prune_above: int = 40_000
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise UsageError(f"lyanna.source must name a drafter's folder, not {self.source!r}")
+        if self.token_info not in get_args(TokenInfo):
+            raise UsageError(
+                f"unknown lyanna.token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
+            )
+        if self.precision not in get_args(Precision):
+            raise UsageError(
+                f"unknown lyanna.precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}"
+            )
+        for name in ("steps", "width", "nodes", "hot_tokens", "prune_above"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"lyanna.{name} must be a positive number, not {value!r}")
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """How a bundle is built from a checkpoint.
+
+    lyanna:          its Lyanna drafter, if it has one.
 
     precision:       of the matrix products: fp32, or weight-only int8 or int4.
     backend:         what runs the engines.
@@ -38,6 +81,7 @@ class BuildConfig:
     context: int | None = None
     taps: tuple[str, ...] = ()
     random_weights: bool = False
+    lyanna: LyannaBuild | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):

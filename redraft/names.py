@@ -1,7 +1,8 @@
 """Names, element types and symbolic shapes of every tensor that crosses a graph's boundary: their one home.
 
 Symbols: B sequences in the call, T tokens verified at once, R rows whose logits are wanted, C capacity of the KV
-buffers in rows, V vocabulary, n hidden size, H_kv key/value heads, D head size.
+buffers in rows, V vocabulary, n hidden size, H_kv key/value heads, D head size. Of a drafter: M rows that it catches up
+on, N steps of its chain, K nodes of its tree (root included), H hot tokens, d rank of the token information.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Dtype = Literal["int64", "int32", "bool", "float32", "float16", "bfloat16"]
+from redraft.config import TokenInfo
+
+Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
 Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
@@ -18,6 +21,13 @@ VERIFIER = "verifier"
 VERIFIER_SINGLE = "verifier.single"
 """The same graph lowered for one sequence on ONNX Runtime's CPU kernels (absent where they do not fit the model)."""
 
+LYANNA_DRAFT = "lyanna.draft"
+"""Lyanna's chain, its logits and the tree of them (Algorithm 1), any batch."""
+LYANNA_DRAFT_SINGLE = "lyanna.draft.single"
+"""The same graph lowered for one sequence, as `VERIFIER_SINGLE` is."""
+LYANNA_RESAMPLE = "lyanna.resample"
+"""A new tree from logits that the last draft left over (Algorithm 2), any batch."""
+
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 TREE_MASK = "tree_mask"
@@ -25,6 +35,16 @@ PAST_LEN = "past_len"
 LIVE = "live"
 OUTPUT_ROWS = "output_rows"
 LOGITS = "logits"
+
+FEATURE_ROWS = "features"
+TOKENS = "tokens"
+PENDING = "pending"
+CHAIN_LOGITS = "chain_logits"
+FIRST_STEP = "first_step"
+TREE_TOKENS = "tree.tokens"
+TREE_PARENTS = "tree.parents"
+TREE_LOG_PROBS = "tree.log_probs"
+TREE_COUNT = "tree.count"
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -121,4 +141,118 @@ def verifier_outputs(shape: VerifierShape, taps: tuple[str, ...]) -> tuple[Tenso
             TensorSpec(present(cache), "float32", ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
             for cache in caches
         ),
+    )
+
+
+@dataclass(frozen=True)
+class LyannaShape:
+    """What the graphs of a Lyanna drafter take and give, and what its buffers need.
+
+    steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
+    hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
+    rank:  d, of the low-rank form.
+    """
+
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    steps: int
+    width: int
+    nodes: int
+    token_info: TokenInfo
+    hot: int
+    rank: int
+
+
+def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """The inputs that hold token information, bound once from a file.
+
+    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8 is
+    held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the table is zero, and so is its column H; `index[t]` is token t's row, H where cold.
+    The low-rank form has the normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
+    """
+    rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
+    specs: tuple[TensorSpec, ...]
+    if shape.token_info == "lowrank":
+        specs = (
+            TensorSpec("token_info.left", "float32", (rows, shape.rank)),
+            TensorSpec("token_info.right", "float32", (shape.rank, rows)),
+        )
+    elif shape.token_info == "fp16":
+        specs = (TensorSpec("token_info.table", "float16", (rows, rows)),)
+    else:
+        dtype: Dtype = "int8" if shape.token_info == "int8" else "uint8"
+        specs = (
+            TensorSpec("token_info.table", dtype, (rows, rows)),
+            TensorSpec("token_info.scales", "float32", (rows, 1)),
+        )
+    pruned = () if shape.hot == shape.vocabulary else (TensorSpec("token_info.index", "int64", (shape.vocabulary,)),)
+    return (*specs, *pruned)
+
+
+def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Inputs of the draft graph, in order.
+
+    Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `pending[b]` on are padding.
+    The drafter's KV holds `past_len[b]` rows before them, row r of position r; `live` is the largest past_len + M.
+    """
+    cache = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        TensorSpec(FEATURE_ROWS, "float32", ("B", "M", shape.hidden)),
+        TensorSpec(TOKENS, "int64", ("B", "M")),
+        TensorSpec(POSITIONS, "int64", ("B", "M")),
+        TensorSpec(PENDING, "int64", ("B",)),
+        TensorSpec(PAST_LEN, "int64", ("B",)),
+        TensorSpec(LIVE, "int64", (1,)),
+        TensorSpec(key_cache(0), "float32", cache),
+        TensorSpec(value_cache(0), "float32", cache),
+        *token_info_tables(shape),
+    )
+
+
+def lyanna_draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Outputs of the draft graph, in order. Nodes come likeliest first, the root before all, parents before children.
+
+    `chain_logits[b, i]` are the logits of step i + 1 before token information, kept for resampling.
+    """
+    cache = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        *_tree_outputs(shape.nodes),
+        TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(present(key_cache(0)), "float32", cache, in_place_of=key_cache(0)),
+        TensorSpec(present(value_cache(0)), "float32", cache, in_place_of=value_cache(0)),
+    )
+
+
+def lyanna_resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Inputs of the resample graph: `tokens[b]` was verified last, `first_step[b]` counts the steps used up, from 1."""
+    return (
+        TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(FIRST_STEP, "int64", ("B",)),
+        TensorSpec(TOKENS, "int64", ("B",)),
+        *token_info_tables(shape),
+    )
+
+
+def lyanna_resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Outputs of the resample graph, in order; `tree.count[b]` nodes are real, fewer the later the first step."""
+    return (*_tree_outputs(resample_nodes(shape)), TensorSpec(TREE_COUNT, "int64", ("B",)))
+
+
+def tree_size(steps: int, width: int) -> int:
+    """Nodes of a whole tree of Algorithm 1, root included."""
+    return 1 + width + (steps - 1) * width * width if steps else 1
+
+
+def resample_nodes(shape: LyannaShape) -> int:
+    """Nodes that a resampled tree is cut to: one step fewer than a fresh one at least."""
+    return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
+
+
+def _tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
+    return (
+        TensorSpec(TREE_TOKENS, "int64", ("B", nodes)),
+        TensorSpec(TREE_PARENTS, "int64", ("B", nodes)),
+        TensorSpec(TREE_LOG_PROBS, "float32", ("B", nodes)),
     )

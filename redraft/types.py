@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,27 @@ class Budget:
 
 
 NO_SPECULATION = Budget(nodes=0, depth=0, width=0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Milliseconds of one call: a fresh draft, and a resampled one. A drafter without engines costs nothing."""
+
+    fresh_ms: float = 0.0
+    resample_ms: float = 0.0
+
+
+class Source(StrEnum):
+    """Where a step's tree comes from.
+
+    NONE: nowhere, plain decoding.   LOOKUP: an n-gram of the text so far.   RESAMPLE: hidden states that the last draft
+    left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's.
+    """
+
+    NONE = "none"
+    LOOKUP = "lookup"
+    RESAMPLE = "resample"
+    FRESH = "fresh"
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from redraft import names
 from redraft.engines import Bundle, open_bundle, open_engine
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
-from redraft.runtime.cost import CostCurve, cached_curve
+from redraft.runtime.cost import CostCurve, cached_costs, cached_curve
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter, load_drafter
+from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampler import Greedy, Sampler, make_sampler
@@ -23,6 +23,7 @@ from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.text import Text, TextStream
+from redraft.runtime.trace import TraceWriter, no_record
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
 
@@ -63,7 +64,7 @@ class Runtime:
 
     def __init__(
         self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
-        drafter_options: Mapping[str, Mapping[str, Any]] | None = None,
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
     ) -> None:  # fmt: skip
         self.verifier = verifier
         self.text = text
@@ -71,6 +72,8 @@ class Runtime:
         self.context = context
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
+        self._engines = engines
+        self._identity: dict[str, str | int] = {}
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -97,7 +100,16 @@ class Runtime:
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         curve = cached_curve(verifier, _identity(bundle, graph, threads, slots))
         options = {**manifest.drafters, **(drafter_options or {})}
-        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options)
+        engines = OpenEngine(bundle, threads)
+        runtime = cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines)
+        runtime._identity = _identity(bundle, graph, threads, slots)
+        return runtime
+
+    @property
+    def default_method(self) -> str:
+        """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
+        lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
+        return "lyanna" if lyanna else "ngram"
 
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
@@ -111,17 +123,22 @@ class Runtime:
         self.close()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams = GREEDY, method: str = "ngram",
+        self, prompts: Sequence[Prompt], params: SamplingParams = GREEDY, method: str | None = None,
         budget: Budget | None = None, synthetic_acceptance: Sequence[float] | None = None, record_gaps: bool = False,
+        trace: IO[str] | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Continue every prompt, as many at a time as there are slots.
 
-        method: how to draft, `none` for plain decoding.   budget: of every step; None adapts it to what pays.
+        method: how to draft, `none` for plain decoding, None for `default_method`.
+        budget: of every step; None adapts it to what pays.   trace: where each step is written (`redraft.runtime.trace`).
         synthetic_acceptance: force acceptance by depth; the output is labelled.   record_gaps: fill `Generation.gaps`.
         Raises UsageError for what cannot be done, before anything is computed.
         """
         forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
-        cycle = self._cycle(method, budget, forced)
+        cycle = self._cycle(method or self.default_method, budget, forced)
+        if trace is not None and forced is not None:
+            raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
+        cycle.record = no_record if trace is None else TraceWriter(trace)
         requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
         with self._running():
             for _ in scheduler.run(cycle, requests):
@@ -129,10 +146,12 @@ class Runtime:
         return [self._generation(request, forced is not None) for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = GREEDY, method: str = "ngram", budget: Budget | None = None
-    ) -> Iterator[str]:
+        self, prompt: Prompt, params: SamplingParams = GREEDY, method: str | None = None, budget: Budget | None = None,
+        trace: IO[str] | None = None,
+    ) -> Iterator[str]:  # fmt: skip
         """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text."""
-        cycle = self._cycle(method, budget, None)
+        cycle = self._cycle(method or self.default_method, budget, None)
+        cycle.record = no_record if trace is None else TraceWriter(trace)
         request = self._request(prompt, params, None, False)
         request.text = request.text or TextStream(self.text, request.tokens)
         return self._chunks(cycle, request, request.text)
@@ -170,16 +189,29 @@ class Runtime:
         if method == "none":
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
         if forced is not None:
-            drafter = SyntheticDrafter(self.verifier, forced)
+            drafter, lookup = SyntheticDrafter(self.verifier, forced), None
             adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
         else:
-            adaptive = self._adaptive.setdefault(method, Adaptive(self.curve, self.verifier.clock))
-        return Cycle(self.verifier, drafter, adaptive if budget is None else FixedBudget(budget))
+            drafter, lookup = (self._drafter("none"), drafter) if method == "ngram" else (drafter, self._lookup(drafter))
+            adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
+        if budget is None:
+            return Cycle(self.verifier, drafter, adaptive, lookup)
+        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), None if drafter.drafts else lookup)
 
     def _drafter(self, method: str) -> Drafter:
         if method not in self._drafters:
-            self._drafters[method] = load_drafter(method, self.verifier, self._drafter_options.get(method))
+            options = self._drafter_options.get(method)
+            self._drafters[method] = load_drafter(method, self.verifier, options, self._engines)
         return self._drafters[method]
+
+    def _lookup(self, drafter: Drafter) -> Drafter | None:
+        """What drafts beside a drafter with engines."""
+        return self._drafter("ngram") if drafter.beside_lookup else None
+
+    def _adapting(self, method: str, drafter: Drafter) -> Controller:
+        """A controller that knows what the drafter's calls cost."""
+        costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
+        return Adaptive(self.curve, self.verifier.clock, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
         ids = self.encode(prompt)

@@ -2,50 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import exp
+from dataclasses import dataclass, field
+from math import exp, log
 from typing import Protocol
+
+import numpy as np
 
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.metrics import Clock
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import prune
-from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome
+from redraft.runtime.tree import merge, prune
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
 
 MAX_DEPTH = 16
-MAX_WIDTH = 3
+MAX_WIDTH = 4
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
 _FAST, _SLOW = 1 / 32, 1 / 128
+_LEARN = 1 / 8
+_PRIOR = 0.8
+_LEAST = 0.02
 _TOLERANCE = 0.99
 
 
 class Controller(Protocol):
-    """Decides for each sequence and step what may be drafted, then what of it is verified."""
+    """Decides for each sequence and step what may be drafted, where from, then what of it is verified."""
 
     def budget(self, seq: Sequence) -> Budget:
         """What may be drafted now; nodes = 0 means: do not speculate."""
 
-    def choose(self, seq: Sequence, tree: DraftTree) -> DraftTree:
-        """The part of a drafted tree that is worth verifying, at least its root."""
+    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+        """Where the tree shall come from, given what the lookup found and how many steps could be resampled."""
+
+    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
+        """The part worth verifying of what the lookup found and what was made to plan, at least the root."""
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """`tree` was verified with this outcome. Called after plain steps too."""
 
 
 class FixedBudget:
-    """The same budget at every step; with NO_SPECULATION, plain decoding."""
+    """The same budget at every step; with NO_SPECULATION, plain decoding.
 
-    def __init__(self, budget: Budget) -> None:
+    Steps that are left over are resampled where more than `threshold` remain (Lyanna, Algorithm 2); None never does.
+    """
+
+    def __init__(self, budget: Budget, drafts: bool = True, threshold: int | None = 0) -> None:
         self._budget = budget
+        self._drafts = drafts
+        self._threshold = threshold
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         return self._budget
 
-    def choose(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+        """See `Controller.plan`."""
+        if self._threshold is not None and remaining > self._threshold:
+            return Source.RESAMPLE
+        return Source.FRESH if self._drafts else Source.LOOKUP
+
+    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
-        return prune(tree, self._budget.nodes)
+        return prune(found if made is None else made, self._budget.nodes)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
@@ -53,61 +72,112 @@ class FixedBudget:
 
 @dataclass(slots=True)
 class Experience:
-    """Running means over the steps that drafted.
-
-    tokens, ms:      committed by a step, and what it cost.
-    promised, accepted: drafted tokens that the trees' own probabilities promised, and those kept.
-    """
+    """Running means over the steps that speculated: tokens committed by a step, and what it cost."""
 
     tokens: float
     ms: float
-    promised: float = 1.0
-    accepted: float = 1.0
 
     def update(self, tokens: int, ms: float, weight: float) -> None:
         """Move the means by `weight` towards one step."""
         self.tokens += weight * (tokens - self.tokens)
         self.ms += weight * (ms - self.ms)
 
-    def judge(self, promised: float, accepted: int, weight: float) -> None:
-        """Move the means by `weight` towards one step that speculated."""
-        self.promised += weight * (promised - self.promised)
-        self.accepted += weight * (accepted - self.accepted)
+
+@dataclass(slots=True)
+class Record:
+    """What trees of one source were worth lately.
+
+    promised, kept: by depth, the probability that a tree's nodes gave to the next token, and how often one came true.
+    """
+
+    promised: list[float] = field(default_factory=lambda: [_PRIOR] * MAX_DEPTH)
+    kept: list[float] = field(default_factory=lambda: [_PRIOR] * MAX_DEPTH)
+
+    def judge(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
+        """Compare the tree with what was said, down to where it does not follow."""
+        if len(tree) == 1:
+            return
+        names, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
+        node = 0
+        for depth, token in enumerate(tokens[:MAX_DEPTH]):
+            children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
+            if not children:
+                return
+            self.promised[depth] += _FAST * (
+                min(sum([exp(log_probs[child] - log_probs[node]) for child in children]), 1.0) - self.promised[depth]
+            )
+            node = next((child for child in children if names[child] == token), -1)
+            self.kept[depth] += _FAST * ((node >= 0) - self.kept[depth])
+            if node < 0:
+                return
+
+    def calibrated(self, tree: DraftTree) -> DraftTree:
+        """The tree with its probabilities corrected by what became of such promises, depth by depth."""
+        if len(tree) == 1:
+            return tree
+        pairs = zip(self.kept, self.promised, strict=True)
+        trust = [log(max(kept, _LEAST) / max(promised, _LEAST)) for kept, promised in pairs]
+        parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
+        depths, corrected = [0] * len(parents), [0.0] * len(parents)
+        for node in range(1, len(parents)):
+            parent = parents[node]
+            depth = depths[parent]
+            depths[node] = depth + 1
+            share = log_probs[node] - log_probs[parent] + trust[min(depth, MAX_DEPTH - 1)]
+            corrected[node] = corrected[parent] + min(share, 0.0)
+        return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draft_probs)
 
 
 @dataclass(slots=True)
 class Pace:
     """What the controller keeps for one sequence.
 
-    waiting: steps still to pause.   pause: length of the latest pause.
-    drafted: this step drafts.   promised: accepted tokens that the probabilities of its tree add up to.
+    gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
+    offered:  the trees of this step by source, for `observe`.   found, found_gain: the lookup's, probabilities corrected.
+    waiting:  steps still to pause.   pause: length of the latest pause.   drafted: this step speculates.
+    since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
 
     experience: Experience
+    gain: dict[tuple[Source, int], float]
+    offered: list[tuple[Source, DraftTree]] = field(default_factory=list)
+    found: DraftTree | None = None
+    found_gain: float = 0.0
+    remaining: int = 0
     waiting: int = 0
     pause: int = 0
     drafted: bool = False
-    promised: float = 0.0
+    since_fresh: int = 0
+    patience: int = 1
 
 
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (their joint probabilities, scaled by how such promises were kept
-    lately) tokens in t(n + 1) ms. The best n has the largest yield less `rate` tokens for every millisecond, `rate`
-    being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method for a ratio of
-    sums; choosing by the ratio of one step alone would cut the best trees short).
+    A tree of its n likeliest nodes yields 1 + (their joint probabilities, each depth scaled by how promises at that depth
+    were kept lately) tokens in t(n + 1) ms. The best n has the largest yield less `rate` tokens for every millisecond,
+    `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method for a ratio of
+    sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the tree's gain.
 
-    When drafting steps yield less per millisecond than plain ones, drafting pauses, at first for a step and for twice
-    as long each time, and then tries again. A new request starts with the experience of all requests before it.
+    The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known, what
+    resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that has not
+    paid is tried again after a while, and after twice as long each time.
+
+    When speculating steps yield less per millisecond than plain ones, speculation pauses, at first for a step and for
+    twice as long each time, and then tries again. A new request starts with the experience of all requests before it.
     """
 
-    def __init__(self, curve: CostCurve, clock: Clock) -> None:
+    def __init__(self, curve: CostCurve, clock: Clock, drafts: bool = True, costs: Costs | None = None) -> None:
+        """drafts: whether there is a drafter beside the lookup, whose calls cost `costs`."""
         self._table = curve.table_ms
         self._clock = clock
+        self._drafts = drafts
+        self._costs = costs or Costs()
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._plain_rate = 1 / self._table[1]
         self._all = Experience(tokens=1.0, ms=self._table[1])
+        self._gain: dict[tuple[Source, int], float] = {}
+        self._records = {source: Record() for source in Source}
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -118,21 +188,36 @@ class Adaptive:
         pace.waiting -= 1
         return NO_SPECULATION
 
-    def choose(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+        """See `Controller.plan`."""
+        pace = self._pace(seq)
+        rate = self._rate(pace)
+        pace.offered, pace.remaining = [(Source.LOOKUP, found)], remaining
+        pace.found = self._records[Source.LOOKUP].calibrated(found)
+        pace.found_gain = self._best(pace.found, rate)[1]
+        best, plan = pace.found_gain, Source.LOOKUP
+        if remaining:
+            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._costs.resample_ms
+            if gain > best:
+                best, plan = gain, Source.RESAMPLE
+        if self._drafts:
+            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._costs.fresh_ms
+            pace.since_fresh += 1
+            if gain > best or pace.since_fresh > pace.patience:
+                plan = Source.FRESH
+        return plan
+
+    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         pace = self._pace(seq)
-        pace.promised = 0.0
-        if len(tree) == 1:
-            return tree
-        lately = pace.experience
-        trust = lately.accepted / lately.promised
-        rate = max(lately.tokens / lately.ms, self._plain_rate)
-        best, nodes, promised = -rate * self._table[1], 0, 0.0
-        for count, log_prob in enumerate(sorted(tree.log_probs.tolist()[1:], reverse=True), 1):
-            promised += exp(log_prob)
-            gain = trust * promised - rate * self._table[count + 1]
-            if gain > best:
-                best, nodes, pace.promised = gain, count, promised
+        tree = found if pace.found is None else pace.found
+        rate = self._rate(pace)
+        if made is not None:
+            pace.offered.append((plan, made))
+            tree = merge(tree, self._records[plan].calibrated(made))
+        nodes, gain = self._best(tree, rate)
+        if made is not None:
+            self._learn_gain(pace, plan, gain, rate)
         return prune(tree, nodes)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
@@ -140,24 +225,46 @@ class Adaptive:
         pace: Pace = seq.control
         if not pace.drafted:
             return
+        for source, offered in pace.offered:
+            self._records[source].judge(offered, outcome.tokens)
+        pace.offered, pace.found = [], None
         lately = pace.experience
-        nodes = len(tree.tokens)
-        accepted = len(outcome.path)
-        ms = self._table[nodes] + self._clock.proposal * 1e3
-        lately.update(accepted + 1, ms, _FAST)
-        self._all.update(accepted + 1, ms, _SLOW)
-        if nodes > 1:
-            lately.judge(pace.promised, accepted, _FAST)
-            self._all.judge(pace.promised, accepted, _SLOW)
+        ms = self._table[len(tree.tokens)] + self._clock.proposal * 1e3
+        lately.update(len(outcome.path) + 1, ms, _FAST)
+        self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
             pace.pause = min(max(2 * pace.pause, 1), LONGEST_PAUSE)
             pace.waiting = pace.pause
         else:
             pace.pause = 0
 
+    def _learn_gain(self, pace: Pace, plan: Source, gain: float, rate: float) -> None:
+        """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
+        key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
+        for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
+            known[key] = known.get(key, gain) + weight * (gain - known.get(key, gain))
+        if plan is Source.FRESH:
+            pays = gain - rate * self._costs.fresh_ms > pace.found_gain
+            pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
+
+    def _best(self, tree: DraftTree, rate: float) -> tuple[int, float]:
+        """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone."""
+        best, nodes, promised = 0.0, 0, 0.0
+        table = self._table
+        for count, log_prob in enumerate(sorted(tree.log_probs.tolist()[1:], reverse=True), 1):
+            if count + 1 >= len(table):
+                break
+            promised += exp(log_prob)
+            gain = promised - rate * (table[count + 1] - table[1])
+            if gain > best:
+                best, nodes = gain, count
+        return nodes, best
+
+    def _rate(self, pace: Pace) -> float:
+        return max(pace.experience.tokens / pace.experience.ms, self._plain_rate)
+
     def _pace(self, seq: Sequence) -> Pace:
         pace: Pace | None = seq.control
         if pace is None:
-            known = self._all
-            pace = seq.control = Pace(Experience(known.tokens, known.ms, known.promised, known.accepted))
+            pace = seq.control = Pace(Experience(self._all.tokens, self._all.ms), dict(self._gain))
         return pace

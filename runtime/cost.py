@@ -15,7 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
+from redraft.types import Costs
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Tree sizes that are measured, root included."""
@@ -23,6 +25,7 @@ MEASURED_LIVE = 256
 """Rows live while measuring."""
 _SECONDS = 1.2
 _ROUNDS = range(3, 40)
+_TURNS, _TYPICAL_NODES, _TYPICAL_ROWS = 60, 6, 2
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,29 @@ def cached_curve(verifier: Verifier, identity: Mapping[str, str | int]) -> CostC
         return CostCurve.from_points({int(n): float(ms) for n, ms in json.loads(path.read_bytes()).items()})
     curve = measure_curve(verifier)
     with contextlib.suppress(OSError):
-        _write(path, curve)
+        _write(path, {str(size): ms for size, ms in enumerate(curve.table_ms) if size})
     return curve
+
+
+def cached_costs(verifier: Verifier, drafter: Drafter, identity: Mapping[str, str | int]) -> Costs:
+    """What a drafter's calls cost under this `identity` on this machine, measured once and kept, like the curve.
+
+    Calls take turns with the verifier's, as in decoding, where each finds the other's weights in the caches.
+    """
+    if not drafter.has_engines:
+        return Costs()
+    path = _cache_folder() / f"{_key(identity)}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+        values = json.loads(path.read_bytes())
+        return Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
+    taken = []
+    for _ in range(_TURNS):
+        verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_LIVE)
+        taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_LIVE))
+    fresh, resampled = (sorted(times)[len(times) // 4] for times in zip(*taken, strict=True))
+    with contextlib.suppress(OSError):
+        _write(path, {"fresh_ms": fresh, "resample_ms": resampled})
+    return Costs(fresh, resampled)
 
 
 def _cache_folder() -> Path:
@@ -103,13 +127,13 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _write(path: Path, curve: CostCurve) -> None:
+def _write(path: Path, values: Mapping[str, float]) -> None:
     """Write all or nothing, so that a reader never sees half a curve."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump({str(size): ms for size, ms in enumerate(curve.table_ms) if size}, file)
+            json.dump(values, file)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -3,67 +3,101 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Controller
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.trace import Recorder, no_record
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree
+from redraft.types import NO_SPECULATION, Budget, DraftTree, Source
+
+Make = Callable[[Several[Sequence], Several[Budget]], list[DraftTree]]
 
 
 class Cycle:
-    """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i."""
+    """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i.
 
-    def __init__(self, verifier: Verifier, drafter: Drafter, controller: Controller) -> None:
+    `lookup` drafts without an engine, beside or in place of `drafter`.
+    """
+
+    def __init__(
+        self, verifier: Verifier, drafter: Drafter, controller: Controller, lookup: Drafter | None = None
+    ) -> None:
         self.verifier = verifier
         self.drafter = drafter
         self.controller = controller
+        self.lookup = lookup
         self.clock = verifier.clock
+        self.record: Recorder = no_record
+        self._methods = [method for method in (drafter, lookup) if method is not None]
 
     def begin(self, seq: Sequence) -> None:
         """Compute the prompt of `seq` in slot 0 and commit its first token."""
-        self.drafter.begin(seq)
+        for method in self._methods:
+            method.begin(seq)
         for start, features in self.verifier.prefill(seq):
-            self.drafter.prefilled(seq, start, features)
+            for method in self._methods:
+                method.prefilled(seq, start, features)
         seq.begin(self.verifier.first_outcome(seq), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
         """One verification for all: every sequence brings a tree and gains at least one token."""
         started = time.perf_counter()
-        trees = self.propose(batch)
+        plans, trees = self.propose(batch)
         outcomes = self.verifier.verify(batch, trees)
         for slot, (seq, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
+            self.record(seq, plans[slot], tree, outcome)
             seq.commit(tree, outcome)
-            self.drafter.accept(seq, tree, outcome, self.verifier.features(slot, len(tree)))
+            features = self.verifier.features(slot, len(tree))
+            for method in self._methods:
+                method.accept(seq, tree, outcome, features)
             self.controller.observe(seq, tree, outcome)
         self.clock.total += time.perf_counter() - started
 
-    def propose(self, batch: Several[Sequence]) -> list[DraftTree]:
-        """What each sequence brings: as much of a tree as its controller finds worth verifying, at least its root."""
-        trees = [root_only(seq.tokens[-1]) for seq in batch]
+    def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
+        """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
+        started = time.perf_counter()
         room = self.verifier.capacity - max([seq.past_len for seq in batch])
         budgets = [fit(self.controller.budget(seq), seq, room) for seq in batch]
-        drafting = [slot for slot, budget in enumerate(budgets) if budget.nodes]
-        if drafting:
-            started = time.perf_counter()
-            drafts = self._draft([batch[slot] for slot in drafting], [budgets[slot] for slot in drafting])
-            for slot, draft in zip(drafting, drafts, strict=True):
-                trees[slot] = self.controller.choose(batch[slot], draft)
-            self.clock.proposal = time.perf_counter() - started
-        return trees
+        if not any([budget.nodes for budget in budgets]):
+            return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
+        found = self.lookup.draft(batch, budgets) if self.lookup else [root_only(seq.tokens[-1]) for seq in batch]
+        plans = [
+            self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
+            for seq, tree, budget in zip(batch, found, budgets, strict=True)
+        ]
+        looked_up = time.perf_counter()
+        resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
+        resampled_at = time.perf_counter()
+        drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
+        ended = time.perf_counter()
+        trees = []
+        for slot, seq in enumerate(batch):
+            made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
+            trees.append(self.controller.choose(seq, plans[slot], found[slot], made))
+        self.clock.resample += resampled_at - looked_up
+        self.clock.draft += ended - resampled_at + looked_up - started
+        self.clock.proposal = ended - started
+        return plans, trees
 
-    def _draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """A tree for each sequence: resampled where one is worth it, else fresh."""
-        started = time.perf_counter()
-        trees = self.drafter.resample(batch, budgets)
-        resampled = time.perf_counter()
-        rest = [i for i, tree in enumerate(trees) if tree is None]
-        fresh = iter(self.drafter.draft([batch[i] for i in rest], [budgets[i] for i in rest]) if rest else ())
-        self.clock.resample += resampled - started
-        self.clock.draft += time.perf_counter() - resampled
-        return [next(fresh) if tree is None else tree for tree in trees]
+    def _made(
+        self, make: Make, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]
+    ) -> dict[int, DraftTree]:
+        """Trees by slot of the sequences whose plan is `source`: one call, or none."""
+        if source not in plans:
+            return {}
+        wanted = [budget if plan is source else NO_SPECULATION for plan, budget in zip(plans, budgets, strict=True)]
+        trees = make(batch, wanted)
+        return {slot: trees[slot] for slot, plan in enumerate(plans) if plan is source}
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """Give `seq` the slot `target`."""
+        self.verifier.move(source, target, seq.past_len)
+        for method in self._methods:
+            method.move(seq, source, target)
 
 
 def fit(budget: Budget, seq: Sequence, room: int) -> Budget:

@@ -31,7 +31,7 @@ def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
 def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
     """Compute the prompt of `seq` in slot 0, whose tenant makes room by moving behind the last."""
     if batch:
-        cycle.verifier.move(0, len(batch), batch[0].past_len)
+        cycle.move(batch[0], 0, len(batch))
         batch.append(batch[0])
         batch[0] = seq
     else:
@@ -47,5 +47,5 @@ def retire(cycle: Cycle, batch: list[Sequence]) -> None:
             batch[slot].ended = cycle.clock.copy()
             last = batch.pop()
             if slot < len(batch):
-                cycle.verifier.move(len(batch), slot, last.past_len)
+                cycle.move(last, len(batch), slot)
                 batch[slot] = last

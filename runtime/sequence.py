@@ -25,7 +25,7 @@ class Sequence:
     text:           where text is wanted as it comes, or stop strings end it; else None.
     past_len:       rows of this sequence live in the KV buffers.
     finish_reason:  None while it runs.
-    drafting, control: what the drafter and the controller keep for it.
+    drafting, lookup, control: what the drafter, the lookup and the controller keep for it.
     started, first_token: when it was admitted and when its first token was committed, seconds.
     """
 
@@ -38,6 +38,7 @@ class Sequence:
     past_len: int = 0
     finish_reason: FinishReason | None = None
     drafting: Any = None
+    lookup: Any = None
     control: Any = None
     counters: Counters = field(default_factory=Counters)
     began: Clock = field(default_factory=Clock)

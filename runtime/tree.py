@@ -94,3 +94,32 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     parents[0] = -1
     draft_probs = None if tree.draft_probs is None else tree.draft_probs[keep]
     return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep], draft_probs)
+
+
+def merge(first: DraftTree, second: DraftTree) -> DraftTree:
+    """Both trees under their common root: a node of the same path is one, as likely as the likelier of the two.
+
+    Nodes of `second` that `first` lacks come after all of `first`; a child is still never likelier than its parent.
+    """
+    if len(second) == 1:
+        return first
+    if len(first) == 1:
+        return second
+    tokens, parents, log_probs = first.tokens.tolist(), first.parents.tolist(), first.log_probs.tolist()
+    known = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+    place = [0] * len(second)
+    others = zip(second.tokens.tolist(), second.parents.tolist(), second.log_probs.tolist(), strict=True)
+    for node, (token, parent, log_prob) in enumerate(others):
+        if node == 0:
+            continue
+        above = place[parent]
+        same = known.get((above, token))
+        if same is None:
+            same = known[above, token] = len(tokens)
+            tokens.append(token)
+            parents.append(above)
+            log_probs.append(log_prob)
+        elif log_prob > log_probs[same]:
+            log_probs[same] = log_prob
+        place[node] = same
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))

@@ -2,6 +2,7 @@
 
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
 [build]                keys of `redraft.config.BuildConfig`
+[build.lyanna]         keys of `redraft.config.LyannaBuild`; its source is named like the model's
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, from_mapping
+from redraft.config import BuildConfig, LyannaBuild, from_mapping
 from redraft.errors import UsageError
 
 _FOLDER = Path(__file__).resolve().parent
@@ -48,7 +49,17 @@ def load_recipe(name: str) -> Recipe:
     if not isinstance(recipe.source, str) or not recipe.source or not isinstance(recipe.build, dict):
         raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
     build = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()}
+    if "lyanna" in build:
+        build["lyanna"] = _lyanna(build["lyanna"], path)
     return Recipe(path.stem, _resolve(recipe.source, path), from_mapping(BuildConfig, build, f"{path}: build"))
+
+
+def _lyanna(values: Any, path: Path) -> LyannaBuild:
+    if not isinstance(values, dict) or not isinstance(values.get("source"), str):
+        raise UsageError(f"{path}: expected [build.lyanna] with the drafter's folder as `source`", "mend the file")
+    return from_mapping(
+        LyannaBuild, {**values, "source": _resolve(values["source"], path)}, f"{path}: build.lyanna"
+    )
 
 
 @dataclass(frozen=True)

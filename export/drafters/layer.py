@@ -16,7 +16,15 @@ from torch import nn
 from redraft.errors import CheckpointError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q [B, T, Hq * D], k and v [B, T, Hkv * D], rotated -> [B, T, Hq * D]."""
+"""q [B, T, Hq * D], k and v [B, T, Hkv * D], q and k rotated -> [B, T, Hq * D]."""
+
+Keep = Callable[[torch.Tensor], torch.Tensor]
+"""Rows [B, T, n] -> the rows that are wanted, [B, R, n]."""
+
+
+def all_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Keeps all."""
+    return rows
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,12 @@ class DrafterLayer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, n, bias=False)
         self.rotary = Rotary(config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See the class."""
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows) -> torch.Tensor:
+        """See the class. Every row is a key; only those that `keep` picks go on after attention."""
         normed = self.input_norm(x)
         q = self.rotary(self.q_proj(normed), positions, self.config.heads)
         k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)
-        x = x + self.o_proj(attend(q, k, self.v_proj(normed)))
+        x = keep(x) + self.o_proj(keep(attend(q, k, self.v_proj(normed))))
         normed = self.mlp_norm(x)
         out: torch.Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return out

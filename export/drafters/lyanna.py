@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
-from redraft.export.drafters.layer import Attend, DrafterLayer, LayerConfig
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 
 METHOD = "lyanna"
 TAP = "last"
@@ -79,14 +79,15 @@ class LyannaDrafter(nn.Module):
         self.token_info = TokenInfo(config) if config.token_info else None
 
     def first(
-        self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """h_1 of every row: features [B, T, n] at `positions` and embeddings of the tokens after them."""
+        self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
+        keep: Keep = all_rows,
+    ) -> torch.Tensor:  # fmt: skip
+        """h_1 of the rows that `keep` picks: features [B, T, n] at `positions` and embeddings of the tokens after."""
         parts = [self.hidden_norm(features)]
         if self.embedding_norm is not None:
             parts.append(self.embedding_norm(embeddings))
         fused = self.projection(torch.cat(parts, dim=-1))
-        out: torch.Tensor = self.norm(self.layer(fused, positions, attend))
+        out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out
 
     def following(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

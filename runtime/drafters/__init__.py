@@ -7,22 +7,28 @@ from importlib import import_module
 from typing import Any
 
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.verifier import Verifier
 
 DRAFTERS: Mapping[str, str] = {
     "none": "redraft.runtime.drafters.none:NoDrafter",
     "ngram": "redraft.runtime.drafters.ngram:NgramDrafter",
+    "lyanna": "redraft.runtime.drafters.lyanna:LyannaDrafter",
 }
 
 
-def load_drafter(method: str, verifier: Verifier, options: Mapping[str, Any] | None = None) -> Drafter:
-    """The drafter called `method`, with its options. Raises UsageError on an unknown method or option."""
+def load_drafter(
+    method: str, verifier: Verifier, options: Mapping[str, Any] | None = None, engines: OpenEngine | None = None
+) -> Drafter:
+    """The drafter called `method`, with its options and its way to open graphs of its own.
+
+    Raises UsageError on an unknown method or option, and where the bundle was built without the method's drafter.
+    """
     if method not in DRAFTERS:
         raise UsageError(f"unknown method {method!r}", f"choose one of {', '.join(DRAFTERS)}")
     module, _, name = DRAFTERS[method].partition(":")
-    drafter: Drafter = getattr(import_module(module), name).create(verifier, options or {})
+    drafter: Drafter = getattr(import_module(module), name).create(verifier, options or {}, engines)
     return drafter
 
 
-__all__ = ["DRAFTERS", "Drafter", "load_drafter"]
+__all__ = ["DRAFTERS", "Drafter", "OpenEngine", "load_drafter"]

@@ -5,12 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+from redraft.engines import open_engine
+from redraft.engines.base import Engine
+from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
+
+
+@dataclass(frozen=True)
+class OpenEngine:
+    """How a method opens its own graphs: those of `bundle`, on `threads` threads (None: one a core)."""
+
+    bundle: Bundle
+    threads: int | None = None
+
+    def __call__(self, graph: str) -> Engine:
+        """Load a graph. Raises BundleError."""
+        return open_engine(self.bundle, graph, self.threads)
 
 
 class Drafter(ABC):
@@ -20,11 +36,18 @@ class Drafter(ABC):
     the verifier's hidden states get the rows of each call, as views to copy from.
     """
 
+    drafts: ClassVar[bool] = True
+    """Whether `draft` ever gives more than a root."""
+    has_engines: ClassVar[bool] = False
+    """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
+    beside_lookup: bool = False
+    """Whether n-gram trees are drafted beside."""
+
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any]) -> Self:
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
         """The drafter with these options; none are known unless a method says so. Raises UsageError."""
         if options:
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
@@ -38,11 +61,28 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """A tree for each sequence within its budget, rooted at its last token; every budget has nodes."""
+        """A tree for each sequence within its budget, rooted at its last token: the root alone where no nodes are wanted.
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree | None]:
-        """A tree for each sequence from what its last draft left over; None where that is not worth it."""
-        return [None] * len(batch)
+        Sequence i sits in slot i.
+        """
+
+    def remaining(self, seq: Sequence) -> int:
+        """Steps of the last draft of `seq` that `resample` could still use."""
+        return 0
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        """As `draft`, from what the last drafts left over; only sequences with remaining steps have nodes wanted."""
+        raise NotImplementedError
+
+    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+        """Milliseconds of one draft with `rows` rows to catch up on after `live` ones, and of one resampling.
+
+        Only while no request runs.
+        """
+        raise NotImplementedError
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
+        """`seq` moves from one slot to another."""
 
     def accept(  # noqa: B027 (as above)
         self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features

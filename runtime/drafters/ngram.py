@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from redraft.config import from_mapping
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune, root_only
 from redraft.runtime.verifier import Features, Verifier
@@ -147,20 +147,22 @@ class NgramDrafter(Drafter):
         self._rates = [first * later for first in _FIRST_SIBLING for later in _LATER_SIBLING]
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any]) -> Self:
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
         """The drafter with options as `NgramConfig`. Raises UsageError."""
         return cls(verifier, from_mapping(NgramConfig, options, "ngram"))
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = NgramIndex(seq.tokens, self._config, self._rates)
+        seq.lookup = NgramIndex(seq.tokens, self._config, self._rates)
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.draft`."""
         return [self._draft(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
 
     def _draft(self, seq: Sequence, budget: Budget) -> DraftTree:
-        index: NgramIndex = seq.drafting
+        index: NgramIndex = seq.lookup
+        if not budget.nodes:
+            return root_only(seq.tokens[-1])
         index.extend()
         draft = index.grow(budget)
         if len(draft.tokens) == 1:
@@ -170,7 +172,7 @@ class NgramDrafter(Drafter):
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
-        index: NgramIndex = seq.drafting
+        index: NgramIndex = seq.lookup
         draft, index.draft = index.draft, None
         if draft is None:
             return

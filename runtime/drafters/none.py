@@ -13,6 +13,8 @@ from redraft.types import Budget, DraftTree
 class NoDrafter(Drafter):
     """Drafts nothing."""
 
+    drafts = False
+
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.draft`."""
         return [root_only(seq.tokens[-1]) for seq in batch]

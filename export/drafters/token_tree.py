@@ -1,0 +1,199 @@
+"""Token-info sampling and resampling (Lyanna, Algorithms 1 and 2): their meaning in NumPy, and in ONNX.
+
+    tokens, parents, log_probs = token_tree(step_logits, used, roots, tables)
+
+    step_logits [B, S, V]     logits of the steps of a tree, without token information
+    used        int64 [B]     how many of the last steps do not count (0 in a fresh draft)
+    roots       int64 [B]     the last verified token
+    tables                    as `names.token_info_tables`
+    tokens, parents, log_probs [B, K]: the K likeliest nodes, likeliest first, the root before all; a node's parent comes
+    before it; nodes that do not exist have log probability -inf and come last
+
+A level's nodes are the `width` likeliest children of each node that goes on; the `width` likeliest nodes of a level go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from onnxscript.onnx_opset import opset24 as op
+
+from redraft.names import tree_size
+
+Floats = NDArray[np.float32]
+Added = Callable[[int], Floats]
+"""What a token adds to the logits of the next one, [V]."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree by node: tokens, parents (-1 for the root) and joint log probabilities."""
+
+    tokens: list[int]
+    parents: list[int]
+    log_probs: list[float]
+
+    def likeliest(self, nodes: int) -> Tree:
+        """The `nodes` likeliest ones, root included, likeliest first (ties: the earlier), parents renumbered."""
+        order = sorted(range(len(self.tokens)), key=lambda node: -self.log_probs[node])[:nodes]
+        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        return Tree(
+            [self.tokens[node] for node in order],
+            [place[self.parents[node]] for node in order],
+            [self.log_probs[node] for node in order],
+        )
+
+
+def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> Tree:
+    """Algorithm 1 in full: step_logits [S, V] to a tree of `names.tree_size(S, width)` nodes."""
+    tree = Tree([root], [-1], [0.0])
+    going_on = [0]
+    for logits in step_logits:
+        level: list[int] = []
+        for node in going_on:
+            log_probs = _log_softmax(logits + added(tree.tokens[node]))
+            for token in np.argsort(-log_probs, kind="stable")[:width].tolist():
+                level.append(len(tree.tokens))
+                tree.tokens.append(token)
+                tree.parents.append(node)
+                tree.log_probs.append(tree.log_probs[node] + float(log_probs[token]))
+        going_on = sorted(level, key=lambda node: -tree.log_probs[node])[:width]
+    return tree
+
+
+def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
+    """Algorithm 2: a tree from the steps after `first_step` of chain_logits [N, V], or its root where too few remain."""
+    remaining = chain_logits[first_step:]
+    return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=np.float32)
+
+
+def lookup(tables: Sequence[Any], token: int, vocabulary: int) -> Floats:
+    """What `token` adds to all logits, read from tables as `names.token_info_tables` lists them."""
+    tables = [np.asarray(table) for table in tables]
+    index = tables.pop() if tables[-1].ndim == 1 else None
+    row = token if index is None else int(index[token])
+    values = tables[0][row]
+    if len(tables) == 2 and tables[1].shape[1] > 1:
+        values = values @ tables[1]
+    elif len(tables) == 2:
+        codes = values.view(ml_dtypes.float8_e4m3fn) if values.dtype == np.uint8 else values
+        values = codes.astype(np.float32) * tables[1][row]
+    values = values.astype(np.float32)
+    return values if index is None else values[index]
+
+
+@torch.library.custom_op("redraft::token_tree", mutates_args=())
+def token_tree(
+    step_logits: torch.Tensor, used: torch.Tensor, roots: torch.Tensor, tables: list[torch.Tensor], width: int,
+    nodes: int, whole: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The operator's meaning: the references above, a sequence at a time. `whole`: all steps count, `used` is 0."""
+    vocabulary = step_logits.shape[2]
+    trees = []
+    for logits, gone, root in zip(step_logits.numpy(), used.tolist(), roots.tolist(), strict=True):
+        kept = logits[: len(logits) - gone]
+        tree = build_subtree(kept, root, lambda token: lookup(tables, token, vocabulary), width).likeliest(nodes)
+        trees.append(tree)
+    return (
+        torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),
+        torch.tensor([_padded(tree.parents, nodes, 0) for tree in trees]),
+        torch.tensor([_padded(tree.log_probs, nodes, float("-inf")) for tree in trees]),
+    )
+
+
+def _padded(values: list[Any], size: int, filler: Any) -> list[Any]:
+    return values + [filler] * (size - len(values))
+
+
+@token_tree.register_fake
+def _(
+    step_logits: torch.Tensor, used: torch.Tensor, roots: torch.Tensor, tables: list[torch.Tensor], width: int,
+    nodes: int, whole: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch = step_logits.shape[0]
+    whole_numbers = roots.new_empty(batch, nodes)
+    return whole_numbers, roots.new_empty(batch, nodes), step_logits.new_empty(batch, nodes)
+
+
+def emit_token_tree(
+    step_logits: Any, used: Any, roots: Any, tables: Sequence[Any], width: int, nodes: int, whole: bool
+) -> tuple[Any, Any, Any]:
+    """Translation for `torch.onnx.export`: every level unrolled, all sequences at once."""
+    steps = int(step_logits.shape[1])
+    splits = op.Split(step_logits, axis=1, num_outputs=steps) if steps > 1 else (step_logits,)
+    root_column = op.Unsqueeze(roots, _ints([1]))  # [B, 1]
+    zeros = op.Sub(root_column, root_column)
+    frontier, joint, places = root_column, op.CastLike(zeros, step_logits), zeros
+    tokens, parents, joints = [root_column], [op.Add(zeros, _ints([tree_size(steps, width)]))], [joint]
+    for step, logits in enumerate(splits):
+        log_probs = op.LogSoftmax(op.Add(logits, _emit_lookup(tables, frontier)), axis=-1)  # [B, W, V]
+        best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
+        reached = op.Reshape(op.Add(op.Unsqueeze(joint, _ints([2])), best), _ints([0, -1]))  # [B, W * k]
+        if not whole:
+            reached = op.Add(reached, _beyond(used, steps - step))
+        chosen = op.Reshape(chosen, _ints([0, -1]))
+        siblings = 1 if step == 0 else width
+        tokens.append(chosen)
+        parents.append(op.Gather(places, _ints([node for node in range(siblings) for _ in range(width)]), axis=1))
+        joints.append(reached)
+        if step + 1 < steps:
+            offset = _ints([tree_size(step, width)])
+            joint, going_on = op.TopK(reached, _ints([width]))
+            frontier, places = op.GatherElements(chosen, going_on, axis=1), op.Add(going_on, offset)
+    return _emit_likeliest(*(op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)), nodes)
+
+
+def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
+    """What tokens [B, W] add to logits: float32 [B, W, V]."""
+    tables = list(tables)
+    index = tables.pop() if len(tables[-1].shape) == 1 else None
+    rows = tokens if index is None else op.Gather(index, tokens)
+    values = op.Gather(tables[0], rows)  # [B, W, V]
+    if len(tables) == 1:
+        values = op.Cast(values, to=ir.DataType.FLOAT)
+    elif tables[1].shape[1] == 1:
+        values = op.Mul(_emit_decoded(values, tables[0]), op.Gather(tables[1], rows))
+    else:
+        values = op.MatMul(values, tables[1])
+    return values if index is None else op.Gather(values, index, axis=2)
+
+
+def _emit_decoded(codes: Any, table: Any) -> Any:
+    """Codes of int8, or bytes of float8 E4M3, which ONNX can only look up, as float32."""
+    if table.dtype != ir.DataType.UINT8:
+        return op.Cast(codes, to=ir.DataType.FLOAT)
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    decoded = op.Constant(value_floats=np.nan_to_num(values).tolist())  # the two codes of NaN are never written
+    return op.Gather(decoded, op.Cast(codes, to=ir.DataType.INT32))
+
+
+def _beyond(used: Any, remaining: int) -> Any:
+    """0 [B, 1] where the step counts, -inf where it is one of the last `used`, `remaining` steps being left with it."""
+    counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints([remaining]))
+    return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
+
+
+def _emit_likeliest(tokens: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
+    """The likeliest nodes in order; a node of equal probability comes before its children, having a lower number."""
+    best, order = op.TopK(joints, _ints([nodes]))  # [B, K]
+    blank = op.Concat(op.Sub(tokens, tokens), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1)
+    ranks = op.Add(op.Sub(order, order), _ints(list(range(nodes))))
+    ranks = op.ScatterElements(blank, order, ranks, axis=1)  # [B, total + 1]: the last is the root's parent, -1
+    parents = op.GatherElements(ranks, op.GatherElements(parents, order, axis=1), axis=1)
+    return op.GatherElements(tokens, order, axis=1), parents, best
+
+
+def _ints(values: list[int]) -> Any:
+    return op.Constant(value_ints=values)

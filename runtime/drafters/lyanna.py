@@ -1,0 +1,277 @@
+"""Lyanna in the runtime: drafts from predicted hidden states, and resamples what a verification left over.
+
+Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs do both. A draft spends its chain step by
+step: after j accepted tokens the bonus takes step j + 1, and the logits of the steps behind it are good for another tree.
+
+The drafter has its own KV. Its rows are pairs of the verifier's feature at a position and the token after it; those of
+tokens committed since the last draft wait, and go in with the next one, in chunks where there are many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from redraft import names
+from redraft.config import from_mapping
+from redraft.engines.base import Array, Call, Engine
+from redraft.errors import UsageError
+from redraft.names import LyannaShape
+from redraft.runtime.drafters.base import Drafter, OpenEngine
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import head, root_only
+from redraft.runtime.verifier import Features, Verifier
+from redraft.types import Budget, DraftTree, FloatArray, Outcome
+
+TAP = "last"
+CATCH_UP = 64
+"""Rows at most that go in with one call."""
+_ROW_STEP = 16
+"""More rows than this are padded to a multiple of it, so that few shapes are prepared."""
+
+
+@dataclass(frozen=True)
+class LyannaConfig:
+    """resample: whether leftover steps are used.   threshold: r, they are where more than r remain (Algorithm 2).
+
+    lookup: n-gram trees are drafted beside, merged with the drafter's, and used alone where that is best.
+    """
+
+    resample: bool = True
+    threshold: int = 0
+    lookup: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.threshold) is not int or self.threshold < 0:
+            raise UsageError(f"lyanna.threshold must be a number of steps, not {self.threshold!r}")
+        if type(self.resample) is not bool or type(self.lookup) is not bool:
+            raise UsageError("lyanna.resample and lyanna.lookup must be true or false")
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Of one sequence: rows in the drafter's KV, feature rows that wait to go there, and steps used of the last draft."""
+
+    used: int
+    past_len: int = 0
+    waiting: int = 0
+    features: FloatArray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+
+    def append(self, rows: FloatArray) -> None:
+        """Keep a copy of feature rows [r, n]."""
+        needed = self.waiting + len(rows)
+        if needed > len(self.features):
+            grown = np.empty((max(2 * needed, CATCH_UP), rows.shape[1]), np.float32)
+            if self.waiting:
+                grown[: self.waiting] = self.features[: self.waiting]
+            self.features = grown
+        self.features[self.waiting : needed] = rows
+        self.waiting = needed
+
+    def shift(self, rows: int) -> None:
+        """The first `rows` waiting rows went in."""
+        self.past_len += rows
+        self.waiting -= rows
+        self.features[: self.waiting] = self.features[rows : rows + self.waiting]
+
+
+class LyannaDrafter(Drafter):
+    """See the module. `shape` is that of its graphs; `draft_engine` runs them over as many sequences as there are slots.
+
+    """
+
+    has_engines = True
+
+    def __init__(
+        self, verifier: Verifier, shape: LyannaShape, draft_engine: Engine, resample_engine: Engine | None,
+        tables: Mapping[str, Array], config: LyannaConfig | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(verifier)
+        self.config = config or LyannaConfig()
+        self.beside_lookup = self.config.lookup
+        self.shape = shape
+        capacity = verifier.capacity + CATCH_UP + shape.steps
+        self._kv = np.zeros((2, verifier.slots, shape.kv_heads, capacity, shape.head_dim), np.float32)
+        self._chain_logits = np.zeros((verifier.slots, shape.steps, shape.vocabulary), np.float32)
+        self._draft_engine, self._resample_engine = draft_engine, resample_engine
+        draft_engine.bind(names.key_cache(0), self._kv[0])
+        draft_engine.bind(names.value_cache(0), self._kv[1])
+        draft_engine.bind(names.CHAIN_LOGITS, self._chain_logits)
+        if resample_engine is not None:
+            resample_engine.bind(names.CHAIN_LOGITS, self._chain_logits)
+        for name, table in tables.items():
+            for engine in (draft_engine, resample_engine):
+                if engine is not None:
+                    engine.bind(name, table)
+        self._fixed_batch = all("B" not in spec.shape for spec in draft_engine.inputs)
+
+    @classmethod
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
+        """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
+        config = from_mapping(LyannaConfig, options, "lyanna")
+        manifest = engines.bundle.manifest if engines else None
+        if engines is None or manifest is None or manifest.lyanna is None:
+            raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
+        shape = manifest.lyanna
+        single = verifier.slots == 1 and names.LYANNA_DRAFT_SINGLE in manifest.graphs
+        return cls(
+            verifier,
+            shape,
+            engines(names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT),
+            engines(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,
+            {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)},
+            config,
+        )
+
+    def begin(self, seq: Sequence) -> None:
+        """See `Drafter.begin`."""
+        seq.drafting = Backlog(used=self.shape.steps)
+
+    def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
+        """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
+        backlog: Backlog = seq.drafting
+        backlog.append(features[TAP])
+        self._catch_up([seq], [True])
+
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
+        """See `Drafter.accept`."""
+        backlog: Backlog = seq.drafting
+        rows = features[TAP]
+        backlog.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
+        backlog.used += len(outcome.path) + 1
+
+    def remaining(self, seq: Sequence) -> int:
+        """See `Drafter.remaining`."""
+        backlog: Backlog = seq.drafting
+        remaining = self.shape.steps - backlog.used
+        return remaining if self.config.resample and remaining > self.config.threshold else 0
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        """See `Drafter.draft`."""
+        wanted = [budget.nodes > 0 for budget in budgets]
+        self._catch_up(batch, wanted)
+        backlogs: list[Backlog] = [seq.drafting for seq in batch]
+        call = self._run_draft(batch, [b.waiting if yes else 0 for b, yes in zip(backlogs, wanted, strict=True)])
+        for backlog, yes in zip(backlogs, wanted, strict=True):
+            if yes:
+                backlog.used = 0
+        return self._trees(call, batch, budgets, [self.shape.nodes] * len(batch))
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        """See `Drafter.resample`."""
+        assert self._resample_engine is not None
+        call = self._resample_engine.prepare(B=len(batch))
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            backlog: Backlog = seq.drafting
+            call.inputs[names.FIRST_STEP][slot] = backlog.used if budget.nodes else 1
+            call.inputs[names.TOKENS][slot] = seq.tokens[-1]
+        self._timed(call)
+        return self._trees(call, batch, budgets, call.outputs[names.TREE_COUNT].tolist())
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """See `Drafter.move`."""
+        backlog: Backlog = seq.drafting
+        self._kv[:, target, :, : backlog.past_len] = self._kv[:, source, :, : backlog.past_len]
+        self._chain_logits[target] = self._chain_logits[source]
+
+    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+        """See `Drafter.measure_ms`."""
+        past_len = min(live, self.verifier.capacity - rows)
+        call = self._draft_call(1, rows)
+        call.inputs[names.PENDING][:] = rows
+        call.inputs[names.PAST_LEN][:] = past_len
+        call.inputs[names.LIVE][0] = past_len + rows
+        call.inputs[names.POSITIONS][:] = np.arange(past_len, past_len + rows)
+        drafted = _seconds(call)
+        if self._resample_engine is None:
+            return drafted * 1e3, 0.0
+        again = self._resample_engine.prepare(B=1)
+        again.inputs[names.FIRST_STEP][:] = 1
+        return drafted * 1e3, _seconds(again) * 1e3
+
+    def _catch_up(self, batch: Several[Sequence], wanted: Several[bool]) -> None:
+        """Put waiting rows into the KV until no wanted sequence has more than CATCH_UP of them."""
+        while any(
+            full := [CATCH_UP if yes and seq.drafting.waiting > CATCH_UP else 0
+                     for seq, yes in zip(batch, wanted, strict=True)]
+        ):  # fmt: skip
+            self._run_draft(batch, full)
+
+    def _run_draft(self, batch: Several[Sequence], rows: list[int]) -> Call:
+        """One call in which sequence i brings its first rows[i] waiting rows; those that bring none are left as they are."""
+        most = max(rows)
+        width = most if most <= _ROW_STEP else -(-most // _ROW_STEP) * _ROW_STEP
+        call = self._draft_call(len(batch), width)
+        inputs = call.inputs
+        kept = {slot: self._chain_logits[slot].copy() for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
+                if not count and seq.drafting.used < self.shape.steps}  # fmt: skip
+        for slot, (seq, count) in enumerate(zip(batch, rows, strict=True)):
+            backlog: Backlog = seq.drafting
+            past_len = backlog.past_len
+            inputs[names.PENDING][slot] = max(count, 1)
+            inputs[names.PAST_LEN][slot] = past_len
+            inputs[names.POSITIONS][slot] = np.arange(past_len, past_len + width)
+            if count:
+                inputs[names.FEATURE_ROWS][slot, :count] = backlog.features[:count]
+                inputs[names.TOKENS][slot, :count] = seq.tokens[past_len + 1 : past_len + 1 + count]
+        inputs[names.LIVE][0] = max([seq.drafting.past_len for seq in batch]) + width
+        self._timed(call)
+        for slot, logits in kept.items():
+            self._chain_logits[slot] = logits
+        for seq, count in zip(batch, rows, strict=True):
+            seq.drafting.shift(count)
+        return call
+
+    def _draft_call(self, sequences: int, rows: int) -> Call:
+        sizes = {"M": rows} if self._fixed_batch else {"B": sequences, "M": rows}
+        return self._draft_engine.prepare(**sizes)
+
+    def _timed(self, call: Call) -> None:
+        self.verifier.clock.engine += _seconds(call)
+
+    def _trees(
+        self, call: Call, batch: Several[Sequence], budgets: Several[Budget], counts: list[int]
+    ) -> list[DraftTree]:
+        """The call's trees within the budgets, copied out of its arrays."""
+        trees = []
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if not budget.nodes:
+                trees.append(root_only(seq.tokens[-1]))
+                continue
+            tree = DraftTree(
+                call.outputs[names.TREE_TOKENS][slot].copy(),
+                call.outputs[names.TREE_PARENTS][slot].copy(),
+                call.outputs[names.TREE_LOG_PROBS][slot].copy(),
+            )
+            trees.append(within(head(tree, counts[slot] - 1), budget))
+        return trees
+
+
+def within(tree: DraftTree, budget: Budget) -> DraftTree:
+    """The nodes of a tree, likeliest first, that a budget has room for: as deep, as wide a level, and as many."""
+    depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
+    kept = {0}
+    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+        depth = depths[node] = depths[parent] + 1
+        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(keep) <= budget.nodes:
+            levels[depth] += 1
+            kept.add(node)
+            keep.append(node)
+    if len(keep) == len(tree):
+        return tree
+    place = np.zeros(len(tree), np.int64)
+    place[keep] = np.arange(len(keep))
+    parents = place[tree.parents[keep]]
+    parents[0] = -1
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
+
+
+def _seconds(call: Call) -> float:
+    started = time.perf_counter()
+    call.run()
+    return time.perf_counter() - started
