@@ -24,12 +24,13 @@ from rich.console import Console
 
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
+from redraft.export.drafters.layer import LayerConfig
 from redraft.train.batches import BatchPlan
 from redraft.train.data import Corpus
 from redraft.train.drafter_config import DrafterRecipe, stream_name
 from redraft.train.drafter_log import DrafterLog
 from redraft.train.loop import train
-from redraft.train.method import Method
+from redraft.train.method import DrafterObjective, Method
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
 from redraft.train.run import DATA, data_digest, facts_of, load_corpora, refuse_run
@@ -78,7 +79,7 @@ class RunFacts:
         return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
 
     def check_same(self, run: Path) -> None:
-        """Raise TrainingError where the run folder belongs to another verifier or other data."""
+        """Raise TrainingError where the run folder is of another verifier or has texts of another recipe."""
         before = RunFacts.read(run)
         if before is None:
             raise TrainingError(f"no drafter's run in {run} to resume", "start without --resume")
@@ -88,8 +89,12 @@ class RunFacts:
                 f"{_short(self.verifier)}",
                 "give the same --verifier as before",
             )
-        if before.data != self.data:
-            raise TrainingError(f"the run in {run} was trained on other data", "give the same --data as before")
+        for name, value in self.texts.items():
+            if before.texts.get(name) != value:
+                raise TrainingError(
+                    f"the run in {run} has another recipe: {name} was {before.texts.get(name)!r}, it is {value!r}",
+                    "resume with the recipe that started it",
+                )
 
 
 def train_drafter(
@@ -120,14 +125,8 @@ def train_drafter(
     found = open_verifier(verifier, device)
     config = method.configure(recipe, found)
     facts = RunFacts(method_name, asdict(config), found.identity, data_digest(corpora), _texts(recipe))
-    if resume:
-        facts.check_same(out)
-    else:
-        _begin(out, facts)
-    torch.manual_seed(recipe.seed)
-    objective = method.objective(found.model, config, recipe, compile_graph)
-    _check_positions(recipe, objective.lookahead, found)
-    _initialise(method, objective.drafter, recipe, found)
+    _begin(out, facts, resume)
+    objective = _objective(method, config, recipe, found, compile_graph)
     objective.to(device)
     store = TextStore(out / TEXTS, found, recipe, corpora, report.writing)
     streams, held_out = store.streams(objective.lookahead), store.held_out()
@@ -159,13 +158,14 @@ def _texts(recipe: DrafterRecipe) -> dict[str, Any]:
     return found
 
 
-def _begin(out: Path, facts: RunFacts) -> None:
+def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
     """Make the folder this run's, dropping the texts of another one that never came to a checkpoint."""
-    if RunFacts.read(out) == facts:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / TEXTS, ignore_errors=True)
-    facts.write(out)
+    if resume:
+        facts.check_same(out)
+    elif RunFacts.read(out) != facts:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / TEXTS, ignore_errors=True)
+        facts.write(out)
 
 
 def _check_positions(recipe: DrafterRecipe, lookahead: int, verifier: VerifierModel) -> None:
@@ -180,9 +180,16 @@ def _check_positions(recipe: DrafterRecipe, lookahead: int, verifier: VerifierMo
         )
 
 
-def _initialise(method: Method, drafter: torch.nn.Module, recipe: DrafterRecipe, verifier: VerifierModel) -> None:
+def _objective(
+    method: Method, config: LayerConfig, recipe: DrafterRecipe, verifier: VerifierModel, compile_graph: bool
+) -> DrafterObjective:
+    """The method's loss with a fresh drafter, initialised by the recipe's seed or from the verifier."""
+    torch.manual_seed(recipe.seed)
+    objective = method.objective(verifier.model, config, recipe, compile_graph)
+    _check_positions(recipe, objective.lookahead, verifier)
     if recipe.drafter.init == "mtp":
-        method.warm_start(drafter, verifier)
+        method.warm_start(objective.drafter, verifier)
+    return objective
 
 
 def _note_data(
