@@ -1,14 +1,15 @@
-"""`redraft train`: train a verifier from text, publish it, measure it."""
+"""`redraft train`: train a verifier or a drafter from text, publish it, measure it."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from redraft.train.objectives import METHODS
 
 app = typer.Typer(help="Train models from text.", no_args_is_help=True)
 
@@ -18,6 +19,16 @@ class Device(StrEnum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+Config = Annotated[str | None, typer.Option(help="A recipe that ships, or a .toml file.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Whole length, instead of the recipe's.")]
+Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")]
+CheckpointEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")]
 
 
 @app.callback()
@@ -31,29 +42,26 @@ def verifier(
         list[str], typer.Option(help="KIND=SOURCE, once a kind; SOURCE is stdlib, a .jsonl or a text file.")
     ],
     out: Annotated[Path, typer.Option(help="Run folder: tokenizer, token streams, checkpoint.")],
-    config: Annotated[str, typer.Option(help="A recipe that ships, or a .toml file.")] = "tiny",
-    steps: Annotated[int | None, typer.Option(help="Whole length, instead of the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")] = None,
+    config: Config = "tiny",
+    steps: Steps = None,
+    seed: Seed = None,
     device: Annotated[Device, typer.Option()] = Device.cpu,
-    compile_graph: Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")] = False,
+    compile_graph: Compile = False,
+    threads: Threads = None,
+    resume: Resume = False,
+    checkpoint_every: CheckpointEvery = 100,
+    as_json: Json = False,
 ) -> None:
     """Train a small Llama verifier, jointly with a multi-token-prediction module."""
-    import torch
     from rich.console import Console
 
-    from redraft.train.config import load_recipe
+    from redraft.train.config import VerifierRecipe
     from redraft.train.data import parse_sources
     from redraft.train.progress import ProgressReport
     from redraft.train.run import train_verifier
 
-    recipe = load_recipe(config)
-    recipe = replace(recipe, steps=recipe.steps if steps is None else steps, seed=recipe.seed if seed is None else seed)
-    if threads:
-        torch.set_num_threads(threads)
+    recipe = VerifierRecipe.load(config or "tiny").with_options(steps, seed)
+    _use_threads(threads)
     console = Console(quiet=as_json)
     with ProgressReport(console) as report:
         ran = train_verifier(
@@ -66,20 +74,94 @@ def verifier(
             checkpoint_every=checkpoint_every,
             report=report,
         )
-    if as_json:
-        typer.echo(json.dumps({"out": str(out), "steps": recipe.steps, "steps_run": ran}))
-    else:
-        console.print(f"trained {ran} steps, {recipe.steps} in all, in {out}", soft_wrap=True)
+    _trained(ran, out, console, as_json)
+
+
+def drafter(
+    context: typer.Context,
+    verifier: Annotated[Path, typer.Option(help="Folder of the verifier's Hugging Face checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Run folder: texts, progress, checkpoint.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KIND=SOURCE, once a kind; SOURCE is stdlib, a .jsonl or a text file. Without, all text is the "
+            "verifier's own."
+        ),
+    ] = None,
+    config: Config = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    device: Annotated[Device, typer.Option()] = Device.cpu,
+    compile_graph: Compile = False,
+    threads: Threads = None,
+    resume: Resume = False,
+    checkpoint_every: CheckpointEvery = 100,
+    as_json: Json = False,
+) -> None:
+    """Train a drafter by the method that the command is named after; its default recipe has that name too."""
+    from rich.console import Console
+
+    from redraft.errors import UsageError
+    from redraft.train.data import parse_sources
+    from redraft.train.drafter_run import train_drafter
+    from redraft.train.objectives import find_method
+    from redraft.train.progress import ProgressReport
+
+    name = str(context.info_name)
+    recipe = find_method(name).recipe.load(config or name).with_options(steps, seed)
+    if recipe.method != name:
+        raise UsageError(f"the recipe {config} is for {recipe.method}", f"use `redraft train {recipe.method}`")
+    _use_threads(threads)
+    console = Console(quiet=as_json)
+    with ProgressReport(console) as report:
+        ran = train_drafter(
+            name,
+            verifier,
+            parse_sources(data or []),
+            out,
+            recipe,
+            device=device.value,
+            compile_graph=compile_graph,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            report=report,
+        )
+    _trained(ran, out, console, as_json)
+
+
+for _name, _help in METHODS.items():
+    app.command(_name, help=_help)(drafter)
 
 
 @app.command()
 def publish(
-    run: Annotated[Path, typer.Argument(help="Run folder that `redraft train verifier` wrote.")],
-    data: Annotated[list[str], typer.Option(help="KIND=SOURCE, as in training: prompts come from held-out documents.")],
-    out: Annotated[Path, typer.Option(help="Folder of the Hugging Face checkpoint.")],
+    run: Annotated[Path, typer.Argument(help="Run folder that `redraft train` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a verifier: KIND=SOURCE, as in training; prompts come from held-out documents."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Write a run as a Hugging Face checkpoint with prompts, held-out text, figures and a model card."""
+    """Write a run as a checkpoint with its figures and a card: a verifier's with prompts and held-out text, or a
+    drafter's.
+    """
+    from redraft.errors import UsageError
+    from redraft.train.drafter_publish import is_drafter_run, publish_drafter
+
+    if is_drafter_run(run):
+        if data:
+            raise UsageError(f"{run} is a drafter's run, which needs no --data")
+        _show_drafter(publish_drafter(run, out), out, as_json)
+    elif data:
+        _publish_verifier(run, data, out, as_json)
+    else:
+        raise UsageError(
+            "a verifier's run is published with the --data that it was trained on", "add --data KIND=SOURCE"
+        )
+
+
+def _publish_verifier(run: Path, data: list[str], out: Path, as_json: bool) -> None:
     from redraft.train.card import write_card
     from redraft.train.data import parse_sources
     from redraft.train.evaluate import evaluate as measure
@@ -103,6 +185,58 @@ def evaluate(
     from redraft.train.evaluate import evaluate as measure
 
     _show(measure(folder).to_dict(), as_json)
+
+
+@app.command()
+def acceptance(
+    folder: Annotated[Path, typer.Argument(help="A published drafter.")],
+    verifier: Annotated[Path, typer.Option(help="Folder of its verifier.")],
+    prompts: Annotated[list[Path], typer.Option(help="A .jsonl file of prompts with turns; may be given again.")],
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of a kind at most.")] = None,
+    device: Annotated[Device, typer.Option()] = Device.cpu,
+    threads: Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Print how often a drafter's tokens are those of its verifier's greedy text, by depth and kind of prompt."""
+    from redraft.train.drafter_evaluate import evaluate_drafter
+
+    _use_threads(threads)
+    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, device.value)
+    if as_json:
+        typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
+        return
+    typer.echo("share of drafts right at each depth where right before: likeliest token / any of the four likeliest")
+    for kind, values in found.items():
+        typer.echo(f"{kind} ({values.prompts} prompts): {values.acceptance}")
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _trained(ran: int, out: Path, console: Any, as_json: bool) -> None:
+    """Say what a run did; its length is the checkpoint's."""
+    from redraft.train.checkpoint import load_checkpoint
+
+    steps = int(load_checkpoint(out)["step"])
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "steps": steps, "steps_run": ran}))
+    else:
+        console.print(f"trained {ran} steps, {steps} in all, in {out}", soft_wrap=True)
+
+
+def _show_drafter(training: dict[str, Any], out: Path, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(training))
+        return
+    typer.echo(f"wrote {out}, after {training['step']} steps")
+    for kind, found in training["measured"].get("acceptance", {}).items():
+        shares = " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(found["top"], found["wide"], strict=True))
+        typer.echo(f"{kind}: {shares}")
 
 
 def _show(figures: dict[str, Any], as_json: bool) -> None:

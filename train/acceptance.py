@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft.train.objectives.lyanna import LyannaObjective, chains, step_logits, verifier_states
+from redraft.train.method import DrafterObjective
 
 _ROWS_AT_ONCE = 8
 WIDTH = 4
@@ -27,39 +29,58 @@ class Acceptance:
     wide: tuple[float, ...]
     starts: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(self.top, self.wide, strict=True))
 
-@torch.inference_mode()
-def conditional_acceptance(objective: LyannaObjective, rows: NDArray[np.integer], first: int) -> Acceptance:
+
+class _Tally:
+    """Drafts tried and right, by depth, for one rule of being right."""
+
+    def __init__(self, depth: int) -> None:
+        self.tried, self.right = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+
+    def add(self, step: int, alive: torch.Tensor, good: torch.Tensor) -> torch.Tensor:
+        """Count the drafts that are `alive` [B, T] at `step`; returns those of them that are right."""
+        right = alive & good
+        self.tried[step] += int(alive.sum())
+        self.right[step] += int(right.sum())
+        return right
+
+    def shares(self) -> tuple[float, ...]:
+        return tuple((self.right / np.maximum(self.tried, 1)).tolist())
+
+
+def conditional_acceptance(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> Acceptance:
     """Measure on rows [R, T + N] of tokens, over drafts that start at position `first` of a row or later.
 
     A draft goes on while the text is what the verifier would say (all of its own greedy text is).
     """
-    steps = objective.drafter.config.steps
-    hits, wide_hits = np.zeros(steps), np.zeros(steps)
-    tried, wide_tried = np.zeros(steps, np.int64), np.zeros(steps, np.int64)
-    verifier = objective.verifier
-    head, embed = verifier.get_output_embeddings().weight, verifier.get_input_embeddings()
-    for begin in range(0, len(rows), _ROWS_AT_ONCE):
-        tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(verifier.device)
-        features, logits = verifier_states(verifier, tokens)
-        said = logits.argmax(-1)  # [B, T + N]: after position p
-        count = tokens.shape[1] - steps
-        alive = torch.zeros(len(tokens), count, dtype=torch.bool, device=verifier.device)
-        alive[:, first:] = True
-        wide_alive = alive.clone()
-        for step, hidden in enumerate(chains(objective.drafter, features[:, :count], tokens, embed)):
-            here = slice(step + 1, count + step + 1)
-            predicted = step_logits(objective.drafter, hidden, tokens[:, here], head, embed)
-            best = predicted.topk(WIDTH).indices
-            hit, wide = best[..., 0] == said[:, here], (best == said[:, here, None]).any(-1)
-            for alive_now, good, total, seen in ((alive, hit, hits, tried), (wide_alive, wide, wide_hits, wide_tried)):
-                seen[step] += int(alive_now.sum())
-                total[step] += int((alive_now & good).sum())
-            if step + 1 < steps:
-                follows = tokens[:, step + 2 : count + step + 2] == said[:, here]
-                alive, wide_alive = alive & hit & follows, wide_alive & wide & follows
-    return Acceptance(
-        tuple((hits / np.maximum(tried, 1)).tolist()),
-        tuple((wide_hits / np.maximum(wide_tried, 1)).tolist()),
-        tuple(tried.tolist()),
-    )
+    return acceptance_of(objective, ((rows[i : i + _ROWS_AT_ONCE], first) for i in range(0, len(rows), _ROWS_AT_ONCE)))
+
+
+@torch.inference_mode()
+def acceptance_of(objective: DrafterObjective, texts: Iterable[tuple[NDArray[np.integer[Any]], int]]) -> Acceptance:
+    """The same for texts of any lengths: rows [B, T + N] and the first position of a draft, each."""
+    top, wide = _Tally(objective.lookahead), _Tally(objective.lookahead)
+    for rows, first in texts:
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(objective.verifier.device)
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
+            _count(objective, tokens, first, top, wide)
+    return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
+
+
+def _count(objective: DrafterObjective, tokens: torch.Tensor, first: int, top: _Tally, wide: _Tally) -> None:
+    logits, drafts = objective.drafts(tokens)
+    said = logits.argmax(-1)  # [B, T + N]: after position p
+    count = tokens.shape[1] - objective.lookahead
+    alive = torch.zeros(len(tokens), count, dtype=torch.bool, device=tokens.device)
+    alive[:, first:] = True
+    wide_alive = alive
+    for step, predicted in enumerate(drafts):
+        here = slice(step + 1, count + step + 1)
+        best = predicted.topk(WIDTH).indices  # likeliest first
+        alive = top.add(step, alive, best[..., 0] == said[:, here])
+        wide_alive = wide.add(step, wide_alive, (best == said[:, here, None]).any(-1))
+        if step + 1 < objective.lookahead:
+            follows = tokens[:, step + 2 : count + step + 2] == said[:, here]
+            alive, wide_alive = alive & follows, wide_alive & follows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,11 @@ from numpy.typing import NDArray
 from redraft.errors import DataError
 
 _CYCLE_ROWS = 100  # shares are exact over this many rows
-LOOKAHEAD = 2  # a row of T inputs needs T + 2 tokens: the next token, and the one after for the MTP module
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` i64[B, T + LOOKAHEAD] and the kind of every row."""
+    """`tokens` i64[B, T + lookahead] and the kind of every row."""
 
     tokens: torch.Tensor
     kinds: tuple[str, ...]
@@ -30,13 +30,19 @@ class Batch:
 class BatchPlan:
     """Draws rows from token streams in fixed shares; `rows(step)` never depends on what was drawn before."""
 
-    def __init__(self, streams: Mapping[str, NDArray[np.uint16]], weights: Mapping[str, float], seed: int) -> None:
-        """`streams` maps kinds to 1-D token arrays; raises DataError where kinds and weights differ."""
+    def __init__(
+        self, streams: Mapping[str, NDArray[np.integer[Any]]], weights: Mapping[str, float], seed: int, lookahead: int
+    ) -> None:
+        """`streams` maps kinds to 1-D token arrays; a row of T inputs has `lookahead` tokens more, for its targets.
+
+        Raises DataError where kinds and weights differ.
+        """
         if set(streams) != set(weights):
             raise DataError(f"data kinds {sorted(streams)} do not match the recipe's weights {sorted(weights)}")
         self._streams = dict(streams)
         self._cycle = _interleave(weights)
         self._seed = seed
+        self._lookahead = lookahead
 
     def batch(self, step: int, rows: int, length: int) -> Batch:
         """The batch of `step`: `rows` rows of `length` inputs each, kinds interleaved."""
@@ -50,16 +56,24 @@ class BatchPlan:
         kind = self._cycle[place]
         return kind, cycle * self._cycle.count(kind) + self._cycle[:place].count(kind)
 
-    def _row(self, kind: str, index: int, length: int) -> NDArray[np.uint16]:
+    def _row(self, kind: str, index: int, length: int) -> NDArray[np.integer[Any]]:
         stream = self._streams[kind]
-        blocks = (len(stream) - LOOKAHEAD) // length - 1
-        if blocks < 1:
-            raise DataError(f"the corpus of {kind} has {len(stream)} tokens, too few for rows of {length}")
+        blocks = blocks_of(kind, len(stream), length, self._lookahead)
         epoch, place = divmod(index, blocks)
         salt = sum(map(ord, kind))
         rng = np.random.Generator(np.random.PCG64([self._seed, salt, epoch, length]))
         start = int(rng.integers(length)) + int(rng.permutation(blocks)[place]) * length
-        return stream[start : start + length + LOOKAHEAD]
+        return stream[start : start + length + self._lookahead]
+
+
+def blocks_of(kind: str, tokens: int, length: int, lookahead: int) -> int:
+    """Rows of `length` in an epoch over `tokens` tokens; raises DataError where there is not one."""
+    blocks = (tokens - lookahead) // length - 1
+    if blocks < 1:
+        raise DataError(
+            f"the corpus of {kind} has {tokens} tokens, too few for rows of {length}", "give a longer corpus"
+        )
+    return blocks
 
 
 def _interleave(weights: Mapping[str, float]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The recipe of a verifier: its shape, its data mixture and its optimisation, in one frozen value.
+"""Recipes: data mixture and optimisation of a run, and the shape of what it trains, in one frozen value.
 
 The TOML recipe and the command line build the same class; an unknown key is refused.
 """
@@ -6,17 +6,122 @@ The TOML recipe and the command line build the same class; an unknown key is ref
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
 
 from redraft.errors import UsageError
 
-KINDS = ("code", "word_problems", "prose")
 RECIPES = Path(__file__).parent / "recipes"
+OPTIMIZERS = ("muon", "adam")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides a training run, except where its files are. What is trained is up to subclasses.
+
+    `steps` is the whole length; with `epochs` it follows from the data's size. The learning rate warms up, is constant
+    until the last `decay_share` of the steps, then falls linearly to zero, so a run can be resumed with another length
+    while it is still constant. Rows are `seq_len` tokens long, and `decay_seq_len` in the decay; a batch always holds
+    `batch_tokens` tokens.
+
+    optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`) or `adam` (all at `lr`).
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 2000
+    epochs: int = 0
+    batch_tokens: int = 4096
+    seq_len: int = 256
+    decay_seq_len: int = 256
+    warmup_steps: int = 40
+    decay_share: float = 0.25
+    optimizer: str = "muon"
+    matrix_lr: float = 0.02
+    embedding_lr: float = 0.005
+    lr: float = 3e-5
+    weight_decay: float = 0.01
+    momentum: float = 0.95
+    grad_clip: float = 1.0
+    held_out_every: int = 20
+    seed: int = 0
+
+    adjustable: ClassVar[frozenset[str]] = frozenset({"steps", "epochs"})
+    """Fields that a resumed run may change, where the steps behind it would have gone the same."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", dict(self.weights))
+        for name in ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, it is {getattr(self, name)}")
+        for name in ("seq_len", "decay_seq_len"):
+            if self.batch_tokens % getattr(self, name):
+                raise UsageError(f"{name} {getattr(self, name)} must divide batch_tokens {self.batch_tokens}")
+        if self.epochs < 0:
+            raise UsageError(f"epochs must be at least 0, it is {self.epochs}")
+        if not 0.0 <= self.decay_share <= 1.0:
+            raise UsageError(f"decay_share must be between 0 and 1, it is {self.decay_share}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"unknown optimizer {self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
+        if any(w <= 0 for w in self.weights.values()):
+            raise UsageError(f"weights must be positive, they are {dict(self.weights)}")
+
+    @property
+    def decay_start(self) -> int:
+        """First step of the decay; the data order changes its row length there."""
+        return self.steps - round(self.steps * self.decay_share)
+
+    def lr_factor(self, step: int) -> float:
+        """Factor on every learning rate at `step`: linear warmup, one, linear decay to zero after the last step."""
+        decayed = min(1.0, (self.steps - step) / max(1, self.steps - self.decay_start))
+        return min(1.0, (step + 1) / max(1, self.warmup_steps)) * decayed
+
+    def row_length(self, step: int) -> int:
+        """Tokens in a row of the batch at `step`."""
+        return self.decay_seq_len if step >= self.decay_start else self.seq_len
+
+    def course(self, step: int) -> tuple[float, ...]:
+        """What `step` depends on of the adjustable fields."""
+        return self.lr_factor(step), self.row_length(step)
+
+    def for_data(self, tokens: int) -> Self:
+        """The same recipe with the steps that its epochs over `tokens` tokens take."""
+        if not self.epochs:
+            return self
+        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
+
+    def with_options(self, steps: int | None, seed: int | None) -> Self:
+        """The same recipe with what the command line gave; a number of steps takes the place of epochs."""
+        recipe = self if steps is None else dataclasses.replace(self, steps=steps, epochs=0)
+        return recipe if seed is None else dataclasses.replace(recipe, seed=seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the checkpoint and the model card."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Self:
+        """Build a recipe from plain values; raises UsageError on an unknown key or a value of the wrong type."""
+        return _build(cls, values, source)
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Self:
+        """Read a TOML recipe: a path, or the name of one that ships."""
+        path = Path(name_or_path)
+        if path.suffix != ".toml":
+            path = RECIPES / f"{name_or_path}.toml"
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
+            raise UsageError(f"no recipe {path}", f"give a .toml file or one of: {shipped}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is not TOML: {error}") from None
+        return cls.from_dict(values, str(path))
 
 
 @dataclass(frozen=True)
@@ -42,109 +147,75 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class VerifierRecipe:
-    """Everything that decides a training run, except where its files are.
+class VerifierRecipe(Recipe):
+    """A verifier's run. The first `grow_step` steps train a model of `start_layers` layers, then grown to all."""
 
-    `steps` is the whole length. The learning rate is constant until the last `decay_share` of it, then falls
-    linearly to zero (warmup-stable-decay), so a run can be resumed with another `steps` while it is still constant.
-    The first `grow_step` steps train a model of `start_layers` layers, which is then grown to the full depth.
-    Rows are `seq_len` tokens long, and `decay_seq_len` in the decay; a batch always holds `batch_tokens` tokens.
-    """
-
-    model: ModelConfig = field(default_factory=ModelConfig)
     weights: Mapping[str, float] = field(default_factory=lambda: {"code": 0.45, "word_problems": 0.2, "prose": 0.35})
-    steps: int = 2000
-    batch_tokens: int = 4096
-    seq_len: int = 256
     decay_seq_len: int = 512
+    model: ModelConfig = field(default_factory=ModelConfig)
     start_layers: int = 0
     grow_step: int = 0
-    warmup_steps: int = 40
-    decay_share: float = 0.25
-    matrix_lr: float = 0.02
-    embedding_lr: float = 0.005
-    weight_decay: float = 0.01
-    momentum: float = 0.95
-    grad_clip: float = 1.0
     mtp_weight: float = 0.3
     mtp_row_stride: int = 2
-    held_out_every: int = 20
-    seed: int = 0
+
+    adjustable: ClassVar[frozenset[str]] = Recipe.adjustable | {"grow_step"}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", dict(self.weights))
-        for name in ("steps", "batch_tokens", "seq_len", "decay_seq_len", "mtp_row_stride", "held_out_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, it is {getattr(self, name)}")
-        for name in ("seq_len", "decay_seq_len"):
-            length = getattr(self, name)
-            if self.batch_tokens % length or length > self.model.max_positions:
-                raise UsageError(
-                    f"{name} {length} must divide batch_tokens {self.batch_tokens} and be at most "
-                    f"model.max_positions {self.model.max_positions}"
-                )
+        super().__post_init__()
+        if not self.weights:
+            raise UsageError("weights must name the kinds of the corpus")
+        if self.mtp_row_stride < 1:
+            raise UsageError(f"mtp_row_stride must be at least 1, it is {self.mtp_row_stride}")
+        if max(self.seq_len, self.decay_seq_len) > self.model.max_positions:
+            raise UsageError(
+                f"seq_len {self.seq_len} and decay_seq_len {self.decay_seq_len} must be at most model.max_positions "
+                f"{self.model.max_positions}"
+            )
         if self.grow_step > 0 and (self.start_layers < 1 or self.model.layers % self.start_layers):
             raise UsageError(f"start_layers {self.start_layers} must divide model.layers {self.model.layers}")
-        if not 0.0 <= self.decay_share <= 1.0:
-            raise UsageError(f"decay_share must be between 0 and 1, it is {self.decay_share}")
-        if not self.weights or any(w <= 0 for w in self.weights.values()):
-            raise UsageError(f"weights must be positive, they are {dict(self.weights)}")
-
-    @property
-    def decay_start(self) -> int:
-        """First step of the decay; the data order changes its row length there."""
-        return self.steps - round(self.steps * self.decay_share)
-
-    def lr_factor(self, step: int) -> float:
-        """Factor on every learning rate at `step`: linear warmup, one, linear decay to zero after the last step."""
-        if step >= self.decay_start:
-            return (self.steps - step) / max(1, self.steps - self.decay_start)
-        return min(1.0, (step + 1) / max(1, self.warmup_steps))
 
     def layers(self, step: int) -> int:
         """Layers of the model that `step` trains."""
         return self.start_layers if step < self.grow_step else self.model.layers
 
-    def row_length(self, step: int) -> int:
-        """Tokens in a row of the batch at `step`."""
-        return self.decay_seq_len if step >= self.decay_start else self.seq_len
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the checkpoint and the model card."""
-        return dataclasses.asdict(self)
-
-
-def recipe_from_dict(values: Mapping[str, Any], source: str = "recipe") -> VerifierRecipe:
-    """Build a recipe from plain values; raises UsageError on an unknown key or a value of the wrong type."""
-    values = dict(values)
-    model = _build(ModelConfig, values.pop("model", {}), f"{source}: [model]")
-    return _build(VerifierRecipe, {**values, "model": model}, source)
-
-
-def load_recipe(name_or_path: str) -> VerifierRecipe:
-    """Read a TOML recipe: a path, or the name of one that ships (`tiny`)."""
-    path = Path(name_or_path)
-    if path.suffix != ".toml":
-        path = RECIPES / f"{name_or_path}.toml"
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
-        raise UsageError(f"no recipe {path}", f"give a .toml file or one of: {shipped}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
-    return recipe_from_dict(values, str(path))
+    def course(self, step: int) -> tuple[float, ...]:
+        """See the base class; growth counts too."""
+        return (*super().course(step), self.layers(step))
 
 
 def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = get_type_hints(cls)
+    known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise UsageError(f"{source}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
-    for name, value in values.items():
-        wanted = str(known[name].type)
-        if wanted == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-            raise UsageError(f"{source}: {name} must be a whole number, it is {value!r}")
-        if wanted == "float" and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-            raise UsageError(f"{source}: {name} must be a number, it is {value!r}")
-    return cls(**values)
+    return cls(**{name: _value(known[name], value, name, source) for name, value in values.items()})
+
+
+def _value(wanted: Any, value: Any, name: str, source: str) -> Any:
+    """One value of a recipe, checked against its field's type."""
+    if dataclasses.is_dataclass(wanted):
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{source}: {name} must be a table, it is {value!r}")
+        return _build(wanted, value, f"{source}: [{name}]")  # type: ignore[arg-type]
+    if get_origin(wanted) is tuple:
+        if not isinstance(value, (list, tuple)) or not all(_is_number(v) for v in value):
+            raise UsageError(f"{source}: {name} must be a list of numbers, it is {value!r}")
+        return tuple(value)
+    if get_origin(wanted) is Mapping and (
+        not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
+    ):
+        raise UsageError(f"{source}: {name} must be a table of numbers, it is {value!r}")
+    for kind, fits, words in (
+        (int, isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+        (float, _is_number(value), "a number"),
+        (bool, isinstance(value, bool), "true or false"),
+        (str, isinstance(value, str), "a string"),
+    ):
+        if wanted is kind and not fits:
+            raise UsageError(f"{source}: {name} must be {words}, it is {value!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,9 +13,9 @@ import torch
 from redraft.errors import TrainingError
 from redraft.train.batches import BatchPlan
 from redraft.train.checkpoint import load_checkpoint, save_checkpoint
-from redraft.train.config import VerifierRecipe, recipe_from_dict
+from redraft.train.config import Recipe
 from redraft.train.objective import Objective
-from redraft.train.optim import Optimizers
+from redraft.train.optim import Optimizers, optimizers_for
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,10 @@ class StepReport:
     seconds: float
 
 
-def optimizers_for(objective: Objective, recipe: VerifierRecipe) -> Optimizers:
-    """The optimisers of a recipe over an objective's parameters."""
-    return Optimizers(
-        objective.named_parameters(),
-        matrix_lr=recipe.matrix_lr,
-        embedding_lr=recipe.embedding_lr,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        grad_clip=recipe.grad_clip,
-    )
-
-
 def train(
     objective: Objective,
     plan: BatchPlan,
-    recipe: VerifierRecipe,
+    recipe: Recipe,
     out: Path,
     *,
     identity: str,
@@ -62,12 +50,12 @@ def train(
         first, optimizers = _resume(objective, recipe, out, identity)
     else:
         objective.prepare(0)
-        first, optimizers = 0, optimizers_for(objective, recipe)
+        first, optimizers = 0, optimizers_for(objective.named_parameters(), recipe)
 
     for step in range(first, recipe.steps):
         started = time.perf_counter()
         if objective.prepare(step):
-            optimizers = optimizers_for(objective, recipe)
+            optimizers = optimizers_for(objective.named_parameters(), recipe)
         length = recipe.row_length(step)
         loss, metrics = objective.loss(plan.batch(step, recipe.batch_tokens // length, length))
         if not torch.isfinite(loss):
@@ -86,9 +74,7 @@ def train(
     return recipe.steps - first
 
 
-def _state(
-    objective: Objective, optimizers: Optimizers, recipe: VerifierRecipe, identity: str, step: int
-) -> dict[str, Any]:
+def _state(objective: Objective, optimizers: Optimizers, recipe: Recipe, identity: str, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "identity": identity,
@@ -99,37 +85,34 @@ def _state(
     }
 
 
-def _resume(objective: Objective, recipe: VerifierRecipe, out: Path, identity: str) -> tuple[int, Optimizers]:
+def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> tuple[int, Optimizers]:
     state = load_checkpoint(out)
     if state["identity"] != identity:
         raise TrainingError(f"the checkpoint in {out} was trained on other data", "give the same --data as before")
     step = int(state["step"])
-    before = recipe_from_dict(state["recipe"], str(out))
+    before = type(recipe).from_dict(state["recipe"], str(out))
     _check_same_course(before, recipe, step, out)
     objective.prepare(step - 1)  # the shape that was saved
     objective.load_state_dict(state["objective"])
-    optimizers = optimizers_for(objective, recipe)
+    optimizers = optimizers_for(objective.named_parameters(), recipe)
     optimizers.load_state_dict(state["optimizers"])
     torch.set_rng_state(state["rng"])
     return step, optimizers
 
 
-def _check_same_course(before: VerifierRecipe, now: VerifierRecipe, step: int, out: Path) -> None:
+def _check_same_course(before: Recipe, now: Recipe, step: int, out: Path) -> None:
     """Refuse a recipe under which the first `step` steps would have gone otherwise."""
     old, new = before.to_dict(), now.to_dict()
     changed = sorted(key for key in new if new[key] != old[key])
-    if not set(changed) <= {"steps", "grow_step"}:
-        key = next(key for key in changed if key not in {"steps", "grow_step"})
+    fixed = [key for key in changed if key not in now.adjustable]
+    if fixed:
+        key = fixed[0]
         raise TrainingError(
             f"the checkpoint in {out} has another recipe: {key} was {old[key]!r}, it is {new[key]!r}",
             "resume with the recipe that started it",
         )
-    if changed and any(_course(before, s) != _course(now, s) for s in range(step)):
+    if changed and any(before.course(s) != now.course(s) for s in range(step)):
         raise TrainingError(
             f"the checkpoint in {out} is at step {step}, too late for another {' and '.join(changed)}",
-            "they can change only before the decay and the growth begin",
+            "the steps behind it would have gone otherwise",
         )
-
-
-def _course(recipe: VerifierRecipe, step: int) -> tuple[float, int, int]:
-    return recipe.lr_factor(step), recipe.row_length(step), recipe.layers(step)

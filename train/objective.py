@@ -14,6 +14,10 @@ from redraft.train.batches import Batch
 class Objective(Protocol):
     """A method's loss; the loop knows nothing else of the method."""
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens that a row needs beyond its inputs."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to train."""
 

@@ -1,4 +1,4 @@
-"""Optimisers: Muon for hidden matrices, AdamW for embeddings and gains.
+"""Optimisers: Muon for hidden matrices beside AdamW for embeddings and gains, or plain Adam for all.
 
 Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, found by a quintic
 Newton-Schulz iteration. torch has one, which iterates matrix by matrix in bf16; CPUs without bf16 instructions are
@@ -8,11 +8,13 @@ several times faster here, in fp32 and with all matrices of a shape in one batch
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from redraft.train.config import Recipe
 
 # Quintic coefficients, five steps: Jordan et al., "Muon".
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -65,34 +67,20 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Both optimisers behind one `step`; parameters are told apart by name and shape."""
+    """Optimisers behind one `step`."""
 
     def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        matrix_lr: float,
-        embedding_lr: float,
-        momentum: float,
-        weight_decay: float,
-        grad_clip: float,
+        self, parts: Sequence[tuple[torch.optim.Optimizer, float]], clipped: Sequence[nn.Parameter], grad_clip: float
     ) -> None:
-        """`grad_clip` bounds the norm of AdamW's gradients; Muon's step does not depend on the gradient's length."""
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in named:
-            is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
-            (matrices if is_matrix else others).append(parameter)
-        self._others = others
+        """Each part with its learning rate. `grad_clip` bounds the norm of the gradients of `clipped`."""
+        self._parts = [part for part, _ in parts]
+        self._base = [lr for _, lr in parts]
+        self._clipped = list(clipped)
         self._clip = grad_clip
-        self._base = (matrix_lr, embedding_lr)
-        self._parts: list[torch.optim.Optimizer] = [
-            Muon(matrices, matrix_lr, momentum, weight_decay),
-            torch.optim.AdamW(others, lr=embedding_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
-        ]
 
     def step(self, lr_factor: float) -> None:
         """Update with every learning rate times `lr_factor`, and drop the gradients."""
-        nn.utils.clip_grad_norm_(self._others, self._clip)
+        nn.utils.clip_grad_norm_(self._clipped, self._clip)
         for part, base in zip(self._parts, self._base, strict=True):
             for group in part.param_groups:
                 group["lr"] = base * lr_factor
@@ -100,10 +88,33 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """State of both."""
+        """State of every part."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """The inverse of `state_dict`."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
+
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def optimizers_for(named: Named, recipe: Recipe) -> Optimizers:
+    """The recipe's optimisers over parameters with their names."""
+    if recipe.optimizer == "adam":
+        parameters = [parameter for _, parameter in named]
+        return Optimizers([(torch.optim.Adam(parameters, recipe.lr), recipe.lr)], parameters, recipe.grad_clip)
+    return _muon(named, recipe)
+
+
+def _muon(named: Named, recipe: Recipe) -> Optimizers:
+    """Muon and AdamW; only AdamW's gradients are clipped, Muon's step does not depend on the gradient's length."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named:
+        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        (matrices if is_matrix else others).append(parameter)
+    muon = Muon(matrices, recipe.matrix_lr, recipe.momentum, recipe.weight_decay)
+    adam = torch.optim.AdamW(others, lr=recipe.embedding_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    return Optimizers([(muon, recipe.matrix_lr), (adam, recipe.embedding_lr)], others, recipe.grad_clip)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from redraft.train.acceptance import Acceptance
 from redraft.train.loop import StepReport
 
 _SPEED_WINDOW = 20
@@ -52,6 +54,18 @@ class ProgressReport:
             self._console.print(f"step {report.step}/{report.steps} {self._line(report)}", soft_wrap=True)
             self._losses.clear()
             self._last_line = now
+
+    def writing(self, name: str, done: int, rows: int) -> None:
+        """Show how much of a text the verifier has written."""
+        now = time.monotonic()
+        if now - self._last_line > self._every or done == rows:
+            self._console.print(f"writing {name}: {done}/{rows} rows", soft_wrap=True)
+            self._last_line = now
+
+    def acceptance(self, step: int, kinds: Mapping[str, Acceptance]) -> None:
+        """Show acceptance by kind, top-1/top-4 by depth."""
+        for kind, found in kinds.items():
+            self._console.print(f"step {step} accepted {kind} {found}", soft_wrap=True)
 
     def _line(self, report: StepReport) -> str:
         seconds = sum(r.seconds for r in self._window)

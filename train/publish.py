@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from redraft.errors import CheckpointError
 from redraft.train.checkpoint import load_checkpoint
-from redraft.train.config import VerifierRecipe, recipe_from_dict
+from redraft.train.config import VerifierRecipe
 from redraft.train.data import Corpus
 from redraft.train.heldout import write_held_out, write_prompts
 from redraft.train.mtp import MtpModule
@@ -32,7 +32,7 @@ MTP_KEY = "redraft_mtp"
 def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
     """The trained modules of a run folder, their recipe and the step they are at."""
     state = load_checkpoint(run)
-    recipe = recipe_from_dict(state["recipe"], str(run))
+    recipe = VerifierRecipe.from_dict(state["recipe"], str(run))
     objective = VerifierObjective(recipe)
     step = int(state["step"])
     objective.prepare(step - 1)

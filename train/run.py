@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from tokenizers import Tokenizer
 
 from redraft.errors import TrainingError, UsageError
 from redraft.train.batches import BatchPlan
-from redraft.train.config import VerifierRecipe
-from redraft.train.data import Corpus, load_corpus
+from redraft.train.checkpoint import NAME
+from redraft.train.config import Recipe, VerifierRecipe
+from redraft.train.data import Corpus, Document, load_corpus
 from redraft.train.loop import StepReport, train
-from redraft.train.tokenizer import encode_documents, train_tokenizer
+from redraft.train.tokenizer import EOS_ID, encode_documents, train_tokenizer
 from redraft.train.verifier import VerifierObjective
 
 TOKENIZER = "tokenizer.json"
 DATA = "data.json"
 
 
-def load_corpora(sources: Mapping[str, str], recipe: VerifierRecipe) -> dict[str, Corpus]:
+def load_corpora(sources: Mapping[str, str], recipe: Recipe) -> dict[str, Corpus]:
     """Every kind's corpus; raises UsageError when the kinds are not those of the recipe's weights."""
     if set(sources) != set(recipe.weights):
         raise UsageError(
@@ -53,15 +54,15 @@ def train_verifier(
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here", "use --device cpu")
     corpora = load_corpora(sources, recipe)
-    identity = hashlib.sha256("".join(f"{k}:{c.digest()}" for k, c in corpora.items()).encode()).hexdigest()
+    identity = data_digest(corpora)
     if not resume:
-        if (out / "checkpoint.pt").exists():
-            raise UsageError(f"{out} holds a run already", "give --resume or another --out")
+        refuse_run(out)
         prepare(corpora, out, recipe)
     streams = {kind: _load_stream(out, kind) for kind in corpora}
+    recipe = recipe.for_data(sum(map(len, streams.values())))
     torch.manual_seed(recipe.seed)
     objective = VerifierObjective(recipe, compile_graph).to(device)
-    plan = BatchPlan(streams, recipe.weights, recipe.seed)
+    plan = BatchPlan(streams, recipe.weights, recipe.seed, objective.lookahead)
     return train(
         objective,
         plan,
@@ -74,6 +75,17 @@ def train_verifier(
     )
 
 
+def refuse_run(out: Path) -> None:
+    """Raise UsageError where a run's checkpoint would be overwritten."""
+    if (out / NAME).exists():
+        raise UsageError(f"{out} holds a run already", "give --resume or another --out")
+
+
+def data_digest(corpora: Mapping[str, Corpus]) -> str:
+    """SHA-256 over every kind's corpus."""
+    return hashlib.sha256("".join(f"{k}:{c.digest()}" for k, c in corpora.items()).encode()).hexdigest()
+
+
 def prepare(corpora: Mapping[str, Corpus], out: Path, recipe: VerifierRecipe) -> None:
     """Train the tokenizer on the training side and write it, each kind's token stream and the split's names."""
     out.mkdir(parents=True, exist_ok=True)
@@ -83,15 +95,20 @@ def prepare(corpora: Mapping[str, Corpus], out: Path, recipe: VerifierRecipe) ->
     tokenizer.save(str(out / TOKENIZER))
     facts = {}
     for kind, corpus in corpora.items():
-        stream = np.concatenate([np.array(d, np.uint16) for d in _shuffled(tokenizer, corpus, recipe.seed)])
+        stream = token_stream(tokenizer, corpus.train, recipe.seed, EOS_ID, np.uint16)
         np.save(out / f"{kind}.npy", stream)
-        facts[kind] = {
-            "documents": len(corpus.train),
-            "characters": sum(len(d.text) for d in corpus.train),
-            "tokens": len(stream),
-            "held_out": [d.name for d in corpus.held_out],
-        }
+        facts[kind] = facts_of(corpus, len(stream))
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
+    """What a run folder says of a kind: its training side's size, and which documents are held out."""
+    return {
+        "documents": len(corpus.train),
+        "characters": sum(len(d.text) for d in corpus.train),
+        "tokens": tokens,
+        "held_out": [d.name for d in corpus.held_out],
+    }
 
 
 def data_facts(out: Path) -> dict[str, Any]:
@@ -100,9 +117,13 @@ def data_facts(out: Path) -> dict[str, Any]:
     return facts
 
 
-def _shuffled(tokenizer: Tokenizer, corpus: Corpus, seed: int) -> list[list[int]]:
-    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(corpus.train))
-    return encode_documents(tokenizer, [corpus.train[i] for i in order])
+def token_stream(
+    tokenizer: Tokenizer, documents: Sequence[Document], seed: int, eos: int | None, dtype: type[np.integer[Any]]
+) -> NDArray[Any]:
+    """Tokens of all documents, one after the other in an order drawn by `seed`."""
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(len(documents))
+    encoded = encode_documents(tokenizer, [documents[i] for i in order], eos)
+    return np.concatenate([np.array(document, dtype) for document in encoded])
 
 
 def _load_stream(out: Path, kind: str) -> NDArray[np.uint16]:

@@ -5,7 +5,7 @@ Rows are begun by stretches of a corpus and continued greedily or by sampling, m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,41 @@ def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
+) -> list[list[int]]:
+    """Whole texts of prompts of any lengths, each continued by the likeliest tokens, through `eos` where it comes.
+
+    Rows begin together at the shortest prompt's end; the others take their own prompt's tokens until it is over.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    texts: list[list[int]] = [[]] * len(prompts)
+    for begin in range(0, len(order), ROWS_AT_ONCE):
+        some = order[begin : begin + ROWS_AT_ONCE]
+        rows = _continue_ragged(model, [prompts[i] for i in some], new_tokens).tolist()
+        for index, row in zip(some, rows, strict=True):
+            length = len(prompts[index])
+            new = row[length : length + new_tokens]
+            end = new.index(eos) + 1 if eos in new else len(new)
+            texts[index] = row[:length] + new[:end]
+    return texts
+
+
+def _continue_ragged(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> torch.Tensor:
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    given = torch.full((len(prompts), longest + new_tokens), -1, device=model.device)
+    for row, prompt in zip(given, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    cache = DynamicCache(config=model.config)
+    written = [given[:, :shortest]]
+    for place in range(shortest, given.shape[1]):
+        logits = model(written[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        prompt_token = given[:, place, None]
+        written.append(torch.where(prompt_token < 0, logits.argmax(-1, keepdim=True), prompt_token))
+    return torch.cat(written, dim=1)
 
 
 def prompts_from(stream: NDArray[np.integer[Any]], rows: int, length: int, seed: int) -> NDArray[np.int64]:

@@ -63,10 +63,10 @@ def _sample(kinds: Sequence[Sequence[Document]], seed: int) -> Iterator[str]:
             left -= len(document.text)
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[int]]:
-    """Token ids of every document, from BOS through EOS."""
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], eos: int | None = EOS_ID) -> list[list[int]]:
+    """Token ids of every document, from BOS (where the tokenizer adds one) through EOS (where there is one)."""
     encodings: list[Any] = tokenizer.encode_batch_fast([d.text for d in documents])
-    return [[*encoding.ids, EOS_ID] for encoding in encodings]
+    return [[*encoding.ids, *([] if eos is None else [eos])] for encoding in encodings]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:

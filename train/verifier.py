@@ -40,6 +40,9 @@ def llama_config(model: ModelConfig) -> LlamaConfig:
 class VerifierObjective(nn.Module):
     """A Llama verifier with its MTP module."""
 
+    lookahead = 2
+    """The next token, and the one after for the MTP module."""
+
     def __init__(self, recipe: VerifierRecipe, compile_graph: bool = False) -> None:
         """Initialises by torch's generator: seed it first. `compile_graph` runs the loss through torch.compile."""
         super().__init__()

@@ -78,3 +78,13 @@ def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytes
     out = tmp_path_factory.mktemp("run")
     train_verifier(sources, out, recipe)
     return out
+
+
+@pytest.fixture(scope="session")
+def verifier_folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, published: what drafters are trained for."""
+    from redraft.train.publish import publish
+
+    out = tmp_path_factory.mktemp("verifier")
+    publish(run, out, {})
+    return out

@@ -7,24 +7,27 @@ import pytest
 import torch
 
 from redraft.errors import DataError
-from redraft.train.batches import LOOKAHEAD, BatchPlan
+from redraft.train.batches import BatchPlan
 
 STREAMS = {"a": np.arange(5000, dtype=np.uint16), "b": np.arange(10000, 13000, dtype=np.uint16)}
 WEIGHTS = {"a": 3.0, "b": 1.0}
+LOOKAHEAD = 3
 
 
 def test_batch_is_a_function_of_seed_and_step():
     """Resuming draws batches without the ones before; a hidden state would change the course of a resumed run."""
-    ahead = BatchPlan(STREAMS, WEIGHTS, 7)
+    ahead = BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD)
     for step in range(5):
         ahead.batch(step, 8, 16)
-    assert torch.equal(ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 7).batch(5, 8, 16).tokens)
-    assert not torch.equal(ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 8).batch(5, 8, 16).tokens)
+    assert torch.equal(ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD).batch(5, 8, 16).tokens)
+    assert not torch.equal(
+        ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 8, LOOKAHEAD).batch(5, 8, 16).tokens
+    )
     assert not torch.equal(ahead.batch(5, 8, 16).tokens, ahead.batch(6, 8, 16).tokens)
 
 
 def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
-    plan = BatchPlan(STREAMS, WEIGHTS, 0)
+    plan = BatchPlan(STREAMS, WEIGHTS, 0, LOOKAHEAD)
     kinds = []
     for step in range(25):
         batch = plan.batch(step, 8, 16)
@@ -37,7 +40,7 @@ def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
 
 def test_an_epoch_sees_no_input_twice():
     """Sampling with repetition would waste a third of a small corpus."""
-    plan = BatchPlan(STREAMS, WEIGHTS, 0)
+    plan = BatchPlan(STREAMS, WEIGHTS, 0, LOOKAHEAD)
     blocks = (5000 - LOOKAHEAD) // 16 - 1
     batches = [plan.batch(step, 4, 16) for step in range(blocks)]
     rows = torch.stack([row[:16] for b in batches for row, kind in zip(b.tokens, b.kinds, strict=True) if kind == "a"])
@@ -46,9 +49,9 @@ def test_an_epoch_sees_no_input_twice():
 
 def test_a_stream_too_short_for_a_row_names_its_kind():
     with pytest.raises(DataError, match="corpus of a has 20 tokens"):
-        BatchPlan({"a": np.zeros(20, np.uint16)}, {"a": 1.0}, 0).batch(0, 1, 16)
+        BatchPlan({"a": np.zeros(20, np.uint16)}, {"a": 1.0}, 0, LOOKAHEAD).batch(0, 1, 16)
 
 
 def test_kinds_must_match_the_weights():
     with pytest.raises(DataError, match="do not match"):
-        BatchPlan(STREAMS, {"a": 1.0}, 0)
+        BatchPlan(STREAMS, {"a": 1.0}, 0, LOOKAHEAD)

@@ -75,3 +75,53 @@ def test_the_command_line_needs_no_torch_until_it_trains():
     """`redraft --help` must work, and be quick, where the export extra is not installed."""
     code = "import sys, redraft.cli.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_train_publish_and_measure_a_drafter(sources, verifier_folder, tmp_path):
+    """The whole way by the command line, and what it refuses."""
+    recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
+    recipe.write_text(
+        'method = "lyanna"\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n'
+        "[drafter]\nrank = 4\nchain = 2\n"
+        "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\n",
+        encoding="utf-8",
+    )
+    common = ["--verifier", str(verifier_folder), "--out", str(run), "--config", str(recipe)]
+    data = ["--data", f"prose={sources['prose']}"]
+    result = RUNNER.invoke(app, ["lyanna", *common, *data, "--steps", "3", "--seed", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"out": str(run), "steps": 3, "steps_run": 3}
+
+    assert isinstance(RUNNER.invoke(app, ["publish", str(run), *data, "--out", str(out)]).exception, UsageError)
+    result = RUNNER.invoke(app, ["publish", str(run), "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["recipe"]["seed"] == 2
+
+    prompts.write_text(json.dumps({"turns": ["the cat sat on"]}), encoding="utf-8")
+    measure = ["acceptance", str(out), "--verifier", str(verifier_folder), "--prompts", str(prompts)]
+    result = RUNNER.invoke(app, [*measure, "--new-tokens", "16", "--json"])
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)["p"]["top"]) == 2
+    result = RUNNER.invoke(app, [*measure, "--new-tokens", "16"])
+    assert "p (1 prompts): " in result.stdout
+
+
+def test_lines_of_a_drafters_run_show_writing_losses_and_acceptance(verifier_folder, tmp_path):
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        "steps = 2\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nevaluate_every = 1\n"
+        "[self_text]\nrows = 4\nprompt_tokens = 6\nnew_tokens = 20\nheld_out_rows = 2\ntext = 0.0\n",
+        encoding="utf-8",
+    )
+    options = ["--verifier", str(verifier_folder), "--out", str(tmp_path / "run"), "--config", str(recipe)]
+    result = RUNNER.invoke(app, ["lyanna", *options])
+    assert result.exit_code == 0, result.output
+    assert "writing self.train.1: 4/4 rows" in result.stdout
+    assert "step 1 accepted self 0." in result.stdout
+    assert "step 2/2 ce " in result.stdout
+
+
+def test_a_verifiers_run_is_not_published_without_its_data(run, tmp_path):
+    result = RUNNER.invoke(app, ["publish", str(run), "--out", str(tmp_path)])
+    assert isinstance(result.exception, UsageError)
+    assert "--data" in str(result.exception)

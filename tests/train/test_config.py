@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from redraft.errors import UsageError
-from redraft.train.config import VerifierRecipe, load_recipe, recipe_from_dict
+from redraft.train.config import Recipe, VerifierRecipe
 
 
 def test_shipped_recipe_is_within_what_the_embedded_model_promises():
-    model = load_recipe("tiny").model
+    model = VerifierRecipe.load("tiny").model
     assert model.layers >= 8
     assert model.vocab_size == 4096
 
@@ -29,24 +29,28 @@ def test_shipped_recipe_is_within_what_the_embedded_model_promises():
         {"weights": {"code": -1.0}},
         {"model": {"kv_heads": 3}},
         {"grow_step": 5, "start_layers": 5},
+        {"optimizer": "sgd"},
+        {"epochs": -1},
+        {"weights": {"code": "much"}},
+        {"model": 3},
     ],
 )
 def test_unknown_and_impossible_values_are_refused(values):
     with pytest.raises(UsageError):
-        recipe_from_dict(values)
+        VerifierRecipe.from_dict(values)
 
 
 def test_missing_and_broken_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match="tiny"):
-        load_recipe("absent")
+        VerifierRecipe.load("absent")
     broken = tmp_path / "broken.toml"
     broken.write_text("steps = ", encoding="utf-8")
     with pytest.raises(UsageError, match="not TOML"):
-        load_recipe(str(broken))
+        VerifierRecipe.load(str(broken))
 
 
 def test_round_trip_through_plain_values(recipe):
-    assert recipe_from_dict(recipe.to_dict()) == recipe
+    assert VerifierRecipe.from_dict(recipe.to_dict()) == recipe
 
 
 def test_schedule_warms_up_stays_and_falls_to_zero():
@@ -57,3 +61,16 @@ def test_schedule_warms_up_stays_and_falls_to_zero():
     assert factors[99] == pytest.approx(1 / 20)
     assert sorted(factors[80:], reverse=True) == factors[80:]
     assert [recipe.row_length(79), recipe.row_length(80)] == [256, 512]
+
+
+def test_epochs_give_the_steps_that_the_data_takes():
+    recipe = Recipe(epochs=3, batch_tokens=1024, steps=7)
+    assert recipe.for_data(10_000).steps == 30  # ceil(30000 / 1024)
+    assert Recipe(steps=7).for_data(10_000).steps == 7
+    assert recipe.with_options(steps=5, seed=2).for_data(10_000) == Recipe(batch_tokens=1024, steps=5, seed=2)
+
+
+def test_linear_decay_over_the_whole_run_without_warmup():
+    """The paper's schedule: from the full rate to zero."""
+    recipe = Recipe(steps=10, warmup_steps=0, decay_share=1.0)
+    assert [recipe.lr_factor(step) for step in range(10)] == pytest.approx([1 - step / 10 for step in range(10)])

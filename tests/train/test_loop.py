@@ -18,7 +18,7 @@ from redraft.train.verifier import VerifierObjective
 def plan_for(recipe):
     rng = np.random.default_rng(0)
     return BatchPlan(
-        {k: rng.integers(0, 50, 4000).astype(np.uint16) for k in recipe.weights}, recipe.weights, recipe.seed
+        {k: rng.integers(0, 50, 4000).astype(np.uint16) for k in recipe.weights}, recipe.weights, recipe.seed, 2
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from redraft.train.optim import Muon, Optimizers, orthogonalise
+from redraft.train.config import Recipe
+from redraft.train.optim import Muon, optimizers_for, orthogonalise
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 16), (3, 8, 32), (3, 32, 8)])
@@ -36,7 +37,7 @@ def test_embeddings_and_gains_go_to_adam_and_other_matrices_to_muon():
     """An embedding under Muon would move the rows of tokens that did not occur."""
     embed, gain, matrix = (nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)))
     named = [("model.embed_tokens.weight", embed), ("norm.weight", gain), ("o_proj.weight", matrix)]
-    optimizers = Optimizers(named, 0.1, 0.01, 0.9, 0.0, 1.0)
+    optimizers = optimizers_for(named, Recipe(matrix_lr=0.1, embedding_lr=0.01, momentum=0.9, weight_decay=0.0))
     for parameter in (embed, gain, matrix):
         parameter.grad = torch.zeros_like(parameter)
         parameter.grad[0] = 1.0
@@ -46,3 +47,15 @@ def test_embeddings_and_gains_go_to_adam_and_other_matrices_to_muon():
     assert gain[0].item() == pytest.approx(1 - 0.005, abs=1e-5)
     assert matrix[0, 0].item() < 1 - 0.005
     assert matrix.grad is None
+
+
+def test_adam_takes_every_parameter_at_its_own_rate():
+    """The paper's optimiser: a first step of Adam is as long as the learning rate, whatever the parameter."""
+    embed, gain, matrix = (nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)))
+    named = [("model.embed_tokens.weight", embed), ("norm.weight", gain), ("o_proj.weight", matrix)]
+    optimizers = optimizers_for(named, Recipe(optimizer="adam", lr=0.01))
+    for parameter in (embed, gain, matrix):
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(0.5)
+    for parameter in (embed, gain, matrix):
+        assert torch.allclose(parameter, torch.full_like(parameter, 1 - 0.005), atol=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from redraft.train.config import load_recipe
+from redraft.train.config import VerifierRecipe
 from redraft.train.data import is_held_out
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
@@ -22,7 +22,7 @@ def tensors(name):
 
 def test_size_and_shape():
     assert sum(path.stat().st_size for path in TINY.rglob("*") if path.is_file()) <= 22_000_000
-    recipe, config = load_recipe("tiny"), json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    recipe, config = VerifierRecipe.load("tiny"), json.loads((TINY / "config.json").read_text(encoding="utf-8"))
     assert config["num_hidden_layers"] == recipe.model.layers >= 8
     assert config["vocab_size"] == recipe.model.vocab_size == 4096
     main, mtp = tensors("model.safetensors"), tensors(config["redraft_mtp"]["file"])
@@ -45,13 +45,13 @@ def test_prompts_are_of_held_out_documents(kind):
     lines = (TINY / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     items = [json.loads(line) for line in lines]
     assert len({item["turns"][0] for item in items}) >= 40
-    assert all(is_held_out(kind, item["source"], load_recipe("tiny").held_out_every) for item in items)
+    assert all(is_held_out(kind, item["source"], VerifierRecipe.load("tiny").held_out_every) for item in items)
 
 
 def test_card_says_what_was_measured_and_trained():
     card = (TINY / "README.md").read_text(encoding="utf-8")
     figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
-    recipe = load_recipe("tiny")
+    recipe = VerifierRecipe.load("tiny")
     assert f"{recipe.steps} steps of {recipe.batch_tokens} tokens" in card
     assert f"The first {recipe.grow_step} steps" in card
     for kind in KINDS:

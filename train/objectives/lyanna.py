@@ -15,6 +15,7 @@ from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
+from redraft.train.verifier_model import verifier_states
 
 
 class ChainAttention:
@@ -99,21 +100,32 @@ class LyannaObjective(nn.Module):
         return False
 
     def losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [B, T + N] to, by step, mean squared error, cross-entropy [nats], and share of top-1 hits: [N] each."""
-        steps = self.drafter.config.steps
+        """Tokens [B, T + N] to, by step, mean squared error, cross-entropy [nats], share of top-1 hits: [N] each."""
         with torch.no_grad():
             features, logits = verifier_states(self.verifier, tokens)  # [B, T + N, n], [B, T + N, V]
-        rows = tokens.shape[1] - steps
-        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
+        rows = tokens.shape[1] - self.lookahead
         mse, ce, hits = [], [], []
-        for step, hidden in enumerate(chains(self.drafter, features[:, :rows], tokens, embed)):
+        for step, (hidden, predicted) in enumerate(self._drafts(features[:, :rows], tokens)):
             here = slice(step + 1, rows + step + 1)
-            predicted = step_logits(self.drafter, hidden, tokens[:, here], head, embed)
             mse.append(F.mse_loss(hidden.float(), features[:, here].float()))
             target = logits[:, here]
             ce.append(F.cross_entropy(predicted.flatten(0, 1), target.softmax(-1).flatten(0, 1)))
             hits.append((predicted.argmax(-1) == target.argmax(-1)).float().mean())
         return torch.stack(mse), torch.stack(ce), torch.stack(hits)
+
+    def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+        """The verifier's logits [B, T + N, V], and l' of every step of every chain, [B, T, V] each."""
+        features, logits = verifier_states(self.verifier, tokens)
+        rows = tokens.shape[1] - self.lookahead
+        return logits, (predicted for _, predicted in self._drafts(features[:, :rows], tokens))
+
+    def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """h_i and l'_i of every step, for features [B, T, n] of the first T tokens."""
+        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
+        rows = features.shape[1]
+        for step, hidden in enumerate(chains(self.drafter, features, tokens, embed)):
+            before = tokens[:, step + 1 : rows + step + 1]
+            yield hidden, step_logits(self.drafter, hidden, before, head, embed)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
@@ -124,17 +136,6 @@ class LyannaObjective(nn.Module):
         total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()
         metrics = {"mse": mse.mean().item(), "ce": ce.mean().item()}
         return total, metrics | {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
-
-
-def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
-    kept: list[torch.Tensor] = []
-    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    try:
-        logits = verifier(tokens, use_cache=False).logits.float()
-    finally:
-        hook.remove()
-    return kept[0], logits
 
 
 def step_logits(

@@ -1,0 +1,140 @@
+"""A drafter's folder: what it keeps, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from redraft.errors import CheckpointError
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.checkpoint import TOKEN_COUNTS, DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from tests.export.models import write_checkpoint
+
+CONFIG = LyannaConfig(
+    hidden_size=48, vocab_size=97, intermediate_size=16, heads=2, kv_heads=1, head_dim=8, rank=3, steps=2
+)
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verifier") / "model"
+    write_checkpoint(folder, "llama")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return Checkpoint.open(folder)
+
+
+@pytest.fixture
+def folder(verifier, tmp_path):
+    torch.manual_seed(0)
+    counts = torch.arange(97)
+    save_drafter(tmp_path, "lyanna", CONFIG, Identity.of(verifier), LyannaDrafter(CONFIG), counts, {"steps": 3})
+    return tmp_path
+
+
+def change(folder, edit):
+    """Rewrite the folder's tensors."""
+    tensors = load_file(str(folder / "model.safetensors"))
+    edit(tensors)
+    save_file(tensors, str(folder / "model.safetensors"))
+
+
+def load(folder):
+    checkpoint = DrafterCheckpoint.open(folder)
+    module = LyannaDrafter(checkpoint.configure(LyannaConfig))
+    return module, checkpoint.load(module)
+
+
+def test_round_trip_is_what_was_saved_in_bf16(folder, verifier):
+    checkpoint = DrafterCheckpoint.open(folder)
+    assert checkpoint.method == "lyanna"
+    assert checkpoint.configure(LyannaConfig) == CONFIG
+    assert checkpoint.verifier == Identity.of(verifier)
+    module, counts = load(folder)
+    assert torch.equal(counts, torch.arange(97))
+    torch.manual_seed(0)
+    for name, tensor in LyannaDrafter(CONFIG).state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor.bfloat16().float())
+    checkpoint.check_verifier(CONFIG, 48, 97, Identity.of(verifier))
+
+
+def test_missing_and_surplus_tensors_are_listed(folder):
+    def edit(tensors):
+        del tensors["projection.weight"], tensors["layer.q_proj.weight"]
+        tensors["extra.weight"] = torch.zeros(1)
+
+    change(folder, edit)
+    message = r"missing layer\.q_proj\.weight, projection\.weight; surplus extra\.weight"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("norm.weight", torch.zeros(47), r"norm\.weight is \[47\], expected \[48\]"),
+        (TOKEN_COUNTS, torch.zeros(96, dtype=torch.int64), r"token_counts is \[96\], expected \[97\]"),
+        ("norm.weight", torch.full((48,), float("nan")), r"norm\.weight holds a number that is not finite"),
+    ],
+)
+def test_shapes_and_numbers_that_do_not_fit_are_named(folder, name, tensor, message):
+    change(folder, lambda tensors: tensors.update({name: tensor}))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_verifier_of_another_width_or_vocabulary_is_refused(folder, verifier):
+    checkpoint, identity = DrafterCheckpoint.open(folder), Identity.of(verifier)
+    with pytest.raises(CheckpointError, match="hidden states of width 48, the verifier has 64"):
+        checkpoint.check_verifier(CONFIG, 64, 97, identity)
+    with pytest.raises(CheckpointError, match="a vocabulary of 97, the verifier has 98"):
+        checkpoint.check_verifier(CONFIG, 48, 98, identity)
+
+
+def test_another_tokenizer_or_other_weights_are_refused(folder, verifier, tmp_path_factory):
+    checkpoint = DrafterCheckpoint.open(folder)
+    other = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(verifier.path, other)
+    (other / "tokenizer.json").write_text("{ }", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"another tokenizer\.json"):
+        checkpoint.check_verifier(CONFIG, 48, 97, Identity.of(Checkpoint.open(other)))
+    shutil.copy(verifier.path / "tokenizer.json", other)
+    change(other, lambda tensors: tensors["model.norm.weight"].add_(1))
+    with pytest.raises(CheckpointError, match="another verifier: expected weights"):
+        checkpoint.check_verifier(CONFIG, 48, 97, Identity.of(Checkpoint.open(other)))
+    identity = Identity.of(verifier)
+    with pytest.raises(CheckpointError, match="another verifier"):
+        checkpoint.check_verifier(CONFIG, 48, 97, replace(identity, weights=(*identity.weights, "more")))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "llama"}'])
+def test_folder_that_is_no_drafter_is_refused(folder, content):
+    if content is None:
+        (folder / "config.json").unlink()
+    else:
+        (folder / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="redraft train publish"):
+        DrafterCheckpoint.open(folder)
+
+
+@pytest.mark.parametrize(("key", "value", "message"), [("depth", 3, "unknown key depth"), ("heads", 3, "3 heads of 8")])
+def test_configuration_that_does_not_fit_is_refused(folder, key, value, message):
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values["config"] |= {key: value, "kv_heads": 2}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        DrafterCheckpoint.open(folder).configure(LyannaConfig)
+
+
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_missing_or_damaged_weights_are_refused(folder, content):
+    (folder / "model.safetensors").unlink()
+    if content:
+        (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)

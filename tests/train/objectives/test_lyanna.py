@@ -1,0 +1,178 @@
+"""Lyanna's loss against a loop over single chains, and what its ablations leave out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from redraft.errors import UsageError
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.train.batches import Batch
+from redraft.train.mtp import MtpModule
+from redraft.train.objectives.lyanna import LyannaObjective, chains, step_logits
+from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable, configure, warm_start
+from redraft.train.publish import load_mtp
+from redraft.train.verifier_model import open_verifier, verifier_states
+
+ROWS = 6
+
+
+def config(**changes):
+    sizes = dict(hidden_size=32, vocab_size=400, intermediate_size=48, heads=4, kv_heads=2, head_dim=8, rank=5, steps=3)
+    return LyannaConfig(**(sizes | changes))
+
+
+def drafter_of(config):
+    torch.manual_seed(0)
+    drafter = LyannaDrafter(config)
+    for parameter in drafter.parameters():  # nothing zero or one: every path must count
+        torch.nn.init.normal_(parameter, std=0.4)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def verifier(verifier_folder):
+    return open_verifier(verifier_folder, "cpu")
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 400, (2, ROWS + 3), generator=torch.Generator().manual_seed(1))
+
+
+class ExplicitAttention:
+    """One row at a time over lists of keys and values, a head after the other."""
+
+    def __init__(self, config):
+        self.config, self.keys, self.values = config, [], []
+
+    def __call__(self, q, k, v):
+        shape = self.config
+        self.keys.append(k.view(shape.kv_heads, shape.head_dim))
+        self.values.append(v.view(shape.kv_heads, shape.head_dim))
+        heads = []
+        for head, query in enumerate(q.view(shape.heads, shape.head_dim)):
+            group = head // (shape.heads // shape.kv_heads)
+            scores = torch.stack([query @ key[group] for key in self.keys]) / shape.head_dim**0.5
+            weights = scores.softmax(0)
+            heads.append(sum(w * value[group] for w, value in zip(weights, self.values, strict=True)))
+        return torch.cat(heads).view(1, 1, -1)
+
+
+def one_chain(drafter, features, tokens, embed, start):
+    """h_1 … h_N of the chain that starts at `start`, as decoding computes them."""
+    attend = ExplicitAttention(drafter.config)
+    for place in range(start + 1):
+        row, token = features[None, place, None], tokens[None, place + 1, None]
+        hidden = drafter.first(row, embed(token), torch.tensor([place]), attend)
+    states = [hidden]
+    for step in range(1, drafter.config.steps):
+        states.append(drafter.following(states[-1], torch.tensor([start + step]), attend))
+    return [state[0, 0] for state in states]
+
+
+def test_parallel_chains_equal_one_chain_after_another(verifier, tokens):
+    """A chain that saw another's steps, or later features, would learn what it never meets when it drafts."""
+    drafter, embed = drafter_of(config()), verifier.model.get_input_embeddings()
+    with torch.no_grad():
+        features, _ = verifier_states(verifier.model, tokens)
+        found = torch.stack(list(chains(drafter, features[:, :ROWS], tokens, embed)))  # [N, B, T, n]
+        for row in range(2):
+            for start in range(ROWS):
+                expected = one_chain(drafter, features[row], tokens[row], embed, start)
+                assert torch.allclose(found[:, row, start], torch.stack(expected), atol=1e-5)
+
+
+def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens):
+    """α MSE + β CE against the features and the distribution that the verifier has at the predicted token."""
+    objective = LyannaObjective(verifier.model, config(), alpha=0.5, beta=2.0, step_weight=0.7)
+    objective.drafter.load_state_dict(drafter_of(config()).state_dict())
+    embed, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
+    with torch.no_grad():
+        features, logits = verifier_states(verifier.model, tokens)
+        losses = torch.zeros(3)
+        for row in range(2):
+            for start in range(ROWS):
+                chain = one_chain(objective.drafter, features[row], tokens[row], embed, start)
+                for step, hidden in enumerate(chain):
+                    place = start + step + 1
+                    info = objective.drafter.token_info(embed(tokens[row, place]))
+                    ce = -(logits[row, place].softmax(-1) * (head @ hidden + info).log_softmax(-1)).sum()
+                    mse = ((hidden - features[row, place]) ** 2).mean()
+                    losses[step] += (0.5 * mse + 2.0 * ce) / (2 * ROWS)
+        weights = torch.tensor([1.0, 0.7, 0.49])
+        loss, metrics = objective.loss(Batch(tokens, ("a", "a")))
+    assert loss.item() == pytest.approx(((losses * weights).sum() / weights.sum()).item(), rel=1e-5)
+    assert set(metrics) == {"mse", "ce", "hit 1", "hit 2", "hit 3"}
+
+
+def test_step_logits_add_the_normalized_low_rank_token_information():
+    """l' = s M h + g ⊙ x / rms(x), x = W2 W1 E(t)."""
+    drafter = drafter_of(config(logit_scale=0.25))
+    embed, head = torch.nn.Embedding(400, 32), torch.randn(400, 32)
+    hidden, tokens = torch.randn(2, 4, 32), torch.randint(0, 400, (2, 4))
+    tokens[1] = tokens[0]  # repeated tokens share one product
+    x = embed(tokens) @ drafter.token_info.down.weight.T @ drafter.token_info.up.weight.T
+    normalized = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = 0.25 * hidden @ head.T + drafter.token_info.norm.weight * normalized
+    assert torch.allclose(step_logits(drafter, hidden, tokens, head, embed), expected, atol=1e-4)
+
+
+def test_without_token_info_logits_are_the_heads_product():
+    drafter = drafter_of(config(token_info=False))
+    embed, head, hidden = torch.nn.Embedding(400, 32), torch.randn(400, 32), torch.randn(1, 4, 32)
+    found = step_logits(drafter, hidden, torch.zeros(1, 4, dtype=torch.int64), head, embed)
+    assert torch.allclose(found, hidden @ head.T, atol=1e-4)
+    assert not any("token_info" in name for name in drafter.state_dict())
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_first_token_reaches_the_chain_only_where_it_is_fused(verifier, tokens, first_token):
+    drafter, embed = drafter_of(config(first_token=first_token)), verifier.model.get_input_embeddings()
+    other = tokens.clone()
+    other[:, 3] = (other[:, 3] + 1) % 400  # the first token of the drafts that start at position 2
+    with torch.no_grad():
+        features, _ = verifier_states(verifier.model, tokens)
+        before, after = (torch.stack(list(chains(drafter, features[:, :ROWS], t, embed))) for t in (tokens, other))
+    assert torch.equal(before[:, :, :2], after[:, :, :2])
+    assert torch.allclose(before[:, :, 2], after[:, :, 2], atol=1e-5) is not first_token
+
+
+def test_only_the_drafter_is_trained(verifier, tokens):
+    objective = LyannaObjective(verifier.model, config())
+    objective.loss(Batch(tokens, ("a", "a")))[0].backward()
+    assert all(p.grad is not None for _, p in objective.named_parameters())
+    assert all(p.grad is None and not p.requires_grad for p in verifier.model.parameters())
+    assert all(name.startswith("drafter.") for name in objective.state_dict())
+
+
+@pytest.mark.parametrize("first_token", [True, False])
+def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_token):
+    """Without the fused token, the module with an embedding that adds nothing."""
+    recipe = LyannaRecipe(drafter=LyannaTable(first_token=first_token))
+    drafter = LyannaDrafter(configure(recipe, verifier))
+    warm_start(drafter, verifier)
+    module: MtpModule = load_mtp(verifier.checkpoint.path)
+    embed = verifier.model.get_input_embeddings()
+    with torch.no_grad():
+        features, _ = verifier_states(verifier.model, tokens)
+        following = embed(tokens[:, 1 : ROWS + 1])
+        found = next(chains(drafter, features[:, :ROWS], tokens, embed))
+        if not first_token:
+            module.embedding_norm.weight.zero_()
+        expected = module(features[:, :ROWS], following)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert F.mse_loss(drafter.chain_norm.weight, module.hidden_norm.weight) == 0
+
+
+def test_warm_start_of_another_shape_is_refused(verifier):
+    drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(intermediate_size=40)), verifier))
+    with pytest.raises(UsageError, match="init = 'random'"):
+        warm_start(drafter, verifier)
+
+
+def test_shape_is_the_verifiers_where_the_recipe_leaves_it_open(verifier):
+    found = configure(LyannaRecipe(drafter=LyannaTable(kv_heads=2, chain=5, rank=7)), verifier)
+    expected = dict(hidden_size=32, vocab_size=400, intermediate_size=64, heads=2, kv_heads=2, head_dim=16)
+    assert found == LyannaConfig(**expected, rank=7, steps=5)

@@ -1,0 +1,65 @@
+"""Conditional acceptance on drafts made by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from redraft.train.acceptance import acceptance_of, conditional_acceptance
+
+VOCAB = 12
+TEXT = [0, 1, 2, 3, 4, 5, 6]
+SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
+
+
+def objective(drafts, said=SAID):
+    """Two steps. `drafts[step][start]` are candidates, likeliest first."""
+
+    def logits(candidates):
+        scores = torch.zeros(VOCAB)
+        for rank, token in enumerate(candidates):
+            scores[token] = 10.0 - rank
+        return scores
+
+    def both(tokens):
+        steps = (torch.stack([logits(c) for c in step])[None].expand(len(tokens), -1, -1) for step in drafts)
+        return torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()[None].expand(len(tokens), -1, -1), steps
+
+    return SimpleNamespace(lookahead=2, drafts=both, verifier=SimpleNamespace(device=torch.device("cpu")))
+
+
+# Five starts. Depth 1 from start p predicts p + 2, depth 2 predicts p + 3.
+FIRST = [[2, 9, 10, 11], [3, 9, 10, 11], [9, 4, 10, 11], [9, 10, 11, 8], [6, 9, 10, 11]]
+SECOND = [[3, 9, 10, 11], [9, 4, 10, 11], [5, 9, 10, 11], [6, 9, 10, 11], [9, 10, 11, 8]]
+
+
+def test_a_depth_counts_only_where_all_before_it_were_right():
+    found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 0)
+    assert found.top == pytest.approx((3 / 5, 1 / 3))  # starts 0, 1, 4 right at depth 1; of them 0 at depth 2
+    assert found.wide == pytest.approx((4 / 5, 3 / 4))  # starts 0, 1, 2, 4; of them 0, 1, 2
+    assert found.starts == (5, 3)
+
+
+def test_drafts_before_the_first_position_do_not_count():
+    found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 3)
+    assert found.starts == (2, 1)
+    assert found.top == pytest.approx((1 / 2, 0.0))
+
+
+def test_a_draft_ends_where_the_text_leaves_what_the_verifier_says():
+    """Past there its tokens are not what a verifier would be asked for."""
+    said = list(SAID)
+    said[1] = 9  # after position 1 the verifier says 9, the text goes on with 2
+    found = conditional_acceptance(objective([[[9], *FIRST[1:]], SECOND], said), np.array([TEXT]), 0)
+    assert found.top[0] == pytest.approx(3 / 5)  # what it says is what counts: start 0 drafted 9
+    assert found.starts == (5, 2)  # but start 0 does not go on
+
+
+def test_texts_of_several_lengths_are_counted_together():
+    short = objective([FIRST, SECOND])
+    found = acceptance_of(short, [(np.array([TEXT]), 0), (np.array([TEXT, TEXT]), 4)])
+    assert found.starts == (7, 5)
+    assert found.top == pytest.approx((5 / 7, 1 / 5))

@@ -1,0 +1,380 @@
+"""A drafter's run: learning, resuming, publishing, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.train.checkpoint import NAME, load_checkpoint
+from redraft.train.drafter_config import SelfText
+from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
+from redraft.train.drafter_log import read_progress
+from redraft.train.drafter_publish import is_drafter_run, publish_drafter
+from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
+from redraft.train.objectives import METHODS, find_method
+from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.progress import ProgressReport
+from redraft.train.run import load_corpora
+from redraft.train.text_store import TextStore
+from redraft.train.verifier_model import open_verifier
+
+RECIPE = LyannaRecipe(
+    steps=8,
+    batch_tokens=128,
+    seq_len=16,
+    decay_seq_len=16,
+    warmup_steps=2,
+    held_out_every=3,
+    evaluate_every=3,
+    drafter=LyannaTable(rank=4, chain=3, init="mtp"),
+    self_text=SelfText(rows=12, prompt_tokens=6, new_tokens=20, held_out_rows=3),
+)
+
+
+@pytest.fixture(scope="module")
+def two(sources):
+    return {kind: sources[kind] for kind in ("code", "prose")}
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+class KillAfter(ProgressReport):
+    """Ends the run when a step, or a text, is done."""
+
+    def __init__(self, step=None, text=None):
+        super().__init__(Console(quiet=True))
+        self.step, self.text, self.written, self.losses = step, text, [], {}
+
+    def __call__(self, report):
+        self.losses[report.step] = report.metrics
+        if report.step == self.step:
+            raise Killed
+
+    def writing(self, name, done, rows):
+        self.written.append(name)
+        if name == self.text:
+            raise Killed
+
+
+def go(folder, sources, out, recipe=RECIPE, report=None, **options):
+    return train_drafter("lyanna", folder, sources, out, recipe, checkpoint_every=4, report=report, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(verifier_folder, two, tmp_path_factory):
+    out = tmp_path_factory.mktemp("drafter") / "run"
+    report = KillAfter()
+    assert go(verifier_folder, two, out, report=report) == 8
+    return out, report.losses
+
+
+@pytest.fixture(scope="module")
+def published(finished, tmp_path_factory):
+    out = tmp_path_factory.mktemp("drafter") / "published"
+    publish_drafter(finished[0], out)
+    return out
+
+
+def drafter_state(out):
+    return load_checkpoint(out)["objective"]
+
+
+def test_the_loss_falls(verifier_folder, two, tmp_path):
+    report = KillAfter()
+    recipe = replace(RECIPE, steps=60, evaluate_every=60, drafter=LyannaTable(rank=4, chain=3))
+    go(verifier_folder, two, tmp_path / "run", recipe, report)
+    first, last = ([report.losses[step]["mse"] for step in steps] for steps in (range(1, 6), range(56, 61)))
+    assert sum(last) < 0.05 * sum(first)
+
+
+def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(verifier_folder, two, finished, tmp_path):
+    out, whole = finished
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path, report=KillAfter(step=7))
+    assert [line["step"] for line in read_progress(tmp_path / PROGRESS)] == [3, 6]
+    report = KillAfter()
+    assert go(verifier_folder, two, tmp_path, report=report, resume=True) == 4
+    assert report.losses == {step: whole[step] for step in range(5, 9)}
+    assert not report.written  # texts are not written again
+    ours, theirs = drafter_state(tmp_path), drafter_state(out)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lines = [[(line["step"], line["acceptance"]) for line in read_progress(run / PROGRESS)] for run in (tmp_path, out)]
+    assert lines[0] == lines[1]  # step 6, taken twice, has one line
+
+
+def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
+    """An hour of writing is not thrown away; texts of other prompts are."""
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path, report=KillAfter(text="prose.train.0"))
+    names = sorted(path.name for path in (tmp_path / TEXTS).iterdir())
+    assert names == ["code.train.0.rows.npy", "code.train.1.rows.npy", "code.train.npy", "prose.train.npy"]
+    report = KillAfter(step=1)
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path, report=report)
+    assert set(report.written) == {"prose.train.0", "prose.train.1", "code.held_out.0", "prose.held_out.0"}
+    other = KillAfter(step=1)
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path, replace(RECIPE, seed=1), other)
+    assert "code.train.0" in other.written
+
+
+def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, monkeypatch):
+    def torn(file, array):
+        file.write(b"half")
+        raise Killed
+
+    monkeypatch.setattr("redraft.train.text_store.np.save", torn)
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path)
+    assert not list((tmp_path / TEXTS).glob("*.npy"))
+
+
+def test_progress_has_losses_and_held_out_acceptance_of_every_kind(finished):
+    lines = read_progress(finished[0] / PROGRESS)
+    assert [line["step"] for line in lines] == [3, 6, 8]
+    losses = finished[1]
+    assert lines[1]["losses"]["mse"] == pytest.approx(sum(losses[step]["mse"] for step in (4, 5, 6)) / 3)
+    for line in lines:
+        assert set(line["acceptance"]) == {"code", "prose"}
+        for found in line["acceptance"].values():
+            assert len(found["top"]) == len(found["wide"]) == 3
+            assert found["starts"][0] == 3 * (6 + 20 - 3 - 5)  # rows by starts from the prompt's last token on
+
+
+def test_prompts_come_from_their_own_side_of_the_split(finished, verifier_folder, two):
+    """A held-out document in training would flatter every figure."""
+    texts = finished[0] / TEXTS
+    for kind in two:
+        sides = {}
+        for side in ("train", "held_out"):
+            stream = np.load(texts / f"{kind}.{side}.npy").tolist()
+            sides[side] = " ".join(map(str, stream)) + " "
+            rows = np.load(texts / f"{kind}.{side}.0.rows.npy")
+            assert all(" ".join(map(str, row[:6])) + " " in sides[side] for row in rows.tolist())
+        document = sides["held_out"].split()[:60]
+        assert " ".join(document) not in sides["train"]
+
+
+def test_token_counts_are_of_every_stream(finished):
+    texts, expected = finished[0] / TEXTS, np.zeros(400, np.int64)
+    for path in texts.glob("*.npy"):
+        if "held_out" not in path.name:
+            np.add.at(expected, np.load(path).reshape(-1).astype(int), 1)
+    assert np.array_equal(np.load(finished[0] / COUNTS), expected)
+
+
+def test_published_drafter_loads_as_it_was_trained(finished, published, verifier_folder):
+    checkpoint = DrafterCheckpoint.open(published)
+    config = checkpoint.configure(LyannaConfig)
+    assert (config.rank, config.steps, config.hidden_size, config.vocab_size) == (4, 3, 32, 400)
+    drafter = LyannaDrafter(config)
+    counts = checkpoint.load(drafter)
+    assert torch.equal(counts, torch.from_numpy(np.load(finished[0] / COUNTS)))
+    trained = drafter_state(finished[0])
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, trained[f"drafter.{name}"].bfloat16().float())
+    card = (published / "README.md").read_text(encoding="utf-8")
+    measured = read_progress(finished[0] / PROGRESS)[-1]["acceptance"]["code"]
+    assert f"{measured['top'][0]:.3f} / {measured['wide'][0]:.3f}" in card
+    assert "{" not in card
+    assert json.loads((published / "config.json").read_text())["training"]["recipe"]["steps"] == 8
+
+
+def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):
+    """By category of prompt, over drafts from the prompt's last token on."""
+    prompts = tmp_path / "prompts.jsonl"
+    a, b, c = ({"turns": [text]} for text in ("the cat sat on", "the dogs run by the", "rain " * 60))
+    items = [a | {"category": "a"}, b, c]
+    prompts.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
+    found = evaluate_drafter(published, verifier_folder, [prompts], new_tokens=16)
+    assert set(found) == {"a", "prompts"}
+    assert found["prompts"].prompts == 1  # the third is too long for the verifier's positions
+    assert 0 < found["a"].acceptance.starts[0] <= 16 - 3 + 1
+    with pytest.raises(DataError, match="leaves the verifier room"):
+        evaluate_drafter(published, verifier_folder, [prompts], new_tokens=64)
+
+
+@pytest.mark.parametrize("line", ["{", '{"turns": []}', "3", '{"text": "x"}'])
+def test_damaged_prompts_are_named(tmp_path, line):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"turns": ["x"]}) + "\n" + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"p\.jsonl:2"):
+        read_prompts([path])
+
+
+def test_missing_and_empty_prompts_are_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_prompts([tmp_path / "absent.jsonl"])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="no prompts"):
+        read_prompts([tmp_path / "empty.jsonl"])
+
+
+def test_acceptance_with_another_verifier_is_refused(published, verifier_folder, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"turns": ["the cat"]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="another verifier"):
+        evaluate_drafter(published, altered(verifier_folder, tmp_path / "other"), [prompts])
+
+
+def altered(folder, to):
+    """The same verifier with other weights."""
+    shutil.copytree(folder, to)
+    tensors = load_file(str(to / "model.safetensors"))
+    save_file({name: t + 1 for name, t in tensors.items()}, str(to / "model.safetensors"), metadata={"format": "pt"})
+    return to
+
+
+def test_resuming_something_else_is_refused(verifier_folder, two, sources, finished, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(finished[0], out)
+    with pytest.raises(TrainingError, match=r"matrix_lr was 0\.02, it is 0\.5"):
+        go(verifier_folder, two, out, replace(RECIPE, matrix_lr=0.5), resume=True)
+    with pytest.raises(TrainingError, match="drafter was"):
+        go(verifier_folder, two, out, replace(RECIPE, drafter=replace(RECIPE.drafter, alpha=0.1)), resume=True)
+    report, spec = KillAfter(), replace(RECIPE.self_text, temperatures=(0.0, 0.5))
+    with pytest.raises(TrainingError, match="self_text was"):
+        go(verifier_folder, two, out, replace(RECIPE, self_text=spec), report, resume=True)
+    assert not report.written
+    with pytest.raises(TrainingError, match="other data"):
+        go(verifier_folder, two | {"prose": sources["code"]}, out, resume=True)
+    with pytest.raises(TrainingError, match="another verifier"):
+        go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
+    with pytest.raises(UsageError, match="holds a run already"):
+        go(verifier_folder, two, out)
+    with pytest.raises(TrainingError, match="to resume"):
+        go(verifier_folder, two, tmp_path / "nothing", resume=True)
+
+
+def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(verifier_folder, two, tmp_path, monkeypatch):
+    with pytest.raises(Killed):
+        go(verifier_folder, two, tmp_path, report=KillAfter(step=5))
+    before = (tmp_path / NAME).read_bytes()
+    monkeypatch.setattr("redraft.train.objectives.lyanna.F.mse_loss", lambda a, b: a.mean() * float("nan"))
+    with pytest.raises(TrainingError, match="nan at step 4; the last good checkpoint is in"):
+        go(verifier_folder, two, tmp_path, resume=True)
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "fewer than"), ("caf\xe9 ".encode("latin-1") * 1000, "not UTF-8")],
+)
+def test_bad_corpus_is_refused(verifier_folder, two, tmp_path, content, message):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        go(verifier_folder, two | {"prose": str(tmp_path / "bad.txt")}, tmp_path / "run")
+
+
+def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifier_folder, two, tmp_path):
+    """Found at the first batch, it would come an hour too late."""
+    recipe, report = replace(RECIPE, weights={"code": 1.0, "prose": 1.0}), KillAfter()
+    store = TextStore(
+        tmp_path, open_verifier(verifier_folder, "cpu"), recipe, load_corpora(two, recipe), report.writing
+    )
+    with pytest.raises(DataError, match=r"corpus of code has .* tokens, too few for rows of 16"):
+        store.streams(lookahead=10**6)
+    assert not report.written
+
+
+def test_rows_longer_than_the_verifiers_positions_are_refused(verifier_folder, two, tmp_path):
+    with pytest.raises(UsageError, match=r"rows of 67 tokens .* must fit the verifier's 64 positions"):
+        go(verifier_folder, two, tmp_path, replace(RECIPE, seq_len=64, decay_seq_len=64))
+
+
+def test_kinds_that_do_not_match_are_refused(verifier_folder, two, tmp_path):
+    with pytest.raises(UsageError, match="the recipe's weights want"):
+        go(verifier_folder, two, tmp_path, replace(RECIPE, weights={"code": 1.0}))
+    with pytest.raises(UsageError, match="no --data"):
+        go(verifier_folder, {}, tmp_path, replace(RECIPE, weights={"code": 1.0}))
+
+
+def test_without_weights_every_kind_counts_alike_and_shares_are_of_a_kind():
+    spec = SelfText(text=0.5, greedy=0.0, sampled=0.25, temperatures=(0.7,))
+    weights = replace(RECIPE, weights={"a": 2.0, "b": 1.0}, self_text=spec).stream_weights()
+    assert weights == {"a": 1.0, "a.sampled": 0.5, "b": 0.5, "b.sampled": 0.25}
+
+
+def test_run_without_documents_learns_from_the_verifiers_own_text(verifier_folder, tmp_path):
+    own = SelfText(rows=8, prompt_tokens=3, new_tokens=30, temperatures=(0.0, 0.5, 1.0), text=0.0, held_out_rows=2)
+    with pytest.raises(UsageError, match="recipe draws documents"):
+        go(verifier_folder, {}, tmp_path)
+    assert go(verifier_folder, {}, tmp_path, replace(RECIPE, self_text=own, steps=2)) == 2
+    facts = json.loads((tmp_path / "data.json").read_text())
+    assert facts == {"self": {"tokens": {"greedy": 8 * 33, "sampled": 2 * 8 * 33}}}
+    rows = np.load(tmp_path / TEXTS / "self.train.0.rows.npy")
+    held_out = np.load(tmp_path / TEXTS / "self.held_out.0.rows.npy")
+    assert (rows[:, 0] == 0).all()  # BOS
+    assert not {tuple(row) for row in held_out[:, :3].tolist()} & {tuple(row) for row in rows[:, :3].tolist()}
+
+
+def test_epochs_take_their_length_from_the_streams(verifier_folder, tmp_path):
+    own = SelfText(rows=8, prompt_tokens=2, new_tokens=30, text=0.0, held_out_rows=2)
+    assert go(verifier_folder, {}, tmp_path, replace(RECIPE, self_text=own, epochs=2)) == 8  # 2 * 2 * 8 * 32 / 128
+
+
+def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        go(tmp_path / "absent", two, tmp_path / "run")
+
+
+def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
+    assert not is_drafter_run(run)
+    with pytest.raises(TrainingError, match="no drafter's run"):
+        publish_drafter(run, tmp_path)
+
+
+def test_every_method_is_found_and_has_a_recipe_of_its_name():
+    for name in METHODS:
+        assert find_method(name).recipe.load(name).method == name
+    with pytest.raises(CheckpointError, match="no drafting method 'absent'"):
+        find_method("absent")
+
+
+@pytest.mark.parametrize("name", ["lyanna", "lyanna-tiny", "lyanna-stories260k"])
+def test_shipped_recipes_load_and_go_through_plain_values(name):
+    recipe = LyannaRecipe.load(name)
+    assert LyannaRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_the_papers_schedule():
+    recipe = LyannaRecipe.load("lyanna")
+    assert (recipe.optimizer, recipe.lr, recipe.epochs, recipe.warmup_steps) == ("adam", 3e-5, 20, 0)
+    assert recipe.for_data(16384 * 50).steps == 1000
+    assert replace(recipe, steps=100).lr_factor(50) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"drafter": {"depth": 3}},
+        {"drafter": {"rank": 0}},
+        {"drafter": {"init": "copy"}},
+        {"drafter": {"alpha": 0, "beta": 0}},
+        {"drafter": {"first_token": 1}},
+        {"self_text": {"rows": 0}},
+        {"self_text": {"temperatures": [1.0]}},
+        {"self_text": {"temperatures": [0.0]}},
+        {"self_text": {"temperatures": [-1.0, 0.0]}},
+        {"self_text": {"temperatures": 1.0}},
+        {"self_text": {"text": 0.0, "greedy": 0.0, "sampled": 0.0}},
+        {"evaluate_every": 0},
+        {"optimizer": "lion"},
+        {"method": 3},
+    ],
+)
+def test_unknown_and_impossible_values_are_refused(values):
+    with pytest.raises(UsageError):
+        LyannaRecipe.from_dict(values)

@@ -1,0 +1,73 @@
+"""Verifiers that drafters can be trained for, and those that are refused by name."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
+from redraft.train.objectives.lyanna_method import LyannaRecipe, configure
+from redraft.train.verifier_model import check_device, open_verifier
+from tests.export.models import write_checkpoint
+
+VOCAB = 400
+
+
+def checkpoint(folder, tokenizer_of, architecture, **changes):
+    """A random checkpoint whose vocabulary is the fixture tokenizer's."""
+    write_checkpoint(folder, architecture, **({"vocab_size": VOCAB} | changes))
+    shutil.copy(tokenizer_of / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "scale"),
+    [("llama", {}, 1.0), ("cohere", {"logit_scale": 0.25}, 0.25), ("granite", {"logits_scaling": 4.0}, 0.25)],
+)
+def test_scale_of_the_logits_goes_to_the_drafter(tmp_path, verifier_folder, architecture, changes, scale):
+    found = open_verifier(checkpoint(tmp_path / "v", verifier_folder, architecture, **changes), "cpu")
+    config = configure(LyannaRecipe(), found)
+    assert config.logit_scale == scale
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (VOCAB, 48, 80)
+    assert (config.heads, config.kv_heads, config.head_dim) == (4, found.config.num_key_value_heads, found_head(found))
+    assert not found.model.training
+    assert next(found.model.parameters()).dtype == torch.float32
+
+
+def found_head(verifier):
+    return getattr(verifier.config, "head_dim", None) or 12
+
+
+def test_rope_base_and_norm_epsilon_are_the_verifiers(tmp_path, verifier_folder):
+    found = open_verifier(checkpoint(tmp_path / "v", verifier_folder, "llama", rms_norm_eps=1e-4), "cpu")
+    config = configure(LyannaRecipe(), found)
+    assert (config.rope_theta, config.rms_norm_eps) == (500.0, 1e-4)
+
+
+def test_head_with_a_bias_is_refused_by_name(tmp_path, verifier_folder):
+    folder = checkpoint(tmp_path / "v", verifier_folder, "phi", hidden_size=64, partial_rotary_factor=0.5)
+    with pytest.raises(UnsupportedModelError, match="LM head of phi has a bias"):
+        open_verifier(folder, "cpu")
+
+
+def test_softcapped_logits_are_refused_by_name(tmp_path, verifier_folder):
+    """A drafter's logits would lie on another scale than those that it is trained to match."""
+    with pytest.raises(UnsupportedModelError, match="logits of gemma2 are not"):
+        open_verifier(checkpoint(tmp_path / "v", verifier_folder, "gemma2"), "cpu")
+
+
+def test_tokenizer_must_be_there_and_fit(tmp_path, verifier_folder):
+    folder = checkpoint(tmp_path / "v", verifier_folder, "llama", vocab_size=VOCAB - 1)
+    with pytest.raises(CheckpointError, match="has 400 tokens, more than the 399 of the model"):
+        open_verifier(folder, "cpu")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        open_verifier(folder, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused():
+    with pytest.raises(UsageError, match="--device cpu"):
+        check_device("cuda")

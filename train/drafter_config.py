@@ -1,0 +1,104 @@
+"""The recipe of a drafter: what it learns from, how often it is measured, and its method's own table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from redraft.errors import UsageError
+from redraft.train.config import Recipe
+
+MIXTURE = ("text", "greedy", "sampled")
+INITS = ("random", "mtp")
+
+
+@dataclass(frozen=True)
+class SelfText:
+    """Text that the verifier writes before training, from prompts cut in the training documents.
+
+    rows:              of a kind and temperature, each `prompt_tokens` of a document and `new_tokens` by the verifier.
+    temperatures:      0 is greedy decoding.
+    text, greedy, sampled: shares of the documents themselves, of greedy and of sampled text in a kind's batches.
+    held_out_rows:     greedy rows of a kind, from held-out documents, to measure acceptance on.
+    """
+
+    rows: int = 384
+    prompt_tokens: int = 64
+    new_tokens: int = 160
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    text: float = 0.34
+    greedy: float = 0.33
+    sampled: float = 0.33
+    held_out_rows: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "prompt_tokens", "new_tokens", "held_out_rows"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"self_text.{name} must be at least 1, it is {getattr(self, name)}")
+        if any(t < 0 for t in self.temperatures):
+            raise UsageError(f"self_text.temperatures must not be negative, they are {list(self.temperatures)}")
+        if min(self.text, self.greedy, self.sampled) < 0 or self.text + self.greedy + self.sampled <= 0:
+            raise UsageError("self_text.text, greedy and sampled must be shares, not negative and not all zero")
+        for share, found in (("greedy", 0.0 in self.temperatures), ("sampled", any(self.temperatures))):
+            if getattr(self, share) and not found:
+                raise UsageError(
+                    f"self_text.{share} is {getattr(self, share)}, but temperatures are {list(self.temperatures)}",
+                    f"add a {share} temperature, or set {share} = 0",
+                )
+
+    def temperatures_of(self, source: str) -> tuple[float, ...]:
+        """Temperatures whose rows make up the `greedy` or the `sampled` stream."""
+        return tuple(t for t in self.temperatures if (t == 0) == (source == "greedy"))
+
+    def shares(self) -> dict[str, float]:
+        """The sources that batches are drawn from: `text`, `greedy`, `sampled`."""
+        return {source: getattr(self, source) for source in MIXTURE if getattr(self, source)}
+
+
+@dataclass(frozen=True)
+class DrafterTable:
+    """What every method's `[drafter]` table has. A size of 0 is the verifier's own.
+
+    init: `random`, or `mtp` to begin with the verifier's multi-token-prediction module.
+    """
+
+    intermediate_size: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    init: str = "random"
+
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise UsageError(f"unknown drafter.init {self.init!r}", f"choose one of {', '.join(INITS)}")
+
+
+@dataclass(frozen=True)
+class DrafterRecipe(Recipe):
+    """A drafter's run. Without `weights` every kind of the data counts alike.
+
+    method:          the drafting method, which reads a `drafter` table of its own.
+    evaluate_every:  steps between measurements of acceptance.
+    """
+
+    method: str = ""
+    drafter: DrafterTable = field(default_factory=DrafterTable)
+    self_text: SelfText = field(default_factory=SelfText)
+    evaluate_every: int = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.evaluate_every < 1:
+            raise UsageError(f"evaluate_every must be at least 1, it is {self.evaluate_every}")
+
+    def stream_weights(self) -> dict[str, float]:
+        """Weights of the streams that batches are drawn from: a kind's own, `kind.greedy` and `kind.sampled`."""
+        return {
+            stream_name(kind, source): weight * share
+            for kind, weight in self.weights.items()
+            for source, share in self.self_text.shares().items()
+        }
+
+
+def stream_name(kind: str, source: str) -> str:
+    """Name of the stream of a kind's documents (`text`), or of what the verifier wrote."""
+    return kind if source == "text" else f"{kind}.{source}"

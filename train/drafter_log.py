@@ -1,0 +1,69 @@
+"""A drafter's progress: losses and held-out acceptance, on the console and as lines of JSON in the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from redraft.train.acceptance import conditional_acceptance
+from redraft.train.drafter_config import DrafterRecipe
+from redraft.train.loop import StepReport
+from redraft.train.method import DrafterObjective
+from redraft.train.progress import ProgressReport
+from redraft.train.text_store import Array
+
+
+class DrafterLog:
+    """Callable on each StepReport; measures every `evaluate_every` steps and after the last one."""
+
+    def __init__(
+        self,
+        path: Path,
+        objective: DrafterObjective,
+        held_out: Mapping[str, Array],
+        recipe: DrafterRecipe,
+        report: ProgressReport,
+    ) -> None:
+        """`held_out` has greedy rows of every kind; drafts are measured from the last token of their prompts on."""
+        self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
+        self._every, self._first = recipe.evaluate_every, recipe.self_text.prompt_tokens - 1
+        self._losses: dict[str, list[float]] = defaultdict(list)
+        self._begun = False
+
+    def __call__(self, step: StepReport) -> None:
+        """Show one step; a line of losses (means since the last line) and acceptance where it is due."""
+        if not self._begun:
+            self._drop_from(step.step)
+        self._report(step)
+        for name, value in step.metrics.items():
+            self._losses[name].append(value)
+        if step.step % self._every and step.step != step.steps:
+            return
+        found = {
+            kind: conditional_acceptance(self._objective, rows, self._first) for kind, rows in self._held_out.items()
+        }
+        losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
+        acceptance = {kind: asdict(value) for kind, value in found.items()}
+        line = {"step": step.step, "steps": step.steps, "losses": losses, "acceptance": acceptance}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._losses.clear()
+        self._report.acceptance(step.step, found)
+
+    def _drop_from(self, step: int) -> None:
+        """Forget lines of steps that are taken again, after the checkpoint that was resumed."""
+        kept = [json.dumps(line) + "\n" for line in read_progress(self._path) if line["step"] < step]
+        self._path.write_text("".join(kept), encoding="utf-8")
+        self._begun = True
+
+
+def read_progress(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's progress; a last one that was cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]

@@ -1,0 +1,98 @@
+"""From a drafter's run folder to the folder that is exported: configuration, weights, and a card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from redraft.errors import TrainingError
+from redraft.export.drafters.checkpoint import save_drafter
+from redraft.train.acceptance import WIDTH
+from redraft.train.checkpoint import load_checkpoint
+from redraft.train.drafter_config import DrafterRecipe
+from redraft.train.drafter_log import read_progress
+from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts
+from redraft.train.objectives import find_method
+from redraft.train.run import data_facts
+
+_TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
+_PREFIX = "drafter."
+
+
+def is_drafter_run(run: Path) -> bool:
+    """Whether the folder is a drafter's run, and not a verifier's."""
+    return (run / RUN).exists()
+
+
+def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
+    """Write the folder `out`; returns what it says of its training. Raises TrainingError where the run is not whole."""
+    state, facts = load_checkpoint(run), RunFacts.read(run)
+    if facts is None:
+        raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote")
+    method = find_method(facts.method)
+    recipe = method.recipe.from_dict(state["recipe"], str(run))
+    config = method.config(**facts.config)
+    module = method.module(config)
+    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
+    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= int(state["step"])]
+    training = {
+        "recipe": recipe.to_dict(),
+        "step": int(state["step"]),
+        "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in data_facts(run).items()},
+        "measured": {key: lines[-1][key] for key in ("step", "acceptance")} if lines else {},
+    }
+    save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
+    card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
+    (out / "README.md").write_text(card, encoding="utf-8")
+    return training
+
+
+def _counts(run: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        counts: np.ndarray[Any, np.dtype[np.int64]] = np.load(run / COUNTS)
+    except (OSError, ValueError):
+        raise TrainingError(f"{run / COUNTS} is missing or damaged", "train again") from None
+    return counts
+
+
+def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], parameters: int) -> str:
+    values = recipe.to_dict()
+    rates = (
+        f"Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.embedding_lr})"
+        if recipe.optimizer == "muon"
+        else f"Adam (learning rate {recipe.lr})"
+    )
+    measured = training["measured"].get("acceptance", {})
+    depths = max((len(kind["top"]) for kind in measured.values()), default=0)
+    return _TEMPLATE.read_text(encoding="utf-8").format(
+        **{**values["self_text"], **values},
+        method_name=facts.method,
+        parameters=parameters / 1e6,
+        weights_digest=" ".join(digest[:12] for digest in facts.verifier.weights),
+        step=training["step"],
+        tokens=training["step"] * recipe.batch_tokens / 1e6,
+        rates=rates,
+        decay_percent=100 * recipe.decay_share,
+        table="\n".join(f"    {name} = {json.dumps(value)}" for name, value in values["drafter"].items()),
+        data="\n".join(_data_row(kind, training["data"][kind]) for kind in recipe.weights),
+        measured_step=training["measured"].get("step", "no"),
+        width=WIDTH,
+        head="".join(f" depth {d} |" for d in range(1, depths + 1)),
+        rule="---|" * depths,
+        figures="\n".join(_figures_row(kind, found) for kind, found in measured.items()),
+    )
+
+
+def _data_row(kind: str, facts: Mapping[str, Any]) -> str:
+    tokens = (f"{facts['tokens'].get(source, 0):,}" for source in ("text", "greedy", "sampled"))
+    return f"| {kind} | {facts.get('documents', 0)} | {' | '.join(tokens)} |"
+
+
+def _figures_row(kind: str, found: Mapping[str, Any]) -> str:
+    shares = (f"{top:.3f} / {wide:.3f}" for top, wide in zip(found["top"], found["wide"], strict=True))
+    return f"| {kind} | {' | '.join(shares)} |"

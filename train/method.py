@@ -1,0 +1,56 @@
+"""What a drafting method gives to be trained, measured and published; runs know nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from redraft.export.drafters.layer import LayerConfig
+from redraft.train.drafter_config import DrafterRecipe
+from redraft.train.objective import Objective
+from redraft.train.verifier_model import VerifierModel
+
+
+class DrafterObjective(Objective, Protocol):
+    """The loss of a drafter beside its frozen verifier. Its state is the drafter's, under `drafter.`."""
+
+    @property
+    def drafter(self) -> nn.Module:
+        """What is trained."""
+
+    @property
+    def verifier(self) -> Any:
+        """The frozen model."""
+
+    def to(self, device: str) -> object:
+        """Move the drafter."""
+
+    def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+        """Of tokens [B, T + lookahead]: the verifier's logits [B, T + lookahead, V], and those of a draft by depth.
+
+        Depth d gives [B, T, V]: row p is what a draft that starts at position p says of token p + d + 1, given the
+        tokens before it.
+        """
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method.
+
+    recipe:     class of its recipes.   config: class of its drafter's configuration.
+    module:     a configuration to a fresh drafter.
+    configure:  a recipe and a verifier to the configuration.
+    objective:  model, configuration, recipe and whether to compile to the objective, initialised by torch's generator.
+    warm_start: fills a fresh drafter from the verifier's multi-token-prediction module.
+    """
+
+    recipe: type[DrafterRecipe]
+    config: type[LayerConfig]
+    module: Callable[[Any], nn.Module]
+    configure: Callable[[Any, VerifierModel], LayerConfig]
+    objective: Callable[[Any, Any, Any, bool], DrafterObjective]
+    warm_start: Callable[[Any, VerifierModel], None]

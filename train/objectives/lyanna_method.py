@@ -1,0 +1,108 @@
+"""How a Lyanna drafter is trained: its recipe, its shape beside a verifier, and where its weights begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from redraft.errors import UsageError
+from redraft.export.drafters.lyanna import METHOD as NAME
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.train.drafter_config import DrafterRecipe, DrafterTable
+from redraft.train.method import Method
+from redraft.train.objectives.lyanna import LyannaObjective
+from redraft.train.publish import load_mtp
+from redraft.train.verifier_model import VerifierModel
+
+_RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
+
+
+@dataclass(frozen=True)
+class LyannaTable(DrafterTable):
+    """Shape and loss. `chain` is the number of a chain's steps; the rest as in LyannaConfig and LyannaObjective."""
+
+    rank: int = 64
+    chain: int = 4
+    alpha: float = 1.0
+    beta: float = 1.0
+    step_weight: float = 1.0
+    first_token: bool = True
+    token_info: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.rank, self.chain) < 1:
+            raise UsageError(f"drafter.rank and drafter.chain must be at least 1, not {self.rank} and {self.chain}")
+        if min(self.alpha, self.beta) < 0 or self.alpha + self.beta <= 0 or self.step_weight <= 0:
+            raise UsageError("drafter.alpha and beta must be weights, not both zero, and step_weight positive")
+
+
+@dataclass(frozen=True)
+class LyannaRecipe(DrafterRecipe):
+    """The recipe with Lyanna's own table."""
+
+    method: str = NAME
+    drafter: LyannaTable = field(default_factory=LyannaTable)
+
+
+def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
+    """The drafter's configuration: the verifier's own sizes where the recipe leaves them open."""
+    table, config = recipe.drafter, verifier.config
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return LyannaConfig(
+        hidden_size=verifier.hidden_size,
+        vocab_size=verifier.vocab_size,
+        intermediate_size=table.intermediate_size
+        or int(getattr(config, "intermediate_size", None) or 4 * verifier.hidden_size),
+        heads=table.heads or heads,
+        kv_heads=table.kv_heads or kv_heads,
+        head_dim=table.head_dim or int(getattr(config, "head_dim", None) or verifier.hidden_size // heads),
+        rope_theta=verifier.rope_theta,
+        rms_norm_eps=verifier.norm_eps,
+        rank=table.rank,
+        steps=table.chain,
+        logit_scale=verifier.logit_scale,
+        first_token=table.first_token,
+        token_info=table.token_info,
+    )
+
+
+def objective(model: Any, config: LyannaConfig, recipe: LyannaRecipe, compile_graph: bool) -> LyannaObjective:
+    """The loss of a recipe."""
+    table = recipe.drafter
+    return LyannaObjective(model, config, table.alpha, table.beta, table.step_weight, compile_graph)
+
+
+def warm_start(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
+    """Begin with the verifier's MTP module, which has the same form but for the norm on a chain's own states.
+
+    Raises CheckpointError where the verifier has none, UsageError where the drafter has another shape.
+    """
+    state = drafter.state_dict()
+    width = drafter.config.hidden_size
+    for name, tensor in load_mtp(verifier.checkpoint.path).state_dict().items():
+        renamed = _renamed(name)
+        if not drafter.config.first_token:
+            if renamed.startswith("embedding_norm"):
+                continue
+            tensor = tensor[:, :width] if renamed == "projection.weight" else tensor
+        if renamed not in state or state[renamed].shape != tensor.shape:
+            raise UsageError(
+                f"drafter.init = 'mtp': {name} of the verifier's module does not fit a drafter of this shape",
+                "leave the drafter's sizes to the verifier, or set init = 'random'",
+            )
+        state[renamed] = tensor.to(torch.float32)
+    state["chain_norm.weight"] = state["hidden_norm.weight"].clone()
+    drafter.load_state_dict(state)
+
+
+def _renamed(name: str) -> str:
+    for old, new in _RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+METHOD = Method(LyannaRecipe, LyannaConfig, LyannaDrafter, configure, objective, warm_start)

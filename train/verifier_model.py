@@ -1,0 +1,149 @@
+"""A verifier as drafters are trained for it: any causal language model of transformers, frozen, with its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.checkpoint import Identity
+from redraft.export.support import load_config
+from redraft.names import TOKENIZER_FILE
+
+_HEAD_TOLERANCE = 0.02  # relative to the largest logit; weights may be bf16
+
+
+@dataclass(frozen=True)
+class VerifierModel:
+    """A loaded verifier. `tokenizer` is its tokenizer.json, whose tokens all have embeddings."""
+
+    checkpoint: Checkpoint
+    model: Any
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> Any:
+        """The language model's configuration."""
+        return self.model.config.get_text_config()
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Digests of weights and tokenizer: reads the whole checkpoint once."""
+        return Identity.of(self.checkpoint)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the features."""
+        return int(self.config.hidden_size)
+
+    @property
+    def bos(self) -> int | None:
+        """The token that begins a text, if there is one."""
+        return _first(self.config.bos_token_id)
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends a text, if there is one."""
+        return _first(self.config.eos_token_id)
+
+    @property
+    def logit_scale(self) -> float:
+        """What the head's product is multiplied by: Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
+        return float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", 0) or 1))
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding; of the full-attention layers, where kinds of layers have their own."""
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        parameters = parameters.get("full_attention", parameters)
+        return float(parameters.get("rope_theta") or getattr(self.config, "rope_theta", None) or 10000.0)
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of its norms."""
+        names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        return next((float(v) for name in names if (v := getattr(self.config, name, None))), 1e-5)
+
+
+def open_verifier(path: Path, device: str) -> VerifierModel:
+    """Load a checkpoint folder, fp32 on the CPU and bf16 on CUDA, in evaluation mode, its parameters frozen.
+
+    Raises CheckpointError where the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
+    where logits are not its LM head's product with its features times a constant.
+    """
+    checkpoint = Checkpoint.open(path)
+    load_config(checkpoint)  # refuses what cannot be exported anyway
+    tokenizer = _tokenizer(path)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+    found = VerifierModel(checkpoint, model.to(device).requires_grad_(False).eval(), tokenizer)
+    tokens = tokenizer.get_vocab_size()
+    if tokens > found.vocab_size:
+        raise CheckpointError(
+            f"{path / TOKENIZER_FILE} has {tokens} tokens, more than the {found.vocab_size} of the model",
+            "give the tokenizer that the model was trained with",
+        )
+    _check_head(found)
+    return found
+
+
+def check_device(device: str) -> None:
+    """Raise UsageError where the device is not usable here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA device is usable here", "use --device cpu")
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path / TOKENIZER_FILE))
+    except Exception as error:  # tokenizers raises plain exceptions  # noqa: BLE001
+        raise CheckpointError(
+            f"{path / TOKENIZER_FILE} cannot be read ({error})", "save the model's fast tokenizer there"
+        ) from None
+
+
+def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
+    kept: list[torch.Tensor] = []
+    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    try:
+        logits = verifier(tokens, use_cache=False).logits.float()
+    finally:
+        hook.remove()
+    return kept[0], logits
+
+
+def _check_head(verifier: VerifierModel) -> None:
+    """Drafters put the verifier's head on their own states, so nothing else may lie between them and logits."""
+    kind, head = verifier.config.model_type, verifier.model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UnsupportedModelError(
+            f"the LM head of {kind} has a bias, which drafters do not add", "choose a verifier without one"
+        )
+    tokens = torch.arange(8, device=verifier.model.device)[None] % verifier.vocab_size
+    with torch.inference_mode():
+        features, logits = verifier_states(verifier.model, tokens)
+        expected = F.linear(features, head.weight).float() * verifier.logit_scale
+    if (logits - expected).abs().max() > _HEAD_TOLERANCE * logits.abs().max():
+        raise UnsupportedModelError(
+            f"the logits of {kind} are not its LM head's product with its features times a constant",
+            "choose a verifier without a softcap on its logits",
+        )
+
+
+def _first(token: Any) -> int | None:
+    token = token[0] if isinstance(token, (list, tuple)) and token else token
+    return token if isinstance(token, int) else None
