@@ -122,9 +122,7 @@ def _lyanna(
 
     identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
     drafter = DrafterCheckpoint.open(Path(options.source))
-    return export_lyanna(
-        drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage))
-    )
+    return export_lyanna(drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage)))
 
 
 def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]:

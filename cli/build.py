@@ -105,7 +105,7 @@ def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo
     """The recipe's drafter with what the command line says instead. None where there is none, or none can fit."""
     from redraft.config import LyannaBuild
 
-    if source == "none" or config.random_weights and source is None:
+    if source == "none" or (config.random_weights and source is None):
         return None
     chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
     if token_info is None:

@@ -96,7 +96,7 @@ def lyanna_signatures(
 
 
 def single_draft_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
-    """Outputs of a draft graph lowered for one sequence: every step but the last updates the buffers by its own name."""
+    """Outputs of a draft graph lowered for one sequence: each step but the last updates the buffers by its own name."""
     single = single_sequence(outputs)
     updates = [spec for spec in single if spec.in_place_of]
     return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))

@@ -149,9 +149,9 @@ def bound_call(
 def _options(threads: int | None, log: str) -> ort.SessionOptions:
     """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
 
-    Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle take
-    turns on cores that another's idle threads hold, which costs up to three times as much. ONNX Runtime's process-wide
-    pool would avoid both, but refuses every session of the process that was not made for it.
+    Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle
+    take turns on cores that another's idle threads hold, which costs up to three times as much. ONNX Runtime's process-
+    wide pool would avoid both, but refuses every session of the process that was not made for it.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))

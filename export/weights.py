@@ -265,9 +265,7 @@ def _feeds(node: ir.Node, logits: ir.Node | None) -> bool:
     return logits is node
 
 
-def _quantized_product(
-    model: ir.Model, node: ir.Node, weights: list[str], source: AnySource, bits: int
-) -> list[Made]:
+def _quantized_product(model: ir.Model, node: ir.Node, weights: list[str], source: AnySource, bits: int) -> list[Made]:
     rows = sum(source.parameters[name][0] for name in weights)
     columns = source.parameters[weights[0]][1]
     blocks, stem = quantize.blocks_of(columns), weights[0] if len(weights) == 1 else f"{weights[0]}.merged"

@@ -168,9 +168,10 @@ class LyannaShape:
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """The inputs that hold token information, bound once from a file.
 
-    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8 is
-    held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the table is zero, and so is its column H; `index[t]` is token t's row, H where cold.
-    The low-rank form has the normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
+    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8
+    is held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the
+    table is zero, and so is its column H; `index[t]` is token t's row, H where cold. The low-rank form has the
+    normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
     """
     rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
     specs: tuple[TensorSpec, ...]

@@ -130,7 +130,8 @@ class Runtime:
         """Continue every prompt, as many at a time as there are slots.
 
         method: how to draft, `none` for plain decoding, None for `default_method`.
-        budget: of every step; None adapts it to what pays.   trace: where each step is written (`redraft.runtime.trace`).
+        budget: of every step; None adapts it to what pays.
+        trace: where each step is written (`redraft.runtime.trace`).
         synthetic_acceptance: force acceptance by depth; the output is labelled.   record_gaps: fill `Generation.gaps`.
         Raises UsageError for what cannot be done, before anything is computed.
         """
@@ -192,7 +193,7 @@ class Runtime:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
             adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
         else:
-            drafter, lookup = (self._drafter("none"), drafter) if method == "ngram" else (drafter, self._lookup(drafter))
+            drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
         if budget is None:
             return Cycle(self.verifier, drafter, adaptive, lookup)
@@ -204,9 +205,11 @@ class Runtime:
             self._drafters[method] = load_drafter(method, self.verifier, options, self._engines)
         return self._drafters[method]
 
-    def _lookup(self, drafter: Drafter) -> Drafter | None:
-        """What drafts beside a drafter with engines."""
-        return self._drafter("ngram") if drafter.beside_lookup else None
+    def _paired(self, drafter: Drafter) -> tuple[Drafter, Drafter | None]:
+        """A drafter and what drafts beside it without an engine; n-grams alone are a lookup beside nothing."""
+        if not drafter.has_engines:
+            return self._drafter("none"), drafter
+        return drafter, self._drafter("ngram") if drafter.beside_lookup else None
 
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""

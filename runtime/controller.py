@@ -133,7 +133,8 @@ class Pace:
     """What the controller keeps for one sequence.
 
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
-    offered:  the trees of this step by source, for `observe`.   found, found_gain: the lookup's, probabilities corrected.
+    offered:  the trees of this step by source, for `observe`.
+    found, found_gain: the lookup's tree, its probabilities corrected, and its gain.
     waiting:  steps still to pause.   pause: length of the latest pause.   drafted: this step speculates.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
@@ -154,14 +155,15 @@ class Pace:
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (their joint probabilities, each depth scaled by how promises at that depth
-    were kept lately) tokens in t(n + 1) ms. The best n has the largest yield less `rate` tokens for every millisecond,
-    `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method for a ratio of
-    sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the tree's gain.
+    A tree of its n likeliest nodes yields 1 + (their joint probabilities, each depth scaled by how promises at that
+    depth were kept lately) tokens in t(n + 1) ms. The best n has the largest yield less `rate` tokens for every
+    millisecond, `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method
+    for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the
+    tree's gain.
 
-    The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known, what
-    resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that has not
-    paid is tried again after a while, and after twice as long each time.
+    The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known,
+    what resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that
+    has not paid is tried again after a while, and after twice as long each time.
 
     When speculating steps yield less per millisecond than plain ones, speculation pauses, at first for a step and for
     twice as long each time, and then tries again. A new request starts with the experience of all requests before it.

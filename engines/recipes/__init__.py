@@ -57,9 +57,7 @@ def load_recipe(name: str) -> Recipe:
 def _lyanna(values: Any, path: Path) -> LyannaBuild:
     if not isinstance(values, dict) or not isinstance(values.get("source"), str):
         raise UsageError(f"{path}: expected [build.lyanna] with the drafter's folder as `source`", "mend the file")
-    return from_mapping(
-        LyannaBuild, {**values, "source": _resolve(values["source"], path)}, f"{path}: build.lyanna"
-    )
+    return from_mapping(LyannaBuild, {**values, "source": _resolve(values["source"], path)}, f"{path}: build.lyanna")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and which verifier it was trained for.
 
-    config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
-    model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token
+config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
+model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token
 """
 
 from __future__ import annotations
@@ -87,18 +87,20 @@ class DrafterCheckpoint:
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
-        for what, trained, here in (
+        for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
             ("a vocabulary of", config.vocab_size, vocabulary),
         ):
-            if trained != here:
-                raise CheckpointError(f"{self.path} was trained for {what} {trained}, the verifier has {here}", _MEND)
+            if trained != found_size:
+                raise CheckpointError(
+                    f"{self.path} was trained for {what} {trained}, the verifier has {found_size}", _MEND
+                )
         if self.verifier.tokenizer != found.tokenizer:
             raise CheckpointError(f"{self.path} was trained with another {TOKENIZER_FILE} than the verifier's", _MEND)
         if self.verifier.weights != found.weights:
-            trained, here = (" ".join(d[:12] for d in i.weights) for i in (self.verifier, found))
+            expected, here = (" ".join(d[:12] for d in i.weights) for i in (self.verifier, found))
             raise CheckpointError(
-                f"{self.path} was trained for another verifier: expected weights {trained}, found {here}", _MEND
+                f"{self.path} was trained for another verifier: expected weights {expected}, found {here}", _MEND
             )
 
     def load(self, module: torch.nn.Module) -> torch.Tensor:

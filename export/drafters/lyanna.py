@@ -7,8 +7,8 @@ its final norm, E its embedding and M its head:
     l_i = M h_i                                                     §4.2, one product for the whole chain
     l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
 
-The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))]. The
-chain's states are normalized on their way in and out, so that h_i lies where f lies.
+The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))].
+The chain's states are normalized on their way in and out, so that h_i lies where f lies.
 """
 
 from __future__ import annotations

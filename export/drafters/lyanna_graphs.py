@@ -1,6 +1,6 @@
 """Lyanna's two graphs and its table of token information.
 
-    lyanna.draft     catches up on the rows since the last draft, unrolls the chain, one product with the head for all its
+    lyanna.draft     catches up on the rows since the last draft, unrolls the chain, one product with the head for its
                      states, the tree of their logits: one call
     lyanna.resample  the tree of the logits that are left after a verification: no weights but the table
 
@@ -42,7 +42,7 @@ _TRACED_CAPACITY = 16
 
 @dataclass(frozen=True)
 class LyannaExport:
-    """What was written beside the verifier: graphs (no resampling of a single step), and where weights and tables lie."""
+    """What was written beside the verifier: graphs (none resamples a single step), and where weights and tables lie."""
 
     shape: LyannaShape
     draft: str
@@ -135,6 +135,7 @@ class _Draft(nn.Module):
 
         def attend_at(places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor, read: torch.Tensor) -> Any:
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor
                 out, caches[0], caches[1] = tree_attention(
                     q, k, v, *caches, mask, places, past, read, config.head_dim**-0.5, 0.0, 0, config.heads,
                     config.kv_heads,
@@ -196,8 +197,9 @@ def _export_draft(
         torch.zeros(2, _TRACED_ROWS, shape.hidden), rows, rows.clone(), torch.full((2,), 2), torch.full((2,), 1),
         torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
     )  # fmt: skip
-    rows_of, cache_of, fixed = {0: b, 1: m}, {0: b, 2: c}, [{} for _ in names.token_info_tables(shape)]
-    dynamic = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, fixed)
+    rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
+    fixed: list[dict[int, Any]] = [{} for _ in names.token_info_tables(shape)]
+    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, fixed)
     model = tracing.trace_graph(
         graph, args, dynamic, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape), _TRANSLATIONS
     )
@@ -220,7 +222,7 @@ def _export_resample(shape: LyannaShape, out: Path) -> None:
         torch.zeros(2, shape.steps, shape.vocabulary), torch.ones(2, dtype=torch.long),
         torch.zeros(2, dtype=torch.long), token_info.examples(shape),
     )  # fmt: skip
-    fixed = [{} for _ in names.token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in names.token_info_tables(shape)]
     model = tracing.trace_graph(
         _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), names.lyanna_resample_inputs(shape),
         names.lyanna_resample_outputs(shape), _TRANSLATIONS,

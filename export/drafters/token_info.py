@@ -1,4 +1,4 @@
-"""Token information as engines read it: E·W1·W2 normalized once, pruned to hot tokens, in fp16, int8, fp8 or two factors.
+"""Token information as engines read it: E·W1·W2, normalized, pruned to hot tokens, in fp16, int8, fp8 or two factors.
 
 Lyanna §5.1 (the collapsed table) and §6.1 (hot tokens). The RMS of a row is taken over the whole vocabulary, before its
 columns are pruned; the gain is folded in.

@@ -6,10 +6,10 @@
     used        int64 [B]     how many of the last steps do not count (0 in a fresh draft)
     roots       int64 [B]     the last verified token
     tables                    as `names.token_info_tables`
-    tokens, parents, log_probs [B, K]: the K likeliest nodes, likeliest first, the root before all; a node's parent comes
-    before it; nodes that do not exist have log probability -inf and come last
+    tokens, parents, log_probs [B, K]: the K likeliest nodes, likeliest first, the root before all; a node's parent
+    comes before it; nodes that do not exist have log probability -inf and come last
 
-A level's nodes are the `width` likeliest children of each node that goes on; the `width` likeliest nodes of a level go on.
+A level has the `width` likeliest children of each node that goes on; the `width` likeliest nodes of a level go on.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> T
 
 
 def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
-    """Algorithm 2: a tree from the steps after `first_step` of chain_logits [N, V], or its root where too few remain."""
+    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root where too few remain."""
     remaining = chain_logits[first_step:]
     return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
 
@@ -91,7 +91,8 @@ def lookup(tables: Sequence[Any], token: int, vocabulary: int) -> Floats:
         codes = values.view(ml_dtypes.float8_e4m3fn) if values.dtype == np.uint8 else values
         values = codes.astype(np.float32) * tables[1][row]
     values = values.astype(np.float32)
-    return values if index is None else values[index]
+    added: Floats = values if index is None else values[index]
+    return added
 
 
 @torch.library.custom_op("redraft::token_tree", mutates_args=())
@@ -152,7 +153,8 @@ def emit_token_tree(
             offset = _ints([tree_size(step, width)])
             joint, going_on = op.TopK(reached, _ints([width]))
             frontier, places = op.GatherElements(chosen, going_on, axis=1), op.Add(going_on, offset)
-    return _emit_likeliest(*(op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)), nodes)
+    every = [op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)]
+    return _emit_likeliest(every[0], every[1], every[2], nodes)
 
 
 def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
@@ -188,7 +190,9 @@ def _beyond(used: Any, remaining: int) -> Any:
 def _emit_likeliest(tokens: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
     """The likeliest nodes in order; a node of equal probability comes before its children, having a lower number."""
     best, order = op.TopK(joints, _ints([nodes]))  # [B, K]
-    blank = op.Concat(op.Sub(tokens, tokens), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1)
+    blank = op.Concat(
+        op.Sub(tokens, tokens), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1
+    )
     ranks = op.Add(op.Sub(order, order), _ints(list(range(nodes))))
     ranks = op.ScatterElements(blank, order, ranks, axis=1)  # [B, total + 1]: the last is the root's parent, -1
     parents = op.GatherElements(ranks, op.GatherElements(parents, order, axis=1), axis=1)

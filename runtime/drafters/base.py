@@ -61,9 +61,9 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """A tree for each sequence within its budget, rooted at its last token: the root alone where no nodes are wanted.
+        """A tree for each sequence within its budget, rooted at its last token.
 
-        Sequence i sits in slot i.
+        Sequence i sits in slot i; where no nodes are wanted, its tree is the root alone.
         """
 
     def remaining(self, seq: Sequence) -> int:

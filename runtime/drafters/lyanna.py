@@ -1,7 +1,7 @@
 """Lyanna in the runtime: drafts from predicted hidden states, and resamples what a verification left over.
 
 Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs do both. A draft spends its chain step by
-step: after j accepted tokens the bonus takes step j + 1, and the logits of the steps behind it are good for another tree.
+step: after j accepted tokens the bonus takes step j + 1, and the logits of those behind it are good for another tree.
 
 The drafter has its own KV. Its rows are pairs of the verifier's feature at a position and the token after it; those of
 tokens committed since the last draft wait, and go in with the next one, in chunks where there are many.
@@ -55,7 +55,7 @@ class LyannaConfig:
 
 @dataclass(slots=True)
 class Backlog:
-    """Of one sequence: rows in the drafter's KV, feature rows that wait to go there, and steps used of the last draft."""
+    """Of one sequence: rows in the drafter's KV, feature rows that wait to go there, steps used of the last draft."""
 
     used: int
     past_len: int = 0
@@ -81,9 +81,7 @@ class Backlog:
 
 
 class LyannaDrafter(Drafter):
-    """See the module. `shape` is that of its graphs; `draft_engine` runs them over as many sequences as there are slots.
-
-    """
+    """See the module. `shape` is that of its graphs; `tables` holds its token information by name."""
 
     has_engines = True
 
@@ -203,7 +201,7 @@ class LyannaDrafter(Drafter):
             self._run_draft(batch, full)
 
     def _run_draft(self, batch: Several[Sequence], rows: list[int]) -> Call:
-        """One call in which sequence i brings its first rows[i] waiting rows; those that bring none are left as they are."""
+        """One call in which sequence i brings its first rows[i] waiting rows; those without any stay as they are."""
         most = max(rows)
         width = most if most <= _ROW_STEP else -(-most // _ROW_STEP) * _ROW_STEP
         call = self._draft_call(len(batch), width)
