@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp, log
 from typing import Protocol
 
@@ -20,8 +20,8 @@ LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
 _FAST, _SLOW = 1 / 32, 1 / 128
 _LEARN = 1 / 8
-_PRIOR = 0.8
-_LEAST = 0.02
+_DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
+_LEAST = 0.01
 _TOLERANCE = 0.99
 
 
@@ -83,48 +83,46 @@ class Experience:
         self.ms += weight * (ms - self.ms)
 
 
-@dataclass(slots=True)
 class Record:
-    """What trees of one source were worth lately.
+    """How often tokens that a drafter's trees give some probability come true, by depth and probability.
 
-    promised, kept: by depth, the probability that a tree's nodes gave to the next token, and how often one came true.
+    A drafter is trained to say how likely a token is to be sampled; what counts here is how likely it is to be kept,
+    which for a greedy verifier is another number. Shares are running means that begin with the probability itself.
     """
 
-    promised: list[float] = field(default_factory=lambda: [_PRIOR] * MAX_DEPTH)
-    kept: list[float] = field(default_factory=lambda: [_PRIOR] * MAX_DEPTH)
+    def __init__(self) -> None:
+        shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
+        self._shares = [list(shares) for _ in range(_DEPTHS)]
 
     def judge(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
         """Compare the tree with what was said, down to where it does not follow."""
-        if len(tree) == 1:
-            return
-        names, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
+        ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
         node = 0
-        for depth, token in enumerate(tokens[:MAX_DEPTH]):
-            children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
-            if not children:
+        for depth, token in enumerate(tokens):
+            shares = self._shares[depth if depth < _DEPTHS else -1]
+            next_node = -1
+            for child in range(node + 1, len(parents)):
+                if parents[child] == node:
+                    kept = ids[child] == token
+                    bucket = min(int((log_probs[node] - log_probs[child]) * _BUCKETS_A_NAT), _BUCKETS - 1)
+                    shares[bucket] += _FAST * (kept - shares[bucket])
+                    if kept:
+                        next_node = child
+            if next_node < 0:
                 return
-            self.promised[depth] += _FAST * (
-                min(sum([exp(log_probs[child] - log_probs[node]) for child in children]), 1.0) - self.promised[depth]
-            )
-            node = next((child for child in children if names[child] == token), -1)
-            self.kept[depth] += _FAST * ((node >= 0) - self.kept[depth])
-            if node < 0:
-                return
+            node = next_node
 
     def calibrated(self, tree: DraftTree) -> DraftTree:
-        """The tree with its probabilities corrected by what became of such promises, depth by depth."""
-        if len(tree) == 1:
-            return tree
-        pairs = zip(self.kept, self.promised, strict=True)
-        trust = [log(max(kept, _LEAST) / max(promised, _LEAST)) for kept, promised in pairs]
+        """The tree with, for each node's probability given its parent, the share of such nodes that came true."""
         parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
         depths, corrected = [0] * len(parents), [0.0] * len(parents)
         for node in range(1, len(parents)):
             parent = parents[node]
             depth = depths[parent]
             depths[node] = depth + 1
-            share = log_probs[node] - log_probs[parent] + trust[min(depth, MAX_DEPTH - 1)]
-            corrected[node] = corrected[parent] + min(share, 0.0)
+            bucket = min(int((log_probs[parent] - log_probs[node]) * _BUCKETS_A_NAT), _BUCKETS - 1)
+            share = self._shares[depth if depth < _DEPTHS else -1][bucket]
+            corrected[node] = corrected[parent] + log(share if share > _LEAST else _LEAST)
         return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draft_probs)
 
 
@@ -133,16 +131,14 @@ class Pace:
     """What the controller keeps for one sequence.
 
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
-    offered:  the trees of this step by source, for `observe`.
-    found, found_gain: the lookup's tree, its probabilities corrected, and its gain.
+    offered:  the tree that was made for this step and its source, for `observe`.   found_gain: the lookup's.
     waiting:  steps still to pause.   pause: length of the latest pause.   drafted: this step speculates.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
 
     experience: Experience
     gain: dict[tuple[Source, int], float]
-    offered: list[tuple[Source, DraftTree]] = field(default_factory=list)
-    found: DraftTree | None = None
+    offered: tuple[Source, DraftTree] | None = None
     found_gain: float = 0.0
     remaining: int = 0
     waiting: int = 0
@@ -155,11 +151,11 @@ class Pace:
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (their joint probabilities, each depth scaled by how promises at that
-    depth were kept lately) tokens in t(n + 1) ms. The best n has the largest yield less `rate` tokens for every
-    millisecond, `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method
-    for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the
-    tree's gain.
+    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities, of a drafter's trees as `Record`
+    corrects them by depth, of a lookup's its own) tokens in t(n + 1) ms. The best n has the largest yield less `rate`
+    tokens for every millisecond, `rate` being what the sequence achieves at present and at least plain decoding's
+    (Dinkelbach's method for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short).
+    What remains is the tree's gain.
 
     The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known,
     what resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that
@@ -179,7 +175,7 @@ class Adaptive:
         self._plain_rate = 1 / self._table[1]
         self._all = Experience(tokens=1.0, ms=self._table[1])
         self._gain: dict[tuple[Source, int], float] = {}
-        self._records = {source: Record() for source in Source}
+        self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -194,9 +190,8 @@ class Adaptive:
         """See `Controller.plan`."""
         pace = self._pace(seq)
         rate = self._rate(pace)
-        pace.offered, pace.remaining = [(Source.LOOKUP, found)], remaining
-        pace.found = self._records[Source.LOOKUP].calibrated(found)
-        pace.found_gain = self._best(pace.found, rate)[1]
+        pace.remaining = remaining
+        pace.found_gain = self._best(found, rate)[1]
         best, plan = pace.found_gain, Source.LOOKUP
         if remaining:
             gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._costs.resample_ms
@@ -212,11 +207,10 @@ class Adaptive:
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         pace = self._pace(seq)
-        tree = found if pace.found is None else pace.found
-        rate = self._rate(pace)
-        if made is not None:
-            pace.offered.append((plan, made))
-            tree = merge(tree, self._records[plan].calibrated(made))
+        tree, rate = found, self._rate(pace)
+        if made is not None and len(made) > 1:
+            pace.offered = (plan, made)
+            tree = merge(found, self._records[plan].calibrated(made))
         nodes, gain = self._best(tree, rate)
         if made is not None:
             self._learn_gain(pace, plan, gain, rate)
@@ -227,9 +221,10 @@ class Adaptive:
         pace: Pace = seq.control
         if not pace.drafted:
             return
-        for source, offered in pace.offered:
-            self._records[source].judge(offered, outcome.tokens)
-        pace.offered, pace.found = [], None
+        if pace.offered is not None:
+            source, made = pace.offered
+            self._records[source].judge(made, outcome.tokens)
+            pace.offered = None
         lately = pace.experience
         ms = self._table[len(tree.tokens)] + self._clock.proposal * 1e3
         lately.update(len(outcome.path) + 1, ms, _FAST)

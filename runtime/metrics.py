@@ -28,17 +28,24 @@ class Clock:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of one request. `histogram[k]` is the number of speculative steps that kept k drafted tokens."""
+    """Counts of one request.
+
+    histogram[k]: speculative steps that kept k drafted tokens.   sizes[n]: steps that verified n nodes, root included.
+    """
 
     steps: int = 0
     spec_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     histogram: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def count(self, drafted: int, accepted: int) -> None:
         """Record one verification of `drafted` nodes of which `accepted` were kept."""
         self.steps += 1
+        while len(self.sizes) <= drafted + 1:
+            self.sizes.append(0)
+        self.sizes[drafted + 1] += 1
         if drafted:
             self.spec_steps += 1
             self.drafted += drafted
@@ -59,6 +66,7 @@ class Metrics:
     decode_tokens_per_second:  tokens after the first over the time of the steps that made them.
     overhead_fraction:         share of that time outside engine calls.
     stage_ms:                  that time by stage; `host` is the rest.
+    size_histogram:            entry n: steps that verified n nodes, the root included.
     synthetic:                 acceptance was forced: the speed is real, the text is not.
     """
 
@@ -74,10 +82,12 @@ class Metrics:
     overhead_fraction: float
     stage_ms: dict[str, float]
     synthetic: bool = False
+    size_histogram: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; `synthetic` appears where it is true."""
         values = dict(vars(self), acceptance_histogram=list(self.acceptance_histogram))
+        values["size_histogram"] = list(self.size_histogram)
         if not self.synthetic:
             del values["synthetic"]
         return values
@@ -103,4 +113,5 @@ def summarise(
         overhead_fraction=1 - engine / total if total > 0 else 0.0,
         stage_ms=stages,
         synthetic=synthetic,
+        size_histogram=tuple(counters.sizes),
     )

@@ -182,7 +182,8 @@ class _Resample(nn.Module):
         wanted = first_step[:, None] + torch.arange(steps - 1)
         left = tracing.gather_rows(chain_logits, wanted.clamp(max=steps - 1))  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
-        return (*tree, torch.isfinite(tree[2]).sum(dim=1))
+        sizes = [min(names.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
+        return (*tree, torch.tensor(sizes)[steps - first_step])
 
 
 def _export_draft(

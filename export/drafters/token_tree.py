@@ -142,8 +142,6 @@ def emit_token_tree(
         log_probs = op.LogSoftmax(op.Add(logits, _emit_lookup(tables, frontier)), axis=-1)  # [B, W, V]
         best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
         reached = op.Reshape(op.Add(op.Unsqueeze(joint, _ints([2])), best), _ints([0, -1]))  # [B, W * k]
-        if not whole:
-            reached = op.Add(reached, _beyond(used, steps - step))
         chosen = op.Reshape(chosen, _ints([0, -1]))
         siblings = 1 if step == 0 else width
         tokens.append(chosen)
@@ -154,6 +152,8 @@ def emit_token_tree(
             joint, going_on = op.TopK(reached, _ints([width]))
             frontier, places = op.GatherElements(chosen, going_on, axis=1), op.Add(going_on, offset)
     every = [op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)]
+    if not whole:
+        every[2] = op.Add(every[2], _beyond(used, steps, width))
     return _emit_likeliest(every[0], every[1], every[2], nodes)
 
 
@@ -181,9 +181,10 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
     return op.Gather(decoded, op.Cast(codes, to=ir.DataType.INT32))
 
 
-def _beyond(used: Any, remaining: int) -> Any:
-    """0 [B, 1] where the step counts, -inf where it is one of the last `used`, `remaining` steps being left with it."""
-    counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints([remaining]))
+def _beyond(used: Any, steps: int, width: int) -> Any:
+    """0 where a node's step counts, -inf where it is one of the last `used`: float32 [B, nodes of the whole tree]."""
+    steps_left = [steps + 1] + [steps - step for step in range(steps) for _ in range(width if step == 0 else width**2)]
+    counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints(steps_left))
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
 
 

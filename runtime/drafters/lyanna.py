@@ -121,7 +121,7 @@ class LyannaDrafter(Drafter):
             verifier,
             shape,
             engines(names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT),
-            engines(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,
+            OpenEngine(engines.bundle, 1)(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,  # too short to share
             {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)},
             config,
         )
