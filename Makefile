@@ -27,11 +27,12 @@ demo: install
 	@$(BIN)/redraft build tiny -o build/engines/tiny
 	@$(BIN)/redraft demo --engines build/engines/tiny
 
-# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; the rest passes through to `redraft build`.
+# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; LYANNA a drafter's folder, or none; the rest passes
+# through to `redraft build`.
 engines: install
 	$(BIN)/redraft build $(or $(MODEL_PATH),$(MODEL)) -o $(ENGINES) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
-	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT))
+	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA))
 
 test: install
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)

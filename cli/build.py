@@ -141,10 +141,22 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "precision": manifest.precision,
         "random_weights": manifest.model.random_weights,
         "context": manifest.context,
+        "drafters": list(manifest.drafters),
+        "token_info": token_info(manifest),
         "bytes": sum(file.size for file in manifest.files.values()),
         "perplexity": dict(manifest.quality.perplexity) if manifest.quality else None,
         "perplexity_fp32": dict(manifest.quality.perplexity_fp32) if manifest.quality else None,
     }
+
+
+def token_info(manifest: Manifest) -> dict[str, Any] | None:
+    """How Lyanna's token information is kept, and its size."""
+    from redraft.cli.inspect import token_info_bytes
+
+    shape = manifest.lyanna
+    if shape is None:
+        return None
+    return {"form": shape.token_info, "hot_tokens": shape.hot, "bytes": token_info_bytes(manifest)}
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -156,6 +168,9 @@ def describe(summary: dict[str, Any]) -> str:
         f"  {summary['architecture']}, {summary['precision']}{random}, context {summary['context']}, "
         f"{summary['bytes'] / 1e6:.1f} MB",
     ]
+    if info := summary["token_info"]:
+        size = f"{info['bytes'] / 1e6:.1f} MB"
+        lines.append(f"  Lyanna drafter, token information of {info['hot_tokens']} tokens in {info['form']}, {size}")
     for kind, value in (summary["perplexity"] or {}).items():
         exact = summary["perplexity_fp32"][kind]
         compared = "" if summary["precision"] == "fp32" else f" (fp32 {exact:.3f}, {100 * (value / exact - 1):+.2f} %)"

@@ -9,9 +9,11 @@ import typer
 
 from redraft.cli.console import print_json
 from redraft.cli.options import Json
+from redraft.names import TOKEN_INFO
 
 if TYPE_CHECKING:
     from redraft.engines import Bundle
+    from redraft.engines.manifest import Manifest
 
 
 def inspect(
@@ -34,6 +36,11 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
     return {"bundle": str(bundle.path), **values}
 
 
+def token_info_bytes(manifest: Manifest) -> int:
+    """What Lyanna's token information takes."""
+    return sum(ref.length for ref in manifest.weights if ref.initializer.startswith(TOKEN_INFO))
+
+
 def as_lines(bundle: Bundle, verified: bool) -> list[str]:
     """The manifest for reading: one fact a line."""
     manifest, shape = bundle.manifest, bundle.manifest.shape
@@ -50,10 +57,17 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         f"drafters   {', '.join(manifest.drafters) or 'none'}",
         f"taps       {', '.join(manifest.taps) or 'none'}",
     ]
+    if manifest.lyanna:
+        lyanna = manifest.lyanna
+        lines.append(
+            f"lyanna     {lyanna.steps} steps, {lyanna.width} wide, {lyanna.nodes - 1} nodes; token information of "
+            f"{lyanna.hot} tokens in {lyanna.token_info}, {token_info_bytes(manifest) / 1e6:.1f} MB"
+        )
     if manifest.quality:
         lines += [f"perplexity {kind} {value:.3f}" for kind, value in manifest.quality.perplexity.items()]
     for name, graph in manifest.graphs.items():
         shown = ", ".join(spec.name for spec in graph.inputs if not spec.name.startswith("kv."))
-        lines.append(f"graph      {name} ({graph.file}): {shown}, {2 * shape.layers} buffers")
+        buffers = sum(spec.name.startswith("kv.") for spec in graph.inputs)
+        lines.append(f"graph      {name} ({graph.file}): {shown}, {buffers} buffers")
     lines += [f"file       {name}  {file.size} bytes  {file.sha256[:16]}" for name, file in manifest.files.items()]
     return [*lines, *(f"built by   {name} {version}" for name, version in manifest.tools.items())]

@@ -45,6 +45,8 @@ TREE_TOKENS = "tree.tokens"
 TREE_PARENTS = "tree.parents"
 TREE_LOG_PROBS = "tree.log_probs"
 TREE_COUNT = "tree.count"
+TOKEN_INFO = "token_info."
+"""What the names of the tensors that hold token information begin with."""
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -177,18 +179,18 @@ def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     specs: tuple[TensorSpec, ...]
     if shape.token_info == "lowrank":
         specs = (
-            TensorSpec("token_info.left", "float32", (rows, shape.rank)),
-            TensorSpec("token_info.right", "float32", (shape.rank, rows)),
+            TensorSpec(f"{TOKEN_INFO}left", "float32", (rows, shape.rank)),
+            TensorSpec(f"{TOKEN_INFO}right", "float32", (shape.rank, rows)),
         )
     elif shape.token_info == "fp16":
-        specs = (TensorSpec("token_info.table", "float16", (rows, rows)),)
+        specs = (TensorSpec(f"{TOKEN_INFO}table", "float16", (rows, rows)),)
     else:
         dtype: Dtype = "int8" if shape.token_info == "int8" else "uint8"
         specs = (
-            TensorSpec("token_info.table", dtype, (rows, rows)),
-            TensorSpec("token_info.scales", "float32", (rows, 1)),
+            TensorSpec(f"{TOKEN_INFO}table", dtype, (rows, rows)),
+            TensorSpec(f"{TOKEN_INFO}scales", "float32", (rows, 1)),
         )
-    pruned = () if shape.hot == shape.vocabulary else (TensorSpec("token_info.index", "int64", (shape.vocabulary,)),)
+    pruned = () if shape.hot == shape.vocabulary else (TensorSpec(f"{TOKEN_INFO}index", "int64", (shape.vocabulary,)),)
     return (*specs, *pruned)
 
 

@@ -43,7 +43,7 @@ def make_tables(
     if shape.hot < shape.vocabulary:
         index = np.full(shape.vocabulary, shape.hot, np.int64)
         index[hot] = np.arange(shape.hot)
-        tables["token_info.index"] = index
+        tables[f"{names.TOKEN_INFO}index"] = index
     return tables
 
 
