@@ -4,8 +4,8 @@
         --prompts assets/tiny/prompts/*.jsonl --limit 10
 
 Plain and n-gram decoding of both, and our drafter against their n-grams. A rate is new tokens after the first over the
-time from the first to the last, on both sides; the texts are compared too. openvino-genai is said to be absent where it
-is, and is not measured.
+time from the first to the last, on both sides; the texts are compared too. With `--openvino DIR`, the checkpoint as
+`optimum-cli export openvino` writes it in fp32, openvino-genai takes its turn as well, where it is installed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from redraft.runtime import Runtime, SamplingParams
 
 NGRAM = {"ngram_size": 3, "max_draft_tokens": 4}
 """onnxruntime-genai's options: the suffix looked up is one token shorter than `ngram_size`."""
+OPENVINO_NGRAM = {"num_assistant_tokens": 4, "max_ngram_size": 3}
 SHORTEST = 8
-PAIRS = (("redraft none", "genai none"), ("redraft ngram", "genai ngram"), ("redraft lyanna", "genai ngram"))
-"""Who is compared with whom; a bundle without a drafter leaves the last out."""
+PAIRS = (
+    ("redraft none", "genai none"), ("redraft ngram", "genai ngram"), ("redraft lyanna", "genai ngram"),
+    ("redraft none", "openvino none"), ("redraft ngram", "openvino ngram"), ("redraft lyanna", "openvino ngram"),
+)  # fmt: skip
+"""Who is compared with whom, where both are there."""
 
 Decoded = tuple[list[int], float]
 """New tokens, and tokens a second after the first."""
@@ -49,15 +53,16 @@ def main() -> dict[str, Any]:
     prompts = load_prompts(options.prompts, options.limit)
     with genai_model(options) as folder, Runtime.open(options.engines, threads=options.threads) as runtime:
         decoders = {**redraft_decoders(runtime, options), **genai_decoders(folder, options)}
+        decoders |= openvino_decoders(options) if options.openvino else {}
         results = measure(decoders, prompts, runtime)
     return {
         "environment": environment(options.threads),
         "genai_ngram_options": NGRAM,
-        "openvino_genai": "not measured" if find_spec("openvino_genai") else "not installed",
+        "openvino_genai": "measured" if options.openvino else "not measured: no --openvino",
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
         "tokens_per_second": {name: _median_rate(results, name) for name in decoders},
-        "redraft_over_genai": {pair[0]: _ratio(results, pair, prompts) for pair in PAIRS if pair[0] in results},
+        "ratios": {" / ".join(pair): _ratio(results, pair, prompts) for pair in PAIRS if {*pair} <= set(results)},
         "first_differences": _differences(results, prompts),
     }
 
@@ -116,6 +121,37 @@ def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decod
         return decode
 
     return {"genai none": decoder({}), "genai ngram": decoder(NGRAM)}
+
+
+def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
+    """OpenVINO's, in fp32 with an fp32 cache and our threads; the time of the first token is its own figure."""
+    if find_spec("openvino_genai") is None:
+        raise UsageError("openvino-genai is not installed", "run `pip install openvino-genai`, or leave --openvino out")
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    settings = {**exact, "INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY"}
+
+    def decoder(pipeline: Any, lookup: dict[str, int]) -> Decode:
+        def decode(ids: list[int]) -> Decoded:
+            config = openvino_genai.GenerationConfig(
+                max_new_tokens=options.max_new_tokens, do_sample=False, apply_chat_template=False, **lookup
+            )
+            tokens = openvino.Tensor(np.array([ids], np.int64))
+            inputs = openvino_genai.TokenizedInputs(tokens, openvino.Tensor(np.ones((1, len(ids)), np.int64)))
+            start = time.perf_counter()
+            done = pipeline.generate(inputs, config)
+            seconds = time.perf_counter() - start - done.perf_metrics.get_ttft().mean / 1e3
+            return list(done.tokens[0]), (len(done.tokens[0]) - 1) / seconds
+
+        return decode
+
+    folder = str(options.openvino)
+    plain = openvino_genai.LLMPipeline(folder, "CPU", **settings)
+    lookup = openvino_genai.LLMPipeline(folder, "CPU", prompt_lookup=True, **settings)
+    return {"openvino none": decoder(plain, {}), "openvino ngram": decoder(lookup, OPENVINO_NGRAM)}
 
 
 @contextmanager
@@ -177,6 +213,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="prompts a kind")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--openvino", type=Path, help="the checkpoint as OpenVINO's exporter writes it")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the peer's model for the next run")
     return parser.parse_args()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.digests import file_digests
+from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command
 from redraft.engines.writer import BundleWriter
 from redraft.errors import BundleError
@@ -37,11 +38,13 @@ class Bundle:
         return record
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-        """The tensor that the manifest lists as `name`, mapped from its file: pages come in as they are read."""
+        """The tensor that the manifest lists as `name`, read into memory."""
         ref = next((ref for ref in self.manifest.weights if ref.initializer == name), None)
         if ref is None:
             raise self.error(f"expected a tensor {name!r}, found none")
-        return np.memmap(self.path / ref.file, _DTYPES[ref.dtype], "c", ref.offset, ref.shape)
+        with huge_pages():
+            values = np.fromfile(self.path / ref.file, _DTYPES[ref.dtype], math.prod(ref.shape), offset=ref.offset)
+        return values.reshape(ref.shape)
 
     def error(self, message: str) -> BundleError:
         """An error about this bundle, with the command that rebuilds it."""

@@ -217,7 +217,8 @@ def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def lyanna_draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Outputs of the draft graph, in order. Nodes come likeliest first, the root before all, parents before children.
 
-    `chain_logits[b, i]` are the logits of step i + 1 before token information, kept for resampling.
+    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the drafter's sharpness, kept for
+    resampling.
     """
     cache = ("B", shape.kv_heads, "C", shape.head_dim)
     return (

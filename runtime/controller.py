@@ -15,7 +15,7 @@ from redraft.runtime.tree import merge, prune
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
 
 MAX_DEPTH = 16
-MAX_WIDTH = 4
+MAX_WIDTH = 16
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
 _FAST, _SLOW = 1 / 32, 1 / 128
@@ -130,6 +130,7 @@ class Record:
 class Pace:
     """What the controller keeps for one sequence.
 
+    plan:     where this step's tree comes from.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.   found_gain: the lookup's.
     waiting:  steps still to pause.   pause: length of the latest pause.   drafted: this step speculates.
@@ -140,6 +141,7 @@ class Pace:
     gain: dict[tuple[Source, int], float]
     offered: tuple[Source, DraftTree] | None = None
     found_gain: float = 0.0
+    plan: Source = Source.LOOKUP
     remaining: int = 0
     waiting: int = 0
     pause: int = 0
@@ -166,11 +168,12 @@ class Adaptive:
     """
 
     def __init__(self, curve: CostCurve, clock: Clock, drafts: bool = True, costs: Costs | None = None) -> None:
-        """drafts: whether there is a drafter beside the lookup, whose calls cost `costs`."""
+        """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
         self._table = curve.table_ms
         self._clock = clock
         self._drafts = drafts
-        self._costs = costs or Costs()
+        costs = costs or Costs()
+        self._made_ms = {Source.LOOKUP: 0.0, Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._plain_rate = 1 / self._table[1]
         self._all = Experience(tokens=1.0, ms=self._table[1])
@@ -190,18 +193,19 @@ class Adaptive:
         """See `Controller.plan`."""
         pace = self._pace(seq)
         rate = self._rate(pace)
-        pace.remaining = remaining
+        pace.remaining, pace.plan = remaining, Source.LOOKUP
         pace.found_gain = self._best(found, rate)[1]
         best, plan = pace.found_gain, Source.LOOKUP
         if remaining:
-            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._costs.resample_ms
+            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._extra_ms(Source.RESAMPLE)
             if gain > best:
                 best, plan = gain, Source.RESAMPLE
         if self._drafts:
-            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._costs.fresh_ms
+            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._extra_ms(Source.FRESH)
             pace.since_fresh += 1
             if gain > best or pace.since_fresh > pace.patience:
                 plan = Source.FRESH
+        pace.plan = plan
         return plan
 
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
@@ -226,7 +230,9 @@ class Adaptive:
             self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
-        ms = self._table[len(tree.tokens)] + self._clock.proposal * 1e3
+        proposal_ms = self._clock.proposal * 1e3
+        self._made_ms[pace.plan] += _FAST * (proposal_ms - self._made_ms[pace.plan])
+        ms = self._table[len(tree.tokens)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
@@ -241,7 +247,7 @@ class Adaptive:
         for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
             known[key] = known.get(key, gain) + weight * (gain - known.get(key, gain))
         if plan is Source.FRESH:
-            pays = gain - rate * self._costs.fresh_ms > pace.found_gain
+            pays = gain - rate * self._extra_ms(Source.FRESH) > pace.found_gain
             pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
 
     def _best(self, tree: DraftTree, rate: float) -> tuple[int, float]:
@@ -256,6 +262,10 @@ class Adaptive:
             if gain > best:
                 best, nodes = gain, count
         return nodes, best
+
+    def _extra_ms(self, source: Source) -> float:
+        """What making a tree of this source lately took beyond looking one up."""
+        return max(self._made_ms[source] - self._made_ms[Source.LOOKUP], 0.0)
 
     def _rate(self, pace: Pace) -> float:
         return max(pace.experience.tokens / pace.experience.ms, self._plain_rate)

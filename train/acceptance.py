@@ -33,6 +33,32 @@ class Acceptance:
         return " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(self.top, self.wide, strict=True))
 
 
+SHARPNESS = tuple(2 ** (quarter / 4) for quarter in range(17))
+"""Factors that are tried: 1 to 16."""
+_EVERY = 4
+
+
+@torch.inference_mode()
+def greedy_sharpness(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> float:
+    """The factor on a drafter's logits under which the verifier's likeliest tokens are likeliest, over all depths.
+
+    A drafter learns how likely a token is to be sampled; beside a verifier that takes its likeliest token, its own
+    distribution is too flat, and trees built of it are too wide. One of SHARPNESS, by the mean log probability over
+    every fourth position from `first` on of greedy rows [R, T + N].
+    """
+    totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
+    for begin in range(0, len(rows), _ROWS_AT_ONCE):
+        tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(objective.verifier.device)
+        logits, drafts = objective.drafts(tokens)
+        count = tokens.shape[1] - objective.lookahead
+        for step, predicted in enumerate(drafts):
+            said = logits[:, step + 1 : count + step + 1].argmax(-1)[:, first::_EVERY, None]
+            some = predicted[:, first::_EVERY].float()
+            for index, factor in enumerate(SHARPNESS):
+                totals[index] += (some * factor).log_softmax(-1).gather(-1, said).double().sum().cpu()
+    return SHARPNESS[int(totals.argmax())]
+
+
 class _Tally:
     """Drafts tried and right, by depth, for one rule of being right."""
 

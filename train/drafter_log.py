@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from redraft.train.acceptance import conditional_acceptance
+import numpy as np
+
+from redraft.train.acceptance import conditional_acceptance, greedy_sharpness
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
 from redraft.train.method import DrafterObjective
@@ -35,7 +37,10 @@ class DrafterLog:
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step; a line of losses (means since the last line) and acceptance where it is due."""
+        """Show one step; a line of losses (means since the last line) and acceptance where it is due.
+
+        The last line of a run also says how much to sharpen the drafter's distribution.
+        """
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)
@@ -49,6 +54,9 @@ class DrafterLog:
         losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
         acceptance = {kind: asdict(value) for kind, value in found.items()}
         line = {"step": step.step, "steps": step.steps, "losses": losses, "acceptance": acceptance}
+        if step.step == step.steps:
+            rows = np.concatenate(list(self._held_out.values()))
+            line["sharpness"] = greedy_sharpness(self._objective, rows, self._first)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._losses.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
         "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in data_facts(run).items()},
         "measured": {key: lines[-1][key] for key in ("step", "acceptance")} if lines else {},
     }
+    if lines and "sharpness" in lines[-1]:
+        config = replace(config, sharpness=lines[-1]["sharpness"])
     save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
     (out / "README.md").write_text(card, encoding="utf-8")

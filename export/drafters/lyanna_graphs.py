@@ -160,9 +160,8 @@ class _Draft(nn.Module):
             hidden = self.drafter.following(hidden, place, attend_at(place, alone, past, live))
             chain.append(hidden)
             past = past + 1
-        logits = F.linear(torch.cat(chain, dim=1), self.head)  # [B, N, V], in one product
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
+        states, scale = torch.cat(chain, dim=1), config.logit_scale * config.sharpness
+        logits = F.linear(states if scale == 1.0 else states * scale, self.head)  # [B, N, V], in one product
         roots = tokens.gather(1, last)[:, 0]
         tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)
         return (*tree, logits, *caches)

@@ -1,7 +1,7 @@
 """Token information as engines read it: E·W1·W2, normalized, pruned to hot tokens, in fp16, int8, fp8 or two factors.
 
 Lyanna §5.1 (the collapsed table) and §6.1 (hot tokens). The RMS of a row is taken over the whole vocabulary, before its
-columns are pruned; the gain is folded in.
+columns are pruned; the gain and the drafter's sharpness are folded in.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _factors(
     left = embedding[hot] @ down.T  # [H, d]
     mean_square = np.einsum("td,de,te->t", left, up.T @ up, left, optimize=True) / len(up)  # over the vocabulary
     left /= np.sqrt(mean_square + drafter.config.rms_norm_eps)[:, None]
-    return left.astype(np.float32), np.ascontiguousarray((up[hot] * gain[hot, None]).T)
+    right = np.ascontiguousarray((up[hot] * gain[hot, None]).T) * np.float32(drafter.config.sharpness)
+    return left.astype(np.float32), right
 
 
 def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[Any], ...]:

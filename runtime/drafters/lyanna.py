@@ -252,6 +252,8 @@ class LyannaDrafter(Drafter):
 
 def within(tree: DraftTree, budget: Budget) -> DraftTree:
     """The nodes of a tree, likeliest first, that a budget has room for: as deep, as wide a level, and as many."""
+    if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
+        return tree
     depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
     kept = {0}
     for node, parent in enumerate(tree.parents.tolist()[1:], 1):

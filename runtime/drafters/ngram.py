@@ -23,6 +23,8 @@ from redraft.types import Budget, DraftTree, Outcome
 
 LONGEST_MATCH = 16
 """Contexts longer than this count as this long."""
+MOST_BRANCHES = 4
+"""Continuations at most of one tree."""
 RANKS = 3
 """Siblings from this one on are judged alike."""
 LEAST_PROBABILITY = 0.03
@@ -102,7 +104,7 @@ class NgramIndex:
                     length = order if order < self._orders.start else self._match(place, order)
                     if not self._append(draft, place, length, budget.depth):
                         break
-                    if len(draft.first) == budget.width:
+                    if len(draft.first) == min(budget.width, MOST_BRANCHES):
                         return draft
         return draft
 

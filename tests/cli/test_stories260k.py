@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from redraft.train.config import RECIPES
+
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -36,4 +38,36 @@ def test_golden_text(redraft: Redraft, stories: Path, engines: Path, method: str
     )
     written = json.loads(result.stdout)
     assert written["usage"]["completion_tokens"] == 200
+    assert written["text"].strip() == (stories / "golden_greedy.txt").read_text(encoding="utf-8").strip()
+
+
+@pytest.fixture(scope="module")
+def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines with a drafter that was trained for a moment on stories of the model's own."""
+    folder = tmp_path_factory.mktemp("drafter")
+    recipe = (RECIPES / "lyanna-stories260k.toml").read_text(encoding="utf-8")
+    smaller = {"steps = 600": "steps = 30", "batch_tokens = 4096": "batch_tokens = 1024", "rows = 512": "rows = 8",
+               "new_tokens = 240": "new_tokens = 112", "seq_len = 256": "seq_len = 128"}  # fmt: skip
+    for old, new in smaller.items():
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    (folder / "brief.toml").write_text(recipe, encoding="utf-8")
+    for command in (
+        ("train", "lyanna", "--verifier", stories, "--config", folder / "brief.toml", "--out", folder / "run"),
+        ("train", "publish", folder / "run", "--out", folder / "published"),
+        ("build", stories, "-o", folder / "engines", "--lyanna", folder / "published", "--eval-text", "none"),
+    ):
+        result = redraft(*command)
+        assert result.returncode == 0, result.stderr
+    return folder / "engines"
+
+
+@pytest.mark.slow
+def test_a_drafter_of_its_own_stories_writes_the_golden_text(redraft: Redraft, stories: Path, drafted: Path) -> None:
+    """Even a drafter of thirty steps is right now and then, and never changes the text."""
+    budget = ("--budget", "nodes=6,depth=3,width=4")
+    result = redraft("generate", "--engines", drafted, "--prompt", "", "--max-new-tokens", "200", *budget, "--json")
+    written = json.loads(result.stdout)
+    assert written["method"] == "lyanna"
+    assert written["metrics"]["num_accepted_draft_tokens"] > 10
     assert written["text"].strip() == (stories / "golden_greedy.txt").read_text(encoding="utf-8").strip()

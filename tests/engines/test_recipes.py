@@ -2,7 +2,7 @@
 
 import pytest
 
-from redraft.config import BuildConfig
+from redraft.config import BuildConfig, LyannaBuild
 from redraft.engines import recipes
 from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.errors import UsageError
@@ -12,7 +12,9 @@ def test_packaged_recipes_load():
     assert "tiny" in recipe_names()
     tiny = load_recipe("tiny")
     assert tiny.source.endswith("assets/tiny")
-    assert tiny.build == BuildConfig(taps=("last",))
+    assert tiny.build.lyanna is not None
+    assert tiny.build.lyanna.source.endswith("assets/tiny/lyanna")
+    assert tiny.build == BuildConfig(taps=("last",), lyanna=tiny.build.lyanna)
 
 
 def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
@@ -26,12 +28,32 @@ def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
     assert load_recipe(str(file)).source == "someone/model-7b"
 
 
+def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
+    (tmp_path / "drafter").mkdir()
+    file = tmp_path / "mine.toml"
+    file.write_text('source = "x"\n[build.lyanna]\nsource = "drafter"\nsteps = 2\ntoken_info = "fp8"\n')
+    expected = LyannaBuild(str(tmp_path / "drafter"), steps=2, token_info="fp8")
+    assert load_recipe(str(file)).build == BuildConfig(lyanna=expected)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
         ('source = "x"\n[build]\nprecision = "fp8"\n', "unknown precision 'fp8'"),
+        ('source = "x"\n[build]\nlyanna = "y"\n', "expected [build.lyanna] with the drafter's folder as `source`"),
+        ('source = "x"\n[build.lyanna]\nsteps = 2\n', "expected [build.lyanna] with the drafter's folder"),
+        ('source = "x"\n[build.lyanna]\nsource = 3\n', "expected [build.lyanna] with the drafter's folder"),
+        ('source = "x"\n[build.lyanna]\nsource = ""\n', "lyanna.source must name a drafter's folder"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\ndepth = 2\n', "build.lyanna: unknown key depth; known keys"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\ntoken_info = "fp4"\n', "unknown lyanna.token_info 'fp4'"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nprecision = "fp8"\n', "unknown lyanna.precision 'fp8'"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nsteps = 0\n', "lyanna.steps must be a positive number, not 0"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nwidth = true\n', "lyanna.width must be a positive number"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nnodes = "12"\n', "lyanna.nodes must be a positive number"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nhot_tokens = 1.5\n', "lyanna.hot_tokens must be a positive"),
+        ('source = "x"\n[build.lyanna]\nsource = "y"\nprune_above = -1\n', "lyanna.prune_above must be a positive"),
         ("[build]\n", "expected `source` as text"),
         ("source = \n", "expected a TOML recipe"),
     ],

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections.abc import Callable
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from redraft.runtime.controller import LONGEST_PAUSE, Adaptive
+from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget, Record
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.cycle import fit
 from redraft.runtime.metrics import Clock
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree
-from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome
+from redraft.runtime.tree import make_tree, root_only
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
 
 from .fakes import CURVE, FakeEngine, greedy, make_runtime, plain
 
 FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
+OTHER = 999
+"""A token that no tree has."""
+Propose = Callable[[Adaptive, Sequence, DraftTree], DraftTree]
 LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
 
 
@@ -34,17 +41,39 @@ def chain(*shares: float) -> DraftTree:
 
 
 def outcome(tree: DraftTree, accepted: int) -> Outcome:
+    """The first `accepted` tokens of a chain come true, then one that it has not."""
     path = tuple(range(1, accepted + 1))
-    return Outcome(tree.tokens, path, 0, tuple([0] * (accepted + 1)))
+    return Outcome(tree.tokens, path, OTHER, (*path, OTHER))
 
 
-def run(controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int) -> int:
+def lookup_only(curve: CostCurve, clock: Clock | None = None) -> Adaptive:
+    """The controller of n-grams alone."""
+    return Adaptive(curve, clock or Clock(), drafts=False)
+
+
+def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
+    """What is verified of a tree that the lookup found, with no drafter beside it."""
+    plan = controller.plan(seq, tree, 0)
+    assert plan is Source.LOOKUP
+    return controller.choose(seq, plan, tree, None)
+
+
+def drafted(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
+    """What is verified of a tree that a drafter makes whenever it is asked to, the lookup finding nothing."""
+    nothing = root_only(0)
+    plan = controller.plan(seq, nothing, 0)
+    return controller.choose(seq, plan, nothing, tree if plan is Source.FRESH else None)
+
+
+def run(
+    controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up
+) -> int:
     """Steps out of `steps` in which speculation was allowed."""
     tries = 0
     for _ in range(steps):
         budget = controller.budget(seq)
         tries += budget.nodes > 0
-        verified = controller.choose(seq, tree) if budget.nodes else chain()
+        verified = propose(controller, seq, tree) if budget.nodes else chain()
         controller.observe(seq, verified, outcome(verified, min(accepted, len(verified) - 1)))
     return tries
 
@@ -62,14 +91,14 @@ def run(controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, ste
 def test_the_tree_is_cut_where_a_node_costs_more_than_it_brings(
     curve: CostCurve, shares: tuple[float, ...], nodes: int
 ) -> None:
-    controller, seq = Adaptive(curve, Clock()), sequence()
+    controller, seq = lookup_only(curve), sequence()
     controller.budget(seq)
-    assert len(controller.choose(seq, chain(*shares))) - 1 == nodes
+    assert len(looked_up(controller, seq, chain(*shares))) - 1 == nodes
 
 
 def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
     """The promise of the drafter (0.9) is not kept: nothing is accepted; later everything is."""
-    controller, seq = Adaptive(CURVE, Clock()), sequence()
+    controller, seq = lookup_only(CURVE), sequence()
     tree = chain(0.9, 0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=400)
     assert run(controller, seq, tree, accepted=0, steps=10 * LONGEST_PAUSE) <= 11
@@ -80,7 +109,7 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
 
 def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
     clock = Clock(proposal=1.0)
-    controller, seq = Adaptive(CURVE, clock), sequence()
+    controller, seq = lookup_only(CURVE, clock), sequence()
     run(controller, seq, chain(0.9), accepted=1, steps=200)
     assert run(controller, seq, chain(0.9), accepted=1, steps=100) < 10
 
@@ -88,18 +117,18 @@ def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
     controller = Adaptive(CURVE, Clock())
     for _ in range(60):
-        run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100)
+        run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
     fresh = sequence()
     controller.budget(fresh)
-    assert len(controller.choose(fresh, chain(0.9, 0.9))) == 1
+    assert len(drafted(controller, fresh, chain(0.9, 0.9))) == 1
 
 
-def test_promises_that_are_not_kept_are_discounted() -> None:
+def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
     controller, seq = Adaptive(FREE, Clock()), sequence()
     tree = chain(0.9, 0.9)
-    run(controller, seq, tree, accepted=0, steps=60)
+    run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
     controller._table = CURVE.table_ms
-    assert len(controller.choose(seq, tree)) == 1
+    assert len(drafted(controller, seq, tree)) == 1
 
 
 @pytest.mark.parametrize(
@@ -137,3 +166,138 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
     assert wide < 30
     both = runtime.generate([[97]], greedy(600))[0]
     assert both.metrics.num_steps < 299 + 150
+
+
+# --- where a tree comes from -----------------------------------------------------------------------------------------
+
+
+def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
+    """A controller that has seen two-token drafts of a good drafter and one-token ones resampled from it, one left."""
+    controller, seq = Adaptive(FREE, Clock(), costs=costs), sequence()
+    for plan, remaining, tree in ((Source.RESAMPLE, 1, chain(0.5)), (Source.FRESH, 0, chain(0.9, 0.9))):
+        controller.plan(seq, root_only(0), remaining)
+        controller.choose(seq, plan, root_only(0), tree)
+    return controller, seq
+
+
+@pytest.mark.parametrize(
+    ("fresh_ms", "resample_ms", "found", "remaining", "expected"),
+    [
+        (0.5, 0.1, 0.3, 1, Source.FRESH),
+        (1.4, 0.1, 0.3, 1, Source.RESAMPLE),
+        (1.4, 0.1, 0.3, 0, Source.LOOKUP),
+        (1.4, 0.2, 0.3, 1, Source.LOOKUP),
+        (1.4, 0.1, 0.4, 1, Source.LOOKUP),
+        (0.5, 0.1, 0.99, 1, Source.FRESH),
+        (0.7, 0.1, 0.99, 1, Source.LOOKUP),
+    ],
+)
+def test_a_tree_comes_from_where_gain_less_cost_is_largest(
+    fresh_ms: float, resample_ms: float, found: float, remaining: int, expected: Source
+) -> None:
+    """At one token a millisecond; of 0.9 and 0.81 a new record believes 0.85 and 0.72, of 0.5 it believes 0.43."""
+    controller, seq = experienced(Costs(fresh_ms, resample_ms))
+    assert controller.plan(seq, chain(found), remaining) is expected
+
+
+def test_without_a_drafter_nothing_is_drafted_afresh() -> None:
+    controller, seq = lookup_only(FREE), sequence()
+    assert {controller.plan(seq, root_only(0), 0) for _ in range(100)} == {Source.LOOKUP}
+
+
+def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
+    controller, seq = Adaptive(FREE, Clock(), costs=Costs(fresh_ms=10.0)), sequence()
+    tried = []
+    for step in range(200):
+        if controller.plan(seq, root_only(0), 0) is Source.FRESH:
+            tried.append(step)
+            controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))
+    assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
+    assert LONGEST_PAUSE == 32
+    controller._costs = Costs()
+    while controller.plan(seq, root_only(0), 0) is not Source.FRESH:
+        pass
+    controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))
+    assert seq.control.patience == 1
+
+
+def test_gains_of_one_request_serve_the_next() -> None:
+    controller, _ = experienced(Costs(fresh_ms=1.4, resample_ms=0.1))
+    assert controller.plan(sequence(), chain(0.3), 1) is Source.RESAMPLE
+    assert controller.plan(sequence(), chain(0.4), 1) is Source.LOOKUP
+
+
+def test_what_was_made_is_merged_with_what_was_found() -> None:
+    controller, seq = Adaptive(FREE, Clock()), sequence()
+    controller.plan(seq, root_only(0), 0)
+    found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
+    assert controller.choose(seq, Source.FRESH, found, made).tokens.tolist() == [0, 7, 8]
+    assert controller.choose(seq, Source.LOOKUP, found, None).tokens.tolist() == [0, 7]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "remaining", "expected"),
+    [(0, 1, Source.RESAMPLE), (0, 0, Source.FRESH), (1, 1, Source.FRESH), (1, 2, Source.RESAMPLE),
+     (None, 3, Source.FRESH)],
+)  # fmt: skip
+def test_a_fixed_budget_resamples_where_more_than_the_threshold_remain(
+    threshold: int | None, remaining: int, expected: Source
+) -> None:
+    controller = FixedBudget(Budget(4, 2, 2), threshold=threshold)
+    assert controller.plan(sequence(), root_only(0), remaining) is expected
+    lookup = FixedBudget(Budget(4, 2, 2), drafts=False, threshold=None)
+    assert lookup.plan(sequence(), root_only(0), remaining) is Source.LOOKUP
+
+
+# --- promises and what came of them ----------------------------------------------------------------------------------
+
+
+def shares(tree: DraftTree) -> list[float]:
+    """Probabilities of a chain's nodes given their parents."""
+    return [math.exp(child - parent) for parent, child in pairwise(tree.log_probs.tolist())]
+
+
+def test_a_new_record_believes_what_it_is_told() -> None:
+    told = [0.85, 0.6, 0.43, 0.2]
+    assert shares(Record().calibrated(chain(*told))) == pytest.approx(told, rel=0.2)
+
+
+def test_promises_are_judged_by_depth() -> None:
+    """Of two tokens, both said to be likely, the first always comes true and the second never."""
+    record, tree = Record(), chain(0.9, 0.9, 0.9)
+    for _ in range(300):
+        record.judge(tree, (1, OTHER))
+    found = shares(record.calibrated(tree))
+    assert found[0] > 0.99
+    assert found[1] < 0.02
+    assert found[2] == pytest.approx(shares(Record().calibrated(tree))[2])  # nothing was said of the third
+    assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
+
+
+def test_likely_and_unlikely_siblings_are_judged_apart() -> None:
+    record, tree = Record(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
+    for _ in range(300):
+        record.judge(tree, (2,))
+    probs = np.exp(record.calibrated(tree).log_probs)
+    assert probs[1] < 0.02
+    assert probs[2] > 0.98
+
+
+def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -> None:
+    record, tree = Record(), chain(0.9, 1.0, 0.9, 1e-9)
+    for _ in range(300):
+        record.judge(tree, (OTHER,))
+    found = record.calibrated(tree).log_probs
+    assert (np.diff(found) < 0).all()
+    assert np.isfinite(found).all()
+
+
+def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
+    controller, seq = Adaptive(FREE, Clock()), sequence()
+    for _ in range(100):
+        drafted(controller, seq, chain(0.9))
+        controller.budget(seq)
+        controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
+    controller._table = CURVE.table_ms
+    assert len(controller.choose(seq, Source.LOOKUP, chain(0.9), None)) == 2
+    assert len(controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))) == 1

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import cost
-from redraft.runtime.cost import CostCurve, cached_curve, measure_curve
+from redraft.runtime.cost import CostCurve, cached_costs, cached_curve, measure_curve
+from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.verifier import Verifier
+from redraft.types import Costs
 
 from .fakes import SHAPE, FakeEngine, greedy, make_runtime
 
@@ -101,3 +103,45 @@ def test_a_write_that_fails_leaves_no_file_behind(
     monkeypatch.setattr(cost.json, "dump", fail)
     cached_curve(verifier, {"build": "a"})
     assert list(cache.iterdir()) == []
+
+
+class TimedDrafter(NoDrafter):
+    """A drafter whose calls take what is said, but now and then ten times as long."""
+
+    has_engines = True
+    calls = 0
+
+    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+        self.calls += 1
+        slow = 10 if self.calls % 5 == 0 else 1
+        return 0.5 * slow, 0.125 * slow
+
+
+def test_what_drafts_cost_is_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
+    drafter, before = TimedDrafter(verifier), Timed.calls
+    first = cached_costs(verifier, drafter, {"build": "a", "method": "x"})
+    assert first == Costs(0.5, 0.125)
+    calls = drafter.calls
+    assert Timed.calls - before == calls > 10
+    assert cached_costs(verifier, drafter, {"build": "a", "method": "x"}) == first
+    assert drafter.calls == calls
+    cached_costs(verifier, drafter, {"build": "a", "method": "y"})
+    assert drafter.calls > calls
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_drafter_without_engines_costs_nothing_and_is_not_measured(verifier: Timed, cache: Path) -> None:
+    before = Timed.calls
+    assert cached_costs(verifier, NoDrafter(verifier), {"build": "a"}) == Costs(0.0, 0.0)
+    assert Timed.calls == before
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"fresh_ms": 1}', b'{"fresh_ms": "x", "resample_ms": 1}', b"\xff"])
+def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
+    drafter = TimedDrafter(verifier)
+    first = cached_costs(verifier, drafter, {"build": "a"})
+    (file,) = cache.iterdir()
+    file.write_bytes(damage)
+    assert cached_costs(verifier, drafter, {"build": "a"}) == first
+    assert json.loads(file.read_bytes()) == {"fresh_ms": 0.5, "resample_ms": 0.125}

@@ -12,7 +12,7 @@ from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree
+from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
@@ -36,18 +36,32 @@ class Recorder(Drafter):
         chain = [seq.tokens[-1], *plain(mixing_rule, seq.tokens, budget.depth)]
         return make_tree(chain, list(range(-1, len(chain) - 1)), [1.0] * len(chain))
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree | None]:
-        chosen = [seq.prompt_length % 2 == 0 for seq in batch]
-        self.resampled += sum(chosen)
-        return [
-            self.guess(seq, budget) if yes else None for seq, budget, yes in zip(batch, budgets, chosen, strict=True)
-        ]
+    def remaining(self, seq: Sequence) -> int:
+        return 1 - seq.prompt_length % 2
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        chosen = self.chosen(batch, budgets)
+        assert all(seq.prompt_length % 2 == 0 for seq in chosen)
+        self.resampled += len(chosen)
+        return self.guesses(batch, budgets)
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        assert batch
-        assert all(seq.prompt_length % 2 for seq in batch)
-        self.drafted += len(batch)
-        return [self.guess(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
+        chosen = self.chosen(batch, budgets)
+        assert all(seq.prompt_length % 2 for seq in chosen)
+        self.drafted += len(chosen)
+        return self.guesses(batch, budgets)
+
+    def chosen(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Sequence]:
+        """The sequences whose tree is wanted of a call over the whole batch, at least one."""
+        chosen = [seq for seq, budget in zip(batch, budgets, strict=True) if budget.nodes]
+        assert chosen
+        return chosen
+
+    def guesses(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        return [
+            self.guess(seq, budget) if budget.nodes else root_only(seq.tokens[-1])
+            for seq, budget in zip(batch, budgets, strict=True)
+        ]
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         assert np.array_equal(features["last"][:, 0], tree.tokens)

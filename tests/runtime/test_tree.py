@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime.sampler import Greedy
-from redraft.runtime.tree import accepted_path, ancestor_mask, layout, make_tree, prune
+from redraft.runtime.tree import accepted_path, ancestor_mask, layout, make_tree, merge, prune
 from redraft.types import DraftTree
 
 SMALL_TREES = [[-1, *parents] for n in range(5) for parents in product(*(range(i + 1) for i in range(n)))]
@@ -77,3 +77,43 @@ def test_greedy_judges_a_tree() -> None:
     assert (outcome.path, outcome.bonus, outcome.tokens) == ((2,), 9, (7, 9))
     assert outcome.node_tokens.tolist() == [7, 1, 9]
     assert sampler.gaps == [3.0, 1.0]
+
+
+# --- merging two trees -----------------------------------------------------------------------------------------------
+
+
+def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
+    """Siblings of distinct tokens out of three, no child likelier than its parent."""
+    tokens, parents, probs, taken = [9], [-1], [1.0], set()
+    while len(tokens) < nodes:
+        parent, token = int(generator.integers(len(tokens))), int(generator.integers(3))
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+            probs.append(probs[parent] * float(generator.uniform(0.1, 1)))
+    return make_tree(tokens, parents, probs)
+
+
+def by_path(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """Log probability by the tokens from below the root; a parent must come before its children."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tree)):
+        parent = int(tree.parents[node])
+        assert 0 <= parent < node
+        paths.append((*paths[parent], int(tree.tokens[node])))
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths, tree.log_probs.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_merged_trees_have_every_path_once_as_likely_as_the_likelier(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    first, second = (random_tree(generator, int(generator.integers(1, 9))) for _ in range(2))
+    merged, one, other = by_path(merge(first, second)), by_path(first), by_path(second)
+    assert merged == {path: max(one.get(path, -99), other.get(path, -99)) for path in one.keys() | other.keys()}
+    assert all(merged[path] <= merged[path[:-1]] for path in merged if path)
+    tree = merge(first, second)
+    assert (tree.tokens[0], tree.parents[0], tree.log_probs[0]) == (9, -1, 0.0)
+    for nodes in range(len(tree)):
+        by_path(prune(tree, nodes))

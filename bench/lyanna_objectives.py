@@ -1,0 +1,82 @@
+"""Lyanna's objective with other token information than the drafter's own: of hot tokens, or as engines store it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from redraft.errors import UsageError
+from redraft.export.drafters.lyanna import LyannaConfig
+from redraft.export.drafters.token_tree import lookup
+from redraft.train.objectives.lyanna import LyannaObjective, chains
+
+
+class InjectedObjective(LyannaObjective):
+    """The objective, where `added` says what a token adds to the logits of the next one."""
+
+    @abstractmethod
+    def added(self, distinct: torch.Tensor) -> torch.Tensor:
+        """What tokens [D], each another, add to all logits: float32 [D, V]."""
+
+    def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
+        rows = features.shape[1]
+        for step, hidden in enumerate(chains(self.drafter, features, tokens, embed)):
+            distinct, index = tokens[:, step + 1 : rows + step + 1].unique(return_inverse=True)
+            logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
+            yield hidden, logits + self.added(distinct)[index]
+
+
+class HotObjective(InjectedObjective):
+    """Token information between hot tokens alone: the rows and the columns of cold ones are zero (Lyanna, §6.1).
+
+    A row's RMS is taken over the whole vocabulary, as where engines prune their tables.
+    """
+
+    hot: torch.Tensor
+
+    def __init__(
+        self, verifier: Any, config: LyannaConfig, hot: NDArray[np.int64], alpha: float = 1.0,
+        beta: float = 1.0, step_weight: float = 1.0,
+    ) -> None:  # fmt: skip
+        """hot: ids of the hot tokens; the rest as of LyannaObjective. Raises UsageError without token information."""
+        super().__init__(verifier, config, alpha, beta, step_weight)
+        if self.drafter.token_info is None:
+            raise UsageError("this drafter has no token information to restrict")
+        self.register_buffer("hot", torch.zeros(config.vocab_size), persistent=False)
+        self.keep(hot)
+
+    def keep(self, hot: NDArray[np.int64]) -> None:
+        """From now on these tokens are the hot ones."""
+        self.hot.zero_()
+        self.hot[torch.from_numpy(hot)] = 1.0
+
+    def added(self, distinct: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        assert self.drafter.token_info is not None
+        values = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
+        masked: torch.Tensor = values * self.hot[distinct, None] * self.hot
+        return masked
+
+
+class TableObjective(InjectedObjective):
+    """Token information read from tables as `names.token_info_tables` lists them. To measure, not to train.
+
+    Tables have the drafter's sharpness in them, which the logits here have not: it is taken out again.
+    """
+
+    def __init__(self, verifier: Any, config: LyannaConfig, tables: Sequence[NDArray[Any]]) -> None:
+        super().__init__(verifier, config)
+        self._tables = list(tables)
+
+    def added(self, distinct: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        config = self.drafter.config
+        rows = [lookup(self._tables, token, config.vocab_size) for token in distinct.tolist()]
+        return torch.from_numpy(np.stack(rows)) / config.sharpness

@@ -1,0 +1,50 @@
+"""`redraft replay`: play a trace again, checking every step of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli.console import print_json
+from redraft.cli.options import Json
+from redraft.errors import DataError
+
+if TYPE_CHECKING:
+    from redraft.runtime.trace import Replay
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(metavar="FILE", help="What `redraft generate --trace FILE` wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Check a trace: every tree is accepted again as far as it says. Shows what each source of trees brought."""
+    from redraft.bench.prompts import read_text
+    from redraft.runtime import trace as traces
+
+    try:
+        played = traces.replay(read_text(trace).splitlines())
+    except DataError as error:
+        raise DataError(f"{trace}: {error.message}", "generate it again") from None
+    summary = summarise(played)
+    print_json(summary) if as_json else typer.echo(describe(summary))
+
+
+def summarise(played: Replay) -> dict[str, Any]:
+    """Counts by source, and each request's tokens, its prompt included."""
+    sources = {
+        source: {"steps": steps, "nodes": played.nodes[source], "accepted": played.accepted[source]}
+        for source, steps in sorted(played.steps.items())
+    }
+    return {"sources": sources, "requests": {str(number): len(ids) for number, ids in played.requests.items()}}
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary as lines."""
+    lines = [
+        f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
+        for source, counts in summary["sources"].items()
+    ]
+    requests = (f"request {number}: {count} tokens, prompt included" for number, count in summary["requests"].items())
+    return "\n".join([*lines, *requests])

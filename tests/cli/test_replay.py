@@ -1,0 +1,67 @@
+"""`redraft replay`: what it tells of a trace, and the traces that it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Refused = Callable[..., str]
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+
+BEGUN = {"request": 0, "prompt": [5, 6], "first": 7}
+STEP = {"request": 0, "position": 2, "source": "fresh", "tokens": [7, 8, 9, 4], "parents": [-1, 0, 0, 1],
+        "log_probs": [0, -1, -2, -3], "said": [8, 3, 1, 2], "path": [1], "committed": [8, 3]}  # fmt: skip
+PLAIN = {"request": 0, "position": 4, "source": "none", "tokens": [3], "parents": [-1], "log_probs": [0], "said": [6],
+         "path": [], "committed": [6]}  # fmt: skip
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace", BEGUN, STEP, {**BEGUN, "request": 1}, PLAIN)
+    result = redraft("replay", trace, "--json")
+    assert json.loads(result.stdout) == {
+        "sources": {
+            "fresh": {"steps": 1, "nodes": 3, "accepted": 1},
+            "none": {"steps": 1, "nodes": 0, "accepted": 0},
+        },
+        "requests": {"0": 6, "1": 3},
+    }
+    assert redraft("replay", trace).stdout.splitlines() == [
+        "fresh      1 steps, 3 nodes, 1 accepted",
+        "none       1 steps, 0 nodes, 0 accepted",
+        "request 0: 6 tokens, prompt included",
+        "request 1: 3 tokens, prompt included",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([BEGUN, {**STEP, "committed": [8, 4]}], "line 2 of the trace: ValueError"),
+        ([BEGUN, STEP, {**PLAIN, "position": 5}], "line 3 of the trace: ValueError: the tree begins at 5"),
+        ([STEP], "line 1 of the trace: KeyError"),
+        ([BEGUN, 3], "line 2 of the trace: TypeError"),
+    ],
+)
+def test_a_trace_that_does_not_hold(refused: Refused, tmp_path: Path, lines: list[object], message: str) -> None:
+    line = refused("replay", write(tmp_path / "trace", *lines), "--json", status=1)
+    assert f"{tmp_path / 'trace'}: {message}" in line
+
+
+def test_a_file_that_is_no_text(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in refused("replay", tmp_path / "trace", status=1)
+
+
+def test_a_missing_file(refused: Refused, tmp_path: Path) -> None:
+    assert f"cannot read {tmp_path / 'absent'}" in refused("replay", tmp_path / "absent", status=2)
+    assert f"cannot read {tmp_path}" in refused("replay", tmp_path, status=2)
+    assert "FILE" in refused("replay", status=2)

@@ -1,0 +1,28 @@
+"""Tiny drafters' graphs, each exported once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from .tiny import CONFIG, Exported, Verifier, export, make_verifier
+
+
+@pytest.fixture(scope="session")
+def little_verifier(tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    return make_verifier(tmp_path_factory.mktemp("little"))
+
+
+@pytest.fixture(scope="session")
+def whole(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Every token hot, a table in fp16, three steps, the tree cut from eleven nodes to nine."""
+    return export(tmp_path_factory.mktemp("whole"), little_verifier)
+
+
+@pytest.fixture(scope="session")
+def pruned(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Twenty hot tokens, a table in fp8, four steps, wider, the first token not fused in, no sharpness."""
+    config = replace(CONFIG, steps=4, first_token=False, sharpness=1.0, logit_scale=1.0, head_dim=8)
+    options = dict(token_info="fp8", prune_above=10, hot_tokens=20, width=3, nodes=100)
+    return export(tmp_path_factory.mktemp("pruned"), little_verifier, config, **options)

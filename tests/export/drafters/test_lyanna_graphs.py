@@ -1,0 +1,253 @@
+"""Draft and resample graphs in ONNX Runtime against training's computation and the references of Algorithms 1 and 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from redraft import names
+from redraft.config import LyannaBuild
+from redraft.engines.onnxruntime_backend import open_engine
+from redraft.export.drafters.lyanna_graphs import _export_resample, lyanna_shape
+from redraft.export.drafters.token_info import make_tables
+from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
+from redraft.names import LyannaShape
+
+from .tiny import CONFIG, VOCABULARY, Exported, Verifier, counts, export, random_drafter
+
+CAPACITY = 48
+GARBAGE = 1e4
+TOLERANCE = 1e-4
+
+
+@dataclass
+class History:
+    """What one sequence's drafter has to know: feature m is at position m, token m + 1 comes after it."""
+
+    features: torch.Tensor
+    tokens: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+
+def history(rows: int, seed: int, hidden: int = 32) -> History:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows + 1,), generator=generator)
+    return History(torch.randn(rows, hidden, generator=generator), tokens)
+
+
+class Draft:
+    """The draft graph on buffers that begin full of garbage, without the runtime."""
+
+    def __init__(self, exported: Exported, graph: str, batch: int) -> None:
+        shape, generator = exported.shape, np.random.default_rng(5)
+        self.engine = open_engine(exported.bundle, graph, threads=1)
+        size = (batch, shape.kv_heads, CAPACITY, shape.head_dim)
+        self.caches = [(generator.standard_normal(size) * GARBAGE).astype(np.float32) for _ in range(2)]
+        self.engine.bind(names.key_cache(0), self.caches[0])
+        self.engine.bind(names.value_cache(0), self.caches[1])
+        for name, table in exported.tables.items():
+            self.engine.bind(name, table)
+        self.past = np.zeros(batch, np.int64)
+        self.sizes = {"B": batch} if graph == names.LYANNA_DRAFT else {}
+
+    def call(self, histories: list[History], rows: list[int], width: int) -> dict[str, np.ndarray]:
+        """Sequence b brings its next rows[b] rows, padded to `width` by garbage features and tokens."""
+        call = self.engine.prepare(**self.sizes, M=width)
+        generator = np.random.default_rng(6)
+        inputs = call.inputs
+        inputs[names.FEATURE_ROWS][:] = generator.standard_normal(inputs[names.FEATURE_ROWS].shape) * GARBAGE
+        inputs[names.TOKENS][:] = generator.integers(0, VOCABULARY, inputs[names.TOKENS].shape)
+        for b, (sequence, count) in enumerate(zip(histories, rows, strict=True)):
+            past = int(self.past[b])
+            inputs[names.FEATURE_ROWS][b, :count] = sequence.features[past : past + count]
+            inputs[names.TOKENS][b, :count] = sequence.tokens[past + 1 : past + count + 1]
+            inputs[names.POSITIONS][b] = np.arange(past, past + width)
+            inputs[names.PENDING][b] = count
+        inputs[names.PAST_LEN][:] = self.past
+        inputs[names.LIVE][0] = self.past.max() + width
+        call.run()
+        self.past += rows
+        return {name: array.copy() for name, array in call.outputs.items()}
+
+
+def added(exported: Exported, token: int) -> np.ndarray:
+    return lookup(list(exported.tables.values()), token, VOCABULARY)
+
+
+def same_tree(found: dict[str, np.ndarray], b: int, expected: Tree, count: int | None = None) -> None:
+    count = len(expected.tokens) if count is None else count
+    assert len(expected.tokens) == count
+    assert found[names.TREE_TOKENS][b, :count].tolist() == expected.tokens
+    assert found[names.TREE_PARENTS][b, :count].tolist() == expected.parents
+    np.testing.assert_allclose(found[names.TREE_LOG_PROBS][b, :count], expected.log_probs, atol=TOLERANCE)
+
+
+def check_draft(exported: Exported, found: dict[str, np.ndarray], histories: list[History], ends: list[int]) -> None:
+    """Logits are those of training; the tree is Algorithm 1's over them."""
+    shape = exported.shape
+    for b, (sequence, end) in enumerate(zip(histories, ends, strict=True)):
+        logits = exported.chain_logits(sequence.features[:end], sequence.tokens[: end + 1])
+        np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=TOLERANCE, rtol=TOLERANCE)
+        root = int(sequence.tokens[end])
+        tree = build_subtree(found[names.CHAIN_LOGITS][b], root, lambda t: added(exported, t), shape.width)
+        same_tree(found, b, tree.likeliest(shape.nodes))
+
+
+@pytest.fixture(params=["whole", "pruned"])
+def exported(request) -> Exported:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("graph", [names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE])
+def test_a_draft_of_one_sequence_is_what_training_computes(exported: Exported, graph: str) -> None:
+    """Nothing padded, padded, a single row, and every past in between; tokens and positions differ."""
+    sequence = history(20, seed=1)
+    drafting = Draft(exported, graph, 1)
+    for rows, width in ((7, 7), (2, 5), (1, 1), (1, 4), (9, 9)):
+        found = drafting.call([sequence], [rows], width)
+        check_draft(exported, found, [sequence], [int(drafting.past[0])])
+
+
+def test_sequences_of_different_pasts_and_backlogs_share_a_call(exported: Exported) -> None:
+    histories = [history(14, seed=seed) for seed in (1, 2, 3)]
+    drafting = Draft(exported, names.LYANNA_DRAFT, 3)
+    for rows, width in (([6, 1, 3], 6), ([1, 4, 2], 4), ([2, 8, 5], 11)):
+        found = drafting.call(histories, rows, width)
+        check_draft(exported, found, histories, drafting.past.tolist())
+
+
+@pytest.mark.parametrize("graph", [names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE])
+def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph: str) -> None:
+    """Rows of the first draft's chain must be gone in the second."""
+    sequence = history(5, seed=4)
+    twice, once = Draft(exported, graph, 1), Draft(exported, graph, 1)
+    twice.call([sequence], [3], 3)
+    found, expected = twice.call([sequence], [2], 2), once.call([sequence], [5], 5)
+    np.testing.assert_allclose(found[names.CHAIN_LOGITS], expected[names.CHAIN_LOGITS], atol=1e-5)
+    for name in (names.TREE_TOKENS, names.TREE_PARENTS):
+        assert np.array_equal(found[name], expected[name])
+    for a, b in zip(twice.caches, once.caches, strict=True):
+        np.testing.assert_allclose(a[:, :, :5], b[:, :, :5], atol=1e-5)
+
+
+def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None:
+    """Through the table: a node's is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16."""
+    sequence = history(6, seed=7)
+    found = Draft(whole, names.LYANNA_DRAFT, 1).call([sequence], [6], 6)
+    logits = torch.from_numpy(whole.chain_logits(sequence.features, sequence.tokens))
+    tokens, parents, log_probs = (found[name][0].tolist() for name in (names.TREE_TOKENS, names.TREE_PARENTS,
+                                                                       names.TREE_LOG_PROBS))  # fmt: skip
+    assert tokens[0] == int(sequence.tokens[6])
+    depths = [0]
+    for node in range(1, len(tokens)):
+        parent = parents[node]
+        depths.append(depths[parent] + 1)
+        step = (logits[depths[parent]] + torch.from_numpy(whole.added(tokens[parent]))).log_softmax(-1)
+        assert log_probs[node] == pytest.approx(log_probs[parent] + step[tokens[node]].item(), abs=5e-3)
+    assert max(depths) > 1
+
+
+def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verifier: Verifier, tmp_path: Path) -> None:
+    """One step has nothing to resample, and no graph for it."""
+    exported = export(tmp_path, little_verifier, steps=1, nodes=3, width=4)
+    assert names.LYANNA_RESAMPLE not in exported.bundle.manifest.graphs
+    assert not (exported.bundle.path / f"{names.LYANNA_RESAMPLE}.onnx").exists()
+    assert (exported.shape.steps, exported.shape.nodes) == (1, 4)
+    sequence = history(4, seed=9)
+    expected = exported.chain_logits(sequence.features, sequence.tokens)[:1]
+    for graph in (names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE):
+        found = Draft(exported, graph, 1).call([sequence], [4], 4)
+        np.testing.assert_allclose(found[names.CHAIN_LOGITS][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
+        tree = build_subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]), lambda t: added(exported, t), 4)
+        same_tree(found, 0, tree.likeliest(4))
+
+
+def test_quantized_products_stay_near_fp32(little_verifier: Verifier, tmp_path: Path) -> None:
+    exported = export(tmp_path, little_verifier, precision="int8")
+    sequence = history(6, seed=7)
+    expected = exported.chain_logits(sequence.features, sequence.tokens)
+    for graph in (names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE):
+        found = Draft(exported, graph, 1).call([sequence], [6], 6)[names.CHAIN_LOGITS][0]
+        assert 1e-4 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+
+
+def test_signatures_are_the_contract(exported: Exported) -> None:
+    for record in exported.bundle.manifest.graphs.values():
+        graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
+        for values, specs in ((graph.input, record.inputs), (graph.output, record.outputs)):
+            found = [(v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values]
+            assert found == [(spec.name, spec.shape) for spec in specs]
+
+
+def test_embedding_and_head_are_the_verifiers_bytes(whole: Exported, little_verifier: Verifier) -> None:
+    """The drafter's own file has nothing of vocabulary size."""
+    own = {ref.initializer for ref in whole.lyanna.weights if ref.file not in little_verifier.export.weight_files}
+    assert own
+    assert all(name.startswith("lyanna.") for name in own)
+    assert not any(VOCABULARY in ref.shape for ref in whole.lyanna.weights if ref.initializer in own)
+
+
+# --- Algorithm 2 -----------------------------------------------------------------------------------------------------
+
+
+def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str, np.ndarray]) -> None:
+    """Every first step, in one batch and one at a time, against the reference on the same tables."""
+    steps, values = list(range(1, shape.steps)), list(tables.values())
+    for firsts in (steps, steps[::-1], *([step] for step in steps)):
+        batch = logits[: len(firsts)]
+        tokens = np.arange(7, 7 + len(firsts)) * 3 % VOCABULARY
+        found = run(batch, np.array(firsts), tokens)
+        for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
+            full = resample(batch[b], first, token, lambda t: lookup(values, t, VOCABULARY), shape.width, 0)
+            tree, count = full.likeliest(names.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            same_tree(found, b, tree, count)
+            assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
+
+
+def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> None:
+    shape = exported.shape
+    engine = open_engine(exported.bundle, names.LYANNA_RESAMPLE, threads=1)
+    for name, table in exported.tables.items():
+        engine.bind(name, table)
+
+    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        call = engine.prepare(B=len(firsts))
+        call.inputs[names.CHAIN_LOGITS][:] = logits
+        call.inputs[names.FIRST_STEP][:] = firsts
+        call.inputs[names.TOKENS][:] = tokens
+        call.run()
+        return {name: array.copy() for name, array in call.outputs.items()}
+
+    logits = np.random.default_rng(3).normal(scale=2, size=(3, shape.steps, VOCABULARY)).astype(np.float32)
+    check_resample(run, logits, shape, exported.tables)
+
+
+@pytest.mark.parametrize("hot", [VOCABULARY, 20], ids=["whole", "pruned"])
+@pytest.mark.parametrize("form", ["fp16", "int8", "fp8", "lowrank"])
+def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: int, tmp_path: Path) -> None:
+    options = LyannaBuild("x", token_info=form, width=3, nodes=9, prune_above=hot - 1 if hot < VOCABULARY else 99,
+                          hot_tokens=hot)  # fmt: skip
+    shape = lyanna_shape(replace(CONFIG, steps=3), options)
+    assert shape.hot == hot
+    embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
+    tables = make_tables(random_drafter(), embedding, counts(), shape)
+    _export_resample(shape, tmp_path)
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(tmp_path / f"{names.LYANNA_RESAMPLE}.onnx"), settings)
+    outputs = [spec.name for spec in names.lyanna_resample_outputs(shape)]
+
+    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        feeds = {names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens, **tables}
+        return dict(zip(outputs, session.run(outputs, feeds), strict=True))
+
+    logits = np.random.default_rng(3).normal(size=(2, 3, VOCABULARY)).astype(np.float32)
+    check_resample(run, logits, shape, tables)

@@ -1,0 +1,124 @@
+"""Algorithms 1 and 2 against an enumeration of every path over a tiny vocabulary."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
+from redraft.names import tree_size
+
+VOCABULARY, STEPS, WIDTH, ROOT = 5, 3, 2, 4
+Path = tuple[int, ...]
+
+
+def numbers(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Step logits [N, V] and what each token adds [V, V]."""
+    generator = np.random.default_rng(seed)
+    shapes = (STEPS, VOCABULARY), (VOCABULARY, VOCABULARY)
+    logits, info = (generator.normal(scale=2.0, size=shape).astype(np.float32) for shape in shapes)
+    return logits, info
+
+
+def joint_log_probs(logits: np.ndarray, info: np.ndarray, root: int) -> dict[Path, float]:
+    """Every path of every length with its joint log probability: the product of softmax(l_i + info[previous])."""
+    found: dict[Path, float] = {(): 0.0}
+    for depth in range(1, len(logits) + 1):
+        for path in product(range(VOCABULARY), repeat=depth):
+            before = (root, *path)[-2]
+            scores = np.exp((logits[depth - 1] + info[before]).astype(np.float64))
+            found[path] = found[path[:-1]] + float(np.log(scores[path[-1]] / scores.sum()))
+    return found
+
+
+def chosen_paths(joint: dict[Path, float], steps: int, width: int) -> set[Path]:
+    """The paths that Algorithm 1 has: `width` likeliest children of each of the `width` likeliest of a level."""
+    chosen, going_on = {()}, [()]
+    for depth in range(1, steps + 1):
+        level = []
+        for parent in going_on:
+            children = [path for path in joint if len(path) == depth and path[:-1] == parent]
+            level += sorted(children, key=lambda path: -joint[path])[:width]
+        chosen |= set(level)
+        going_on = sorted(level, key=lambda path: -joint[path])[:width]
+    return chosen
+
+
+def paths_of(tree: Tree) -> list[Path]:
+    """Every node's tokens from below the root; a parent must come before its children."""
+    paths: list[Path] = [()]
+    for node in range(1, len(tree.tokens)):
+        assert 0 <= tree.parents[node] < node
+        paths.append((*paths[tree.parents[node]], tree.tokens[node]))
+    assert tree.parents[0] == -1
+    assert len(set(paths)) == len(paths)
+    return paths
+
+
+def check(tree: Tree, joint: dict[Path, float], steps: int, width: int) -> None:
+    paths = paths_of(tree)
+    assert set(paths) == chosen_paths(joint, steps, width)
+    assert tree.log_probs == pytest.approx([joint[path] for path in paths], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("width", [1, WIDTH, 4])
+def test_a_subtree_is_the_algorithms_own(seed: int, width: int) -> None:
+    logits, info = numbers(seed)
+    tree = build_subtree(logits, ROOT, info.__getitem__, width)
+    assert tree.tokens[0] == ROOT
+    assert len(tree.tokens) == tree_size(STEPS, width)
+    check(tree, joint_log_probs(logits, info, ROOT), STEPS, width)
+
+
+@pytest.mark.parametrize("first_step", [1, 2, 3])
+def test_resampling_is_the_subtree_of_the_steps_that_are_left(first_step: int) -> None:
+    logits, info = numbers(3)
+    tree = resample(logits, first_step, 1, info.__getitem__, WIDTH, threshold=0)
+    check(tree, joint_log_probs(logits[first_step:], info, 1), STEPS - first_step, WIDTH)
+
+
+def test_too_few_steps_are_not_resampled() -> None:
+    """With threshold r, more than r steps must remain."""
+    logits, info = numbers(3)
+    for first_step, threshold in product((1, 2), (0, 1, 2)):
+        tree = resample(logits, first_step, 1, info.__getitem__, WIDTH, threshold)
+        assert (len(tree.tokens) > 1) == (STEPS - first_step > threshold)
+        assert (tree.tokens[0], tree.parents[0], tree.log_probs[0]) == (1, -1, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_likeliest_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
+    logits, info = numbers(seed)
+    tree = build_subtree(logits, ROOT, info.__getitem__, WIDTH)
+    joint = joint_log_probs(logits, info, ROOT)
+    ranked = sorted(chosen_paths(joint, STEPS, WIDTH), key=lambda path: -joint[path])
+    for nodes in range(1, len(tree.tokens) + 1):
+        assert paths_of(tree.likeliest(nodes)) == ranked[:nodes]
+
+
+def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
+    """Certain tokens: a child is as likely as its parent and must still come after it; siblings by lower id."""
+    certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
+    certain[:, 2] = 0.0
+    chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
+    assert chain.likeliest(3) == Tree([ROOT, 2, 2], [-1, 0, 1], [0.0, 0.0, 0.0])
+    even = build_subtree(np.zeros((1, VOCABULARY), np.float32), ROOT, lambda token: np.zeros(VOCABULARY), 3)
+    assert even.tokens == [ROOT, 0, 1, 2]
+    assert even.likeliest(3).tokens == [ROOT, 0, 1]
+
+
+def test_tables_are_read_as_their_form_says() -> None:
+    """Dense, scaled codes, and factors, the whole vocabulary hot or with a cold row and column behind it."""
+    table = np.arange(9, dtype=np.float16).reshape(3, 3)
+    assert lookup([table], 1, 3).tolist() == [3, 4, 5]
+    codes, scales = np.array([[1, -2], [3, 4]], np.int8), np.array([[0.5], [2.0]], np.float32)
+    assert lookup([codes, scales], 0, 2).tolist() == [0.5, -1.0]
+    left, right = np.array([[1, 2], [3, 4]], np.float32), np.array([[1, 0], [0, 10]], np.float32)
+    assert lookup([left, right], 1, 2).tolist() == [3, 40]
+    pruned, index = np.array([[1, 2, 0], [3, 4, 0], [0, 0, 0]], np.float16), np.array([1, 2, 2, 0])
+    assert [lookup([pruned, index], token, 4).tolist() for token in range(4)] == [
+        [4, 0, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 1],
+    ]  # fmt: skip

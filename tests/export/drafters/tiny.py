@@ -1,0 +1,144 @@
+"""A random Lyanna drafter beside a random Llama, both tiny, and their graphs driven without the runtime."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.numpy import load_file
+
+from redraft import names
+from redraft.config import BuildConfig, LyannaBuild
+from redraft.engines.bundle import Bundle
+from redraft.engines.lowering import lower_draft
+from redraft.engines.manifest import GraphRecord, Manifest
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
+from redraft.export.verifier import VerifierExport, export_verifier
+from redraft.names import LyannaShape
+from redraft.train.objectives.lyanna import chains
+from tests.engines.bundles import manifest_of
+from tests.engines.graphs import Decoder
+from tests.export.models import write_checkpoint
+
+HIDDEN, VOCABULARY, CONTEXT = 32, 61, 96
+CONFIG = LyannaConfig(
+    hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, rank=5, steps=3,
+    logit_scale=0.6, sharpness=1.3,
+)  # fmt: skip
+
+
+def write_verifier(folder: Path, **changes: object) -> Checkpoint:
+    """A Llama with a tokenizer file that is none."""
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
+                 max_position_embeddings=CONTEXT)  # fmt: skip
+    write_checkpoint(folder, "llama", **(sizes | changes))
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return Checkpoint.open(folder)
+
+
+def counts(vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """How often each token was seen; some are equally frequent."""
+    return torch.randint(0, 20, (vocabulary,), generator=torch.Generator().manual_seed(2))
+
+
+def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
+    """A drafter in which nothing is zero or one: every path must count."""
+    torch.manual_seed(seed)
+    drafter = LyannaDrafter(config).eval().requires_grad_(False)
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.3)
+    return drafter
+
+
+def write_drafter(folder: Path, verifier: Checkpoint, config: LyannaConfig = CONFIG, seed: int = 0) -> Path:
+    """A drafter's folder for `verifier`."""
+    module = random_drafter(config, seed)
+    save_drafter(folder, "lyanna", config, Identity.of(verifier), module, counts(config.vocab_size), {})
+    return folder
+
+
+@dataclass
+class Exported:
+    """A drafter's graphs beside its verifier's."""
+
+    module: LyannaDrafter
+    lyanna: LyannaExport
+    embedding: torch.Tensor
+    head: torch.Tensor
+    bundle: Bundle
+
+    @property
+    def shape(self) -> LyannaShape:
+        return self.lyanna.shape
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """Token information by name, in the order of the contract."""
+        return {spec.name: self.bundle.array(spec.name) for spec in names.token_info_tables(self.shape)}
+
+    def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
+        """What training computes: logits [N, V] of the chain after features [T, n] and tokens [T + 1]."""
+        config = self.module.config
+        states = [h[0, -1] for h in chains(self.module, features[None], tokens[None], self.embed)]
+        return (F.linear(torch.stack(states), self.head) * config.logit_scale * config.sharpness).numpy()
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The verifier's embedding."""
+        return F.embedding(tokens, self.embedding)
+
+    def added(self, token: int) -> np.ndarray:
+        """RMSNorm(W2 W1 E(token)), what the logits of the next token gain, [V]."""
+        assert self.module.token_info is not None
+        return (self.module.token_info(self.embed(torch.tensor(token))) * self.module.config.sharpness).numpy()
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A verifier and the folder of its graph."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    export: VerifierExport
+
+
+def make_verifier(folder: Path) -> Verifier:
+    """A verifier and its graph below `folder`."""
+    checkpoint = write_verifier(folder / "verifier")
+    (folder / "graph").mkdir()
+    return Verifier(
+        checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", BuildConfig(taps=("last",)))
+    )
+
+
+def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **options: object) -> Exported:
+    """A random drafter of this configuration, and its graphs in a copy of the verifier's folder."""
+    drafter = write_drafter(folder / "drafter", verifier.checkpoint, config)
+    shutil.copytree(verifier.folder, folder / "graphs")
+    opened = DrafterCheckpoint.open(drafter)
+    build = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": 2, "nodes": 8, **options})
+    lyanna = export_lyanna(opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build)
+    module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
+    opened.load(module)
+    stored = load_file(verifier.checkpoint.path / "model.safetensors")
+    weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", _manifest(folder / "graphs", verifier, lyanna)))
+
+
+def _manifest(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+    shape = lyanna.shape
+    portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
+    single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
+    assert single is not None
+    graphs = {names.LYANNA_DRAFT: portable, names.LYANNA_DRAFT_SINGLE: single}
+    if shape.steps > 1:
+        resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
+        graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
+    weights = (*verifier.export.weights, *lyanna.weights, *lyanna.token_info)
+    return replace(manifest_of(Decoder()), graphs=graphs, weights=weights, lyanna=shape)

@@ -1,0 +1,28 @@
+"""A bundle of a random Llama and a random drafter over so few tokens that a wide tree is right now and then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from redraft.cli.assembly import build_bundle
+from redraft.cli.models import Model
+from redraft.config import BuildConfig, LyannaBuild
+from redraft.export.checkpoint import Checkpoint
+from tests.cli.conftest import write_tokenizer
+from tests.export.drafters.tiny import CONFIG, write_drafter, write_verifier
+
+VOCABULARY, CONTEXT, STEPS, WIDTH = 13, 96, 4, 3
+
+
+def write_lyanna_bundle(folder: Path, **options: object) -> Path:
+    """Build `folder`/engines from a checkpoint and a drafter beside it; every verified step counts, so all is fp32."""
+    checkpoint = write_verifier(folder / "verifier", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
+    write_tokenizer(folder / "verifier")
+    checkpoint = Checkpoint.open(checkpoint.path)
+    config = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, sharpness=1.0, logit_scale=1.0)
+    drafter = write_drafter(folder / "drafter", checkpoint, config)
+    lyanna = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": WIDTH, **options})
+    model = Model("little", str(checkpoint.path), checkpoint.path, BuildConfig())
+    build_bundle(model, BuildConfig(lyanna=lyanna), folder / "engines", {}, False, lambda message: None)
+    return folder / "engines"

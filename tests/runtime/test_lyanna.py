@@ -1,0 +1,270 @@
+"""Lyanna end to end over tiny real graphs: its text is the verifier's own, its state that of one that saw all at once.
+
+Time stands still and calls cost nothing, so that what is drafted does not depend on how busy this machine is.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.errors import UsageError
+from redraft.runtime import Runtime, SamplingParams, api, scheduler
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaDrafter
+from redraft.runtime.sampler import Greedy
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.trace import replay
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
+
+from .fakes import CURVE
+from .lyanna_bundle import CONTEXT, STEPS, VOCABULARY
+
+Open = Callable[..., Runtime]
+FULL = Budget(nodes=30, depth=STEPS, width=9)
+PARAMS = SamplingParams(max_tokens=40)
+
+
+def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture
+def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens the bundle without measuring anything."""
+    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+
+    def open_runtime(slots: int = 1, **lyanna: object) -> Runtime:
+        options = {"lyanna": lyanna} if lyanna else {}
+        return Runtime.open(lyanna_bundle, threads=1, slots=slots, verify=False, drafter_options=options)
+
+    return open_runtime
+
+
+PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
+
+
+@pytest.fixture(scope="module")
+def plain(lyanna_bundle: Path) -> list[list[int]]:
+    """What the verifier says by itself after PROMPTS; some end early, at an end-of-sequence token or a full context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+        with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+            texts = [list(g.token_ids) for g in runtime.generate(PROMPTS, PARAMS, "none")]
+    assert len({len(text) for text in texts}) > 2
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [
+        (None, {}),
+        (None, {"resample": False}),
+        (None, {"lookup": False}),
+        (None, {"threshold": 1}),
+        (FULL, {}),
+        (FULL, {"resample": False}),
+        (FULL, {"threshold": 1}),
+        (Budget(5, 2, 2), {}),
+        (Budget(1, 1, 1), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_drafted_text_is_the_verifiers_own(
+    opened: Open, plain: list[list[int]], slots: int, budget: Budget | None, options: dict[str, object]
+) -> None:
+    """Sequences come, go and change slots; the trace of it holds, and says what was allowed."""
+    trace = io.StringIO()
+    with opened(slots, **options) as runtime:
+        assert runtime.default_method == "lyanna"
+        found = runtime.generate(PROMPTS, PARAMS, budget=budget, trace=trace)
+    assert [list(generation.token_ids) for generation in found] == plain
+    played = replay(trace.getvalue().splitlines())
+    for prompt, text, told in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
+        assert told[: len(prompt) + len(text)] == prompt + text
+    assert played.steps[Source.FRESH] > 0
+    assert (played.steps[Source.RESAMPLE] > 0) == options.get("resample", True)
+    if budget is None or budget == FULL:
+        assert played.accepted[Source.FRESH] > 0
+        assert (played.accepted[Source.RESAMPLE] > 0) == options.get("resample", True)
+
+
+def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
+    """Requests of a trace in the order of PROMPTS: a batch numbers them as they step first."""
+    told = list(requests.values())
+    for prompt in PROMPTS:
+        yield next(tokens for tokens in told if tokens[: len(prompt)] == prompt)
+
+
+@pytest.mark.parametrize("threshold", range(STEPS + 1))
+def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, threshold: int) -> None:
+    """Tokens per draft: after a fresh one, steps are used up one by one and more until `threshold` remain."""
+    with opened(threshold=threshold) as runtime:
+        drafter = lyanna_of(runtime)
+        seen: set[int] = set()
+        drafted = drafter.resample
+
+        def resample(batch: list[Sequence], budgets: list[Budget]) -> list[DraftTree]:
+            seen.update(STEPS - seq.drafting.used for seq in batch)
+            return drafted(batch, budgets)
+
+        drafter.resample = resample  # type: ignore[method-assign]
+        runtime.generate(PROMPTS[:3], PARAMS, budget=FULL)
+    assert seen == set(range(threshold + 1, STEPS))
+
+
+def lyanna_of(runtime: Runtime) -> LyannaDrafter:
+    drafter = runtime._drafter("lyanna")
+    assert isinstance(drafter, LyannaDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": -1}, "threshold must be a number of steps, not -1"),
+        ({"threshold": True}, "threshold must be a number of steps, not True"),
+        ({"resample": 1}, "must be true or false"),
+        ({"lookup": "yes"}, "must be true or false"),
+        ({"depth": 3}, "unknown key depth"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(opened: Open, options: dict[str, object], message: str) -> None:
+    with opened(**options) as runtime, pytest.raises(UsageError, match=message):
+        runtime.generate([[5]])
+
+
+# --- what waits while others draft -----------------------------------------------------------------------------------
+
+
+class Scripted(FixedBudget):
+    """Speculates in each step as a script says, per request; what cannot be resampled is drafted."""
+
+    def __init__(self, scripts: dict[int, list[Source]]) -> None:
+        super().__init__(FULL)
+        self._scripts = scripts
+        self.played: list[Source] = []
+
+    def budget(self, seq: Sequence) -> Budget:
+        """See `Controller.budget`."""
+        wanted = self._scripts[id(seq)]
+        self.now = wanted.pop(0) if wanted else Source.NONE
+        seq.control = self.now
+        return NO_SPECULATION if self.now is Source.NONE else FULL
+
+    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+        """See `Controller.plan`."""
+        plan = Source.FRESH if seq.control is Source.RESAMPLE and not remaining else seq.control
+        self.played.append(plan)
+        return plan
+
+
+def request(prompt: list[int]) -> Sequence:
+    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy())
+
+
+def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> None:
+    """A draft now, after all that happened, equals that of a drafter which saw the text at once."""
+    drafter, other = lyanna_of(runtime), lyanna_of(reference)
+    trees = drafter.draft(batch, [FULL] * len(batch))
+    for slot, seq in enumerate(batch):
+        fresh = Sequence(seq.tokens[:-1], len(seq.tokens) - 1, CONTEXT, frozenset(), Greedy())
+        other.begin(fresh)
+        for start, features in reference.verifier.prefill(fresh):
+            other.prefilled(fresh, start, features)
+        fresh.tokens.append(seq.tokens[-1])
+        (expected,) = other.draft([fresh], [FULL])
+        rows = fresh.drafting.past_len
+        assert (seq.drafting.past_len, seq.drafting.waiting) == (rows, 0) == (len(seq.tokens) - 1, 0)
+        np.testing.assert_allclose(drafter._kv[:, slot, :, :rows], other._kv[:, 0, :, :rows], atol=2e-4)
+        np.testing.assert_allclose(drafter._chain_logits[slot], other._chain_logits[0], atol=2e-4)
+        assert trees[slot].tokens.tolist() == expected.tokens.tolist()
+        assert trees[slot].parents.tolist() == expected.parents.tolist()
+        seq.drafting.used = STEPS  # this draft is not verified, so nothing is left of it
+
+
+@contextmanager
+def pair(opened: Open, slots: int) -> Iterator[tuple[Runtime, Runtime]]:
+    with opened(slots) as runtime, opened() as reference:
+        yield runtime, reference
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
+    opened: Open, slots: int, seed: int
+) -> None:
+    """Steps undrafted, looked up, resampled and fresh, in any order and each request its own."""
+    rng = random.Random(seed)
+    kinds = [Source.NONE, Source.LOOKUP, Source.RESAMPLE, Source.RESAMPLE, Source.FRESH]
+    with pair(opened, slots) as (runtime, reference):
+        requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
+        controller = Scripted({id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests})
+        lyanna, lookup = lyanna_of(runtime), runtime._drafter("ngram")
+        cycle, steps = Cycle(runtime.verifier, lyanna, controller, lookup), 0
+        batch: list[Sequence] = []
+        waiting = list(requests)
+        while waiting or batch:
+            while waiting and len(batch) < slots:
+                scheduler.admit(cycle, batch, waiting.pop(0))
+            cycle.step(batch)
+            steps += 1
+            scheduler.retire(cycle, batch)
+            if batch and steps % 5 == 0:
+                check_state(runtime, reference, batch)
+        assert set(controller.played) == set(kinds) - {Source.NONE}
+
+
+def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
+    """More rows wait than one call takes; another sequence of the batch has none and keeps what it can resample."""
+    with pair(opened, 2) as (runtime, reference):
+        drafter = lyanna_of(runtime)
+        first, second = request([5, 6]), request([7, 8, 9])
+        scripts = {id(first): [], id(second): [Source.NONE] * 70 + [Source.FRESH]}
+        cycle = Cycle(runtime.verifier, drafter, Scripted(scripts))
+        batch: list[Sequence] = []
+        scheduler.admit(cycle, batch, first)
+        scheduler.admit(cycle, batch, second)
+        for _ in range(70):
+            cycle.step(batch)
+        assert first.drafting.waiting > CATCH_UP
+        cycle.step(batch)
+        slot = batch.index(second)
+        assert second.drafting.used < STEPS
+        kept = drafter._chain_logits[slot].copy()
+        drafter.draft(batch, [FULL if seq is first else NO_SPECULATION for seq in batch])
+        assert np.array_equal(drafter._chain_logits[slot], kept)
+        check_state(runtime, reference, batch)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, slots: int) -> None:
+    """Rows are padded past the last position of the context, which must be of no consequence."""
+    with pair(opened, slots) as (runtime, reference):
+        late = request(prompts(1, seed=4)[0][:5] * 14)
+        others = [request([5, 6, 7])] if slots > 1 else []
+        scripts = {id(seq): [] for seq in (late, *others)}
+        cycle = Cycle(runtime.verifier, lyanna_of(runtime), Scripted(scripts))
+        batch: list[Sequence] = []
+        for seq in (*others, late):
+            scheduler.admit(cycle, batch, seq)
+        for _ in range(CONTEXT - 3 - len(late.tokens)):
+            cycle.step(batch)
+        assert late.drafting.waiting > 16
+        assert all(seq.finish_reason is None for seq in batch)
+        check_state(runtime, reference, batch)
+        for _ in range(2):
+            cycle.step(batch)
+        check_state(runtime, reference, batch)

@@ -1,0 +1,129 @@
+"""Traces: what is written can be played again, and a line that was changed is found."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from redraft.errors import DataError, UsageError
+from redraft.runtime.trace import replay
+from redraft.types import Budget, Source
+
+from .fakes import greedy, make_runtime, mixing_rule, plain
+
+PROMPTS = [[97, 98, 99], [98] * 9, [99, 97, 98] * 4, [100]]
+BUDGET = Budget(12, 4, 3)
+
+
+def traced(slots: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
+    file = io.StringIO()
+    make_runtime(slots=slots).generate(PROMPTS, greedy(25), method, budget, trace=file)
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_trace_tells_every_token_and_what_each_source_brought(slots: int) -> None:
+    lines = traced(slots)
+    played = replay(lines)
+    told = sorted(
+        tokens[: len(prompt) + 25] for prompt, tokens in zip(PROMPTS, by_prompt(played.requests), strict=True)
+    )
+    assert told == sorted(prompt + plain(mixing_rule, prompt, 25) for prompt in PROMPTS)
+    steps = [json.loads(line) for line in lines if "position" in line]
+    assert sum(played.steps.values()) == len(steps) == len(lines) - len(PROMPTS)
+    assert sum(played.nodes.values()) == sum(len(step["tokens"]) - 1 for step in steps)
+    assert sum(played.accepted.values()) == sum(len(step["path"]) for step in steps) > 0
+    assert set(played.steps) <= {Source.LOOKUP, Source.NONE}
+    assert played.nodes[Source.NONE] == 0
+
+
+def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
+    return [next(t for t in requests.values() if t[: len(prompt)] == prompt) for prompt in PROMPTS]
+
+
+def test_figures_are_those_of_the_run() -> None:
+    file = io.StringIO()
+    results = make_runtime().generate(PROMPTS, greedy(26), "ngram", BUDGET, trace=file)
+    played = replay(file.getvalue().splitlines())
+    assert sum(played.steps.values()) == sum(result.metrics.num_steps for result in results)
+
+
+def test_streaming_writes_the_same_trace() -> None:
+    file, runtime = io.StringIO(), make_runtime()
+    assert "".join(runtime.stream(PROMPTS[1], greedy(25), "ngram", BUDGET, file))
+    again = io.StringIO()
+    make_runtime().generate([PROMPTS[1]], greedy(25), "ngram", BUDGET, trace=again)
+    assert file.getvalue() == again.getvalue() != ""
+
+
+def test_plain_decoding_is_traced_too() -> None:
+    played = replay(traced(method="none", budget=None))
+    assert set(played.steps) == {Source.NONE}
+    assert sum(played.nodes.values()) == 0
+
+
+def test_nothing_is_written_once_no_trace_is_asked_for() -> None:
+    runtime, file = make_runtime(), io.StringIO()
+    runtime.generate([[97]], greedy(5), trace=file)
+    length = len(file.getvalue())
+    runtime.generate([[97]], greedy(5))
+    assert len(file.getvalue()) == length > 0
+
+
+def test_forced_acceptance_is_not_traced() -> None:
+    """Its answers are not the verifier's."""
+    with pytest.raises(UsageError, match="cannot be traced"):
+        make_runtime().generate([[97]], greedy(5), synthetic_acceptance=[0.5], trace=io.StringIO())
+
+
+def accepted_step(lines: list[str]) -> int:
+    """Number from 0 of a line whose step accepted something."""
+    return next(number for number, line in enumerate(lines) if json.loads(line).get("path"))
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda step: step.update(path=step["path"][:-1]),
+        lambda step: step.update(committed=[*step["committed"], 97]),
+        lambda step: step["committed"].__setitem__(-1, step["committed"][-1] + 1),
+        lambda step: step["said"].__setitem__(0, 5),
+        lambda step: step["tokens"].__setitem__(step["path"][0], 5),
+        lambda step: step["tokens"].__setitem__(0, 5),
+        lambda step: step["parents"].__setitem__(step["path"][0], len(step["parents"])),
+        lambda step: step.update(position=step["position"] + 1),
+        lambda step: step.update(source="oracle"),
+        lambda step: step.update(request=99),
+        lambda step: step.pop("said"),
+        lambda step: step.update(said=[]),
+        lambda step: step.update(tokens=None),
+        lambda step: step.update(request=[0]),
+    ],
+)
+def test_a_changed_line_is_refused_by_its_number(tamper: Callable[[dict[str, Any]], object]) -> None:
+    lines = traced()
+    number = accepted_step(lines)
+    step = json.loads(lines[number])
+    tamper(step)
+    lines[number] = json.dumps(step)
+    with pytest.raises(DataError, match=f"^line {number + 1} of the trace: "):
+        replay(lines)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "1", "null", '"prompt"', '{"request": 0}', '{"prompt": [1]}'])
+def test_a_line_that_is_no_record_is_refused(line: str) -> None:
+    lines = traced()
+    with pytest.raises(DataError, match=f"^line {len(lines) + 1} of the trace: "):
+        replay([*lines, line])
+
+
+def test_a_lost_line_is_missed_at_the_next_of_its_request() -> None:
+    lines = traced(slots=1)
+    with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, the request stands at \d+"):
+        replay([*lines[:2], *lines[3:]])
+    with pytest.raises(DataError, match=r"^line 1 of the trace"):
+        replay(lines[1:])
