@@ -106,8 +106,9 @@ def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo
     from redraft.config import LyannaBuild
 
     if source == "none" or (config.random_weights and source is None):
-        return None
-    chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
+        chosen = None
+    else:
+        chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
     if token_info is None:
         return chosen
     if chosen is None:

@@ -146,10 +146,11 @@ def _tables(bundle: Bundle, shape: LyannaShape) -> Iterator[str]:
             continue
         length = math.prod(int(dim) for dim in spec.shape) * np.dtype(spec.dtype).itemsize
         size = bundle.manifest.files[ref.file].size
-        if (ref.shape, ref.length) != (spec.shape, length) or not 0 <= ref.offset <= size - length:
+        fits = (ref.shape, ref.length) == (spec.shape, length) and 0 <= ref.offset <= size - length
+        if not fits or _DTYPES.get(ref.dtype) != np.dtype(spec.dtype).type:
             yield (
-                f"table {spec.name}: expected {length} bytes of {list(spec.shape)} in {ref.file}, "
-                f"found {ref.length} of {list(ref.shape)} at {ref.offset} of {size}"
+                f"table {spec.name}: expected {length} bytes of {spec.dtype}{list(spec.shape)} in {ref.file}, "
+                f"found {ref.length} of {ref.dtype}{list(ref.shape)} at {ref.offset} of {size}"
             )
 
 

@@ -244,6 +244,10 @@ def lyanna_resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     return (*_tree_outputs(resample_nodes(shape)), TensorSpec(TREE_COUNT, "int64", ("B",)))
 
 
+CATCH_UP_ROWS = 64
+"""Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
+
+
 def tree_size(steps: int, width: int) -> int:
     """Nodes of a whole tree of Algorithm 1, root included."""
     return 1 + width + (steps - 1) * width * width if steps else 1

@@ -10,7 +10,7 @@ from redraft.runtime.controller import Controller
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
-from redraft.runtime.tree import root_only
+from redraft.runtime.tree import prune, root_only
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget, DraftTree, Source
 
@@ -77,7 +77,8 @@ class Cycle:
         trees = []
         for slot, seq in enumerate(batch):
             made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
-            trees.append(self.controller.choose(seq, plans[slot], found[slot], made))
+            tree = self.controller.choose(seq, plans[slot], found[slot], made)
+            trees.append(prune(tree, budgets[slot].nodes))  # of two sources: each fits the rows that are left, not both
         self.clock.resample += resampled_at - looked_up
         self.clock.draft += ended - resampled_at + looked_up - started
         self.clock.proposal = ended - started

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def load_recipe(name: str) -> Recipe:
 def _lyanna(values: Any, path: Path) -> LyannaBuild:
     if not isinstance(values, dict) or not isinstance(values.get("source"), str):
         raise UsageError(f"{path}: expected [build.lyanna] with the drafter's folder as `source`", "mend the file")
-    return from_mapping(LyannaBuild, {**values, "source": _resolve(values["source"], path)}, f"{path}: build.lyanna")
+    found = from_mapping(LyannaBuild, values, f"{path}: build.lyanna")
+    return replace(found, source=_resolve(found.source, path))
 
 
 @dataclass(frozen=True)

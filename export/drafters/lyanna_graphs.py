@@ -189,7 +189,7 @@ def _export_draft(
     module: LyannaDrafter, verifier: VerifierExport, shape: LyannaShape, out: Path, precision: str,
     progress: Progress,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
-    graph = _Draft(module, shape, verifier.shape.max_positions + shape.steps)
+    graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
     cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim)
     rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
     b, m, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("M", 1), ("C", 2)))

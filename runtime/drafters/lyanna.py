@@ -29,8 +29,7 @@ from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
 TAP = "last"
-CATCH_UP = 64
-"""Rows at most that go in with one call."""
+CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it, so that few shapes are prepared."""
 

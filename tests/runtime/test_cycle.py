@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Several
 
 import numpy as np
+import pytest
 
 from redraft.runtime import scheduler
-from redraft.runtime.controller import FixedBudget
+from redraft.runtime.controller import Adaptive, FixedBudget
+from redraft.runtime.cost import CostCurve
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter
+from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
@@ -79,3 +83,27 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
         assert drafter.prompts[id(request)] == prompt
         assert request.counters.accepted == request.counters.drafted > 0
     assert drafter.resampled > drafter.drafted > 0
+
+
+class Wide(Drafter):
+    """Guesses as many tokens as it may, none of them likely to be found by the lookup too."""
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        return [self.guess(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
+
+    def guess(self, seq: Sequence, budget: Budget) -> DraftTree:
+        nodes = budget.nodes
+        return make_tree([seq.tokens[-1], *range(nodes)], [-1, *[0] * nodes], [1.0] + [0.5] * nodes)
+
+
+def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps within the budget; near the context's end their union must too (the fake refuses rows past it)."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    verifier = Verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
+    free = CostCurve.from_points({1: 1.0, 32: 1.0})
+    cycle = Cycle(verifier, Wide(verifier), Adaptive(free, verifier.clock), NgramDrafter(verifier))
+    prompt = [97 + i % 3 for i in range(30)]
+    request = Sequence(list(prompt), 30, 80, frozenset(), Greedy())
+    for _ in scheduler.run(cycle, [request]):
+        pass
+    assert request.tokens == [97 + i % 3 for i in range(80)]

@@ -192,7 +192,7 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
         np.testing.assert_allclose(drafter._chain_logits[slot], other._chain_logits[0], atol=2e-4)
         assert trees[slot].tokens.tolist() == expected.tokens.tolist()
         assert trees[slot].parents.tolist() == expected.parents.tolist()
-        seq.drafting.used = STEPS  # this draft is not verified, so nothing is left of it
+        seq.drafting.used = STEPS
 
 
 @contextmanager
@@ -211,7 +211,8 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
     kinds = [Source.NONE, Source.LOOKUP, Source.RESAMPLE, Source.RESAMPLE, Source.FRESH]
     with pair(opened, slots) as (runtime, reference):
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
-        controller = Scripted({id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests})
+        scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
+        controller = Scripted(scripts)
         lyanna, lookup = lyanna_of(runtime), runtime._drafter("ngram")
         cycle, steps = Cycle(runtime.verifier, lyanna, controller, lookup), 0
         batch: list[Sequence] = []
@@ -224,6 +225,8 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
             scheduler.retire(cycle, batch)
             if batch and steps % 5 == 0:
                 check_state(runtime, reference, batch)
+                for seq in batch:  # whose drafts are not verified: nothing is left of them, and nothing waits
+                    scripts[id(seq)].insert(0, Source.NONE)
         assert set(controller.played) == set(kinds) - {Source.NONE}
 
 
@@ -246,25 +249,36 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         kept = drafter._chain_logits[slot].copy()
         drafter.draft(batch, [FULL if seq is first else NO_SPECULATION for seq in batch])
         assert np.array_equal(drafter._chain_logits[slot], kept)
+        cycle.step(batch)
         check_state(runtime, reference, batch)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, slots: int) -> None:
-    """Rows are padded past the last position of the context, which must be of no consequence."""
+    """Rows are padded to a multiple of sixteen, past the last position of the context: it must be of no consequence."""
     with pair(opened, slots) as (runtime, reference):
-        late = request(prompts(1, seed=4)[0][:5] * 14)
+        drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
         others = [request([5, 6, 7])] if slots > 1 else []
-        scripts = {id(seq): [] for seq in (late, *others)}
-        cycle = Cycle(runtime.verifier, lyanna_of(runtime), Scripted(scripts))
+        cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): [] for seq in (late, *others)}))
         batch: list[Sequence] = []
         for seq in (*others, late):
             scheduler.admit(cycle, batch, seq)
-        for _ in range(CONTEXT - 3 - len(late.tokens)):
-            cycle.step(batch)
-        assert late.drafting.waiting > 16
-        assert all(seq.finish_reason is None for seq in batch)
+        for waiting in (2, 17):
+            drafter.draft(batch, [FULL if seq is late else NO_SPECULATION for seq in batch])
+            for _ in range(waiting):
+                cycle.step(batch)
+            assert late.drafting.waiting == waiting
+        assert len(late.tokens) == 72 + 1 + 19 < CONTEXT
+        assert late.drafting.past_len + 32 > CONTEXT + STEPS
         check_state(runtime, reference, batch)
-        for _ in range(2):
-            cycle.step(batch)
+
+
+def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Open) -> None:
+    """The longest backlog of a batch sets the width for all, and the others' rows are padded to it."""
+    with pair(opened, 2) as (runtime, reference):
+        late, early = request([5, 6, 7, 8] * 22), request([9, 3, 4] * 10)
+        cycle = Cycle(runtime.verifier, lyanna_of(runtime), Scripted({id(seq): [] for seq in (late, early)}))
+        batch: list[Sequence] = []
+        for seq in (late, early):
+            scheduler.admit(cycle, batch, seq)
         check_state(runtime, reference, batch)
