@@ -182,7 +182,7 @@ class _Resample(nn.Module):
         left = tracing.gather_rows(chain_logits, wanted.clamp(max=steps - 1))  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
         sizes = [min(names.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
-        return (*tree, torch.tensor(sizes)[steps - first_step])
+        return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
 
 def _export_draft(
@@ -227,6 +227,7 @@ def _export_resample(shape: LyannaShape, out: Path) -> None:
         _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), names.lyanna_resample_inputs(shape),
         names.lyanna_resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
+    passes.simplify(model)
     finish(model)
     ir.save(model, out / RESAMPLE)
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from redraft import names
 from redraft.errors import UsageError
+from redraft.export.drafters.token_tree import lookup, resample
 from redraft.runtime import Runtime, SamplingParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
@@ -26,7 +28,7 @@ from redraft.runtime.trace import replay
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
 
 from .fakes import CURVE
-from .lyanna_bundle import CONTEXT, STEPS, VOCABULARY
+from .lyanna_bundle import CONTEXT, STEPS, VOCABULARY, WIDTH
 
 Open = Callable[..., Runtime]
 FULL = Budget(nodes=30, depth=STEPS, width=9)
@@ -116,11 +118,11 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
         seen: set[int] = set()
         drafted = drafter.resample
 
-        def resample(batch: list[Sequence], budgets: list[Budget]) -> list[DraftTree]:
+        def observed(batch: list[Sequence], budgets: list[Budget]) -> list[DraftTree]:
             seen.update(STEPS - seq.drafting.used for seq in batch)
             return drafted(batch, budgets)
 
-        drafter.resample = resample  # type: ignore[method-assign]
+        drafter.resample = observed  # type: ignore[method-assign]
         runtime.generate(PROMPTS[:3], PARAMS, budget=FULL)
     assert seen == set(range(threshold + 1, STEPS))
 
@@ -251,6 +253,42 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         assert np.array_equal(drafter._chain_logits[slot], kept)
         cycle.step(batch)
         check_state(runtime, reference, batch)
+
+
+def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(opened: Open) -> None:
+    """Logits left over by the last draft, from the step after the bonus on; a moved sequence takes them with it."""
+    with opened(2) as runtime:
+        drafter, requests = lyanna_of(runtime), [request([5, 6, 7]), request([8, 9, 3, 4])]
+        scripts = {id(seq): [Source.FRESH] for seq in requests}
+        cycle = Cycle(runtime.verifier, drafter, Scripted(scripts))
+        batch: list[Sequence] = []
+        for seq in requests:
+            scheduler.admit(cycle, batch, seq)
+        cycle.step(batch)
+        assert all(drafter.remaining(seq) for seq in batch)
+        tables = list(bundle_tables(runtime).values())
+        trees = drafter.resample(batch, [FULL, FULL])
+        for slot, seq in enumerate(batch):
+            whole = resample(
+                drafter._chain_logits[slot], seq.drafting.used, seq.tokens[-1],
+                lambda token: lookup(tables, token, VOCABULARY), WIDTH, threshold=0,
+            )  # fmt: skip
+            expected = whole.likeliest(drafter.shape.nodes)
+            assert trees[slot].tokens.tolist() == expected.tokens
+            assert trees[slot].parents.tolist() == expected.parents
+            np.testing.assert_allclose(trees[slot].log_probs, expected.log_probs, atol=1e-4)
+        cycle.move(batch[1], 1, 0)
+        (moved,) = drafter.resample([batch[1]], [FULL])
+        assert moved.tokens.tolist() == trees[1].tokens.tolist()
+        assert moved.parents.tolist() == trees[1].parents.tolist()
+
+
+def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
+    """Token information by name."""
+    assert runtime._engines is not None
+    bundle = runtime._engines.bundle
+    assert bundle.manifest.lyanna is not None
+    return {spec.name: bundle.array(spec.name) for spec in names.token_info_tables(bundle.manifest.lyanna)}
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -187,6 +187,22 @@ def test_signatures_are_the_contract(exported: Exported) -> None:
             assert found == [(spec.name, spec.shape) for spec in specs]
 
 
+def test_every_step_of_the_lowered_chain_writes_to_the_bound_buffers(exported: Exported) -> None:
+    """Through inner values a step would copy the whole cache: results are the same, time is not."""
+    record = exported.bundle.manifest.graphs[names.LYANNA_DRAFT_SINGLE]
+    graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
+    attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    outputs = [value.name for value in graph.output]
+    assert len(attentions) == exported.shape.steps
+    for node in attentions:
+        assert list(node.input[3:5]) == [names.key_cache(0), names.value_cache(0)]
+        assert all(name in outputs for name in node.output[1:3])
+    written = [spec for spec in record.outputs if spec.in_place_of]
+    assert len(written) == 2 * exported.shape.steps
+    assert {spec.name.split(".present")[0] for spec in written} == {names.key_cache(0), names.value_cache(0)}
+    assert all(spec.name.startswith(f"{spec.in_place_of}.present") for spec in written)
+
+
 def test_embedding_and_head_are_the_verifiers_bytes(whole: Exported, little_verifier: Verifier) -> None:
     """The drafter's own file has nothing of vocabulary size."""
     own = {ref.initializer for ref in whole.lyanna.weights if ref.file not in little_verifier.export.weight_files}
