@@ -22,7 +22,7 @@ _NUMPY: Mapping[str, type[np.generic]] = {
 }  # fmt: skip
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)"}  # fmt: skip
-_SPIN_US = "20"
+_SPIN_US = "100"
 """How long an idle thread spins before it sleeps."""
 _SEVERITY = {"warning": 2, "error": 3}
 

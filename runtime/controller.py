@@ -22,6 +22,7 @@ _FAST, _SLOW = 1 / 32, 1 / 128
 _LEARN = 1 / 8
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
+_OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 
 
@@ -230,8 +231,9 @@ class Adaptive:
             self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
-        proposal_ms = self._clock.proposal * 1e3
-        self._made_ms[pace.plan] += _FAST * (proposal_ms - self._made_ms[pace.plan])
+        proposal_ms, known_ms = self._clock.proposal * 1e3, self._made_ms[pace.plan]
+        # A call that was interrupted says nothing of its cost, and one mistaken for dear would not be tried again soon.
+        self._made_ms[pace.plan] += _FAST * (min(proposal_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
         ms = self._table[len(tree.tokens)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)

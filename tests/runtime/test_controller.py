@@ -274,6 +274,14 @@ def test_promises_are_judged_by_depth() -> None:
     assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
 
 
+def test_nothing_is_judged_beyond_where_the_text_left_the_tree() -> None:
+    record, tree = Record(), chain(0.9, 0.9)
+    before = shares(record.calibrated(tree))[1]
+    for _ in range(100):
+        record.judge(tree, (OTHER, 1, 1))
+    assert shares(record.calibrated(tree))[1] == before
+
+
 def test_likely_and_unlikely_siblings_are_judged_apart() -> None:
     record, tree = Record(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
     for _ in range(300):
