@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -106,6 +107,16 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest's JSON values with the digest of all of them, which covers what no file's digest does."""
     body = {key: value for key, value in values.items() if key != _DIGEST}
     return {**body, _DIGEST: text_digest(json.dumps(body, sort_keys=True))}
+
+
+def bundle_name(bundle: Path) -> str:
+    """The name of a bundle, also of one of an older schema. Raises BundleError as `load_manifest` does."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        values = json.loads((bundle / MANIFEST).read_bytes())
+        version, name = values.get("schema_version"), values.get("name")
+        if type(version) is int and version < SCHEMA_VERSION and isinstance(name, str):
+            return name
+    return load_manifest(bundle).name
 
 
 def load_manifest(bundle: Path) -> Manifest:

@@ -13,7 +13,7 @@ from typing import Self
 
 from redraft.engines.digests import DigestCache, tree_digests
 from redraft.engines.locking import build_lock, terminate_as_exit
-from redraft.engines.manifest import MANIFEST, FileRecord, Manifest, dump_manifest, load_manifest, rebuild_command
+from redraft.engines.manifest import MANIFEST, FileRecord, Manifest, bundle_name, dump_manifest, rebuild_command
 from redraft.errors import BundleError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -104,7 +104,7 @@ class BundleWriter:
             raise BundleError(f"{self.out} exists and is no engine bundle", "give another -o, or remove it")
         if self._force:
             return
-        found = load_manifest(self.out).name
+        found = bundle_name(self.out)
         if found != self._name:
             raise BundleError(
                 f"{self.out} holds the bundle {found!r}, not {self._name!r}",

@@ -233,6 +233,19 @@ def test_only_bundles_are_replaced(out, tmp_path):
     assert open_bundle(out).manifest.name == "other"
 
 
+def test_a_bundle_of_an_older_schema_is_replaced_by_its_own_name_only(out):
+    """After an upgrade `make demo` must not ask for --force; what is not ours to judge stays."""
+    manifest = out / MANIFEST
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 1}))
+    with pytest.raises(BundleError, match="holds the bundle 'small', not 'other'"):
+        write_bundle(out, name="other")
+    write_bundle(out)
+    assert open_bundle(out).manifest.name == "small"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 99}))
+    with pytest.raises(BundleError, match="expected schema version"):
+        write_bundle(out)
+
+
 def test_a_full_disk_is_one_line_and_damages_nothing(out, monkeypatch):
     """A real refusal by the kernel: the process may write no file larger than this."""
     before = (out / MANIFEST).read_bytes()
