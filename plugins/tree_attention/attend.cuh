@@ -1,0 +1,244 @@
+// The attention kernel. One block works through its share of key tiles (problem.cuh), a unit after the other.
+//
+//   for each tile of kTile rows, while the next one is on its way to shared memory (cp.async, two stages):
+//     s = q k^T scale          tensor cores, float32 sums
+//     s = -inf where hidden    only in tiles that reach the tree, a window's edge or the live end
+//     online softmax           Milakov and Gimelshein 2018, arXiv:1805.02867, in powers of two
+//     o = o alpha + p v        tensor cores; p is rounded to the element type as it is fed to them
+//
+// All queries of a unit share each tile, so the cache is read once for all nodes of a tree and all heads of a group:
+// bytes moved are those of the live K and V, once per 64 query rows. Rows at or past the live end are zeroed on their
+// way in, so that what lies in them, NaN included, has no effect.
+
+#pragma once
+
+#include "merge.cuh"
+#include "products.cuh"
+
+namespace redraft {
+
+constexpr float kLog2E = 1.4426950408889634f;
+REDRAFT_DEVICE float minus_infinity() { return -INFINITY; }
+
+template <class Shape>
+struct Attend {
+  using T = typename Shape::Element;
+  using Product = Products<Shape>;
+
+  const Problem &problem;
+  Segment segment;
+  Extent extent;
+  T *queries;                    // [kRows, kStride]
+  T *stages;                     // [kStages][2: keys, values][kTile, kStride]
+  float out[Product::kOutBlocks][4];
+  float highest[2];              // of rows g and g + 8 of this warp: the largest score so far, log2
+  float total[2];                // this lane's part of the sum of powers
+
+  REDRAFT_DEVICE Attend(const Problem &given, const Segment &its, void *memory)
+      : problem(given), segment(its), extent(extent_of(given, its.sequence)), queries(static_cast<T *>(memory)),
+        stages(queries + Shape::kRows * Shape::kStride) {
+#pragma unroll
+    for (int n = 0; n < Product::kOutBlocks; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+    highest[0] = highest[1] = minus_infinity();
+    total[0] = total[1] = 0.f;
+  }
+
+  REDRAFT_DEVICE int first_row() const { return segment.row_block * Shape::kRows; }
+  REDRAFT_DEVICE int row_warp() const { return thread_index() / kWarp % Shape::kRowWarps; }
+  REDRAFT_DEVICE int key_warp() const { return thread_index() / kWarp / Shape::kRowWarps; }
+  REDRAFT_DEVICE T *keys_of(int stage) const { return stages + 2 * stage * Shape::kTile * Shape::kStride; }
+  REDRAFT_DEVICE T *values_of(int stage) const { return keys_of(stage) + Shape::kTile * Shape::kStride; }
+
+  REDRAFT_DEVICE void load_queries() {
+    const T *from = static_cast<const T *>(problem.q);
+    for (int i = thread_index(); i < Shape::kRows * Shape::kChunksPerRow; i += kThreads) {
+      const int row = i / Shape::kChunksPerRow;
+      const int column = i % Shape::kChunksPerRow * (16 / static_cast<int>(sizeof(T)));
+      const bool valid = first_row() + row < problem.nodes * problem.group;
+      const Query query = query_of(problem, segment.head, valid ? first_row() + row : 0);
+      copy_async(queries + row * Shape::kStride + column,
+                 from + query_offset(problem, segment.sequence, query, Shape::kHeadDim) + column, valid);
+    }
+  }
+
+  REDRAFT_DEVICE void load_tile(int tile, int stage) {
+    const int64_t cache = (static_cast<int64_t>(segment.sequence) * problem.kv_heads + segment.head) * problem.capacity;
+    const T *key_rows = static_cast<const T *>(problem.key_cache) + cache * Shape::kHeadDim;
+    const T *value_rows = static_cast<const T *>(problem.value_cache) + cache * Shape::kHeadDim;
+    T *keys = keys_of(stage);
+    T *values = values_of(stage);
+#pragma unroll
+    for (int i = thread_index(); i < Shape::kTile * Shape::kChunksPerRow; i += kThreads) {
+      const int row = i / Shape::kChunksPerRow;
+      const int column = i % Shape::kChunksPerRow * (16 / static_cast<int>(sizeof(T)));
+      const int from = tile * Shape::kTile + row;
+      const bool valid = from < extent.end;
+      const int64_t offset = static_cast<int64_t>(valid ? from : 0) * Shape::kHeadDim + column;
+      copy_async(keys + row * Shape::kStride + column, key_rows + offset, valid);
+      copy_async(values + row * Shape::kStride + column, value_rows + offset, valid);
+    }
+  }
+
+  // Whether some query may not see some row of the tile.
+  REDRAFT_DEVICE bool has_hidden(int tile) const {
+    const int first = tile * Shape::kTile;
+    const bool committed = first + Shape::kTile <= extent.past;
+    // No position is past + nodes or more.
+    const bool near = problem.window <= 0 || extent.past + problem.nodes - 1 - first < problem.window;
+    return !(committed && near);
+  }
+
+  // Scores become exponents of two; hidden ones minus infinity.
+  REDRAFT_DEVICE void scale_and_hide(float (&scores)[Product::kBlocks][4], int tile) const {
+    const int row = first_row() + row_warp() * 16 + lane_of() / 4;
+    const int key = tile * Shape::kTile + key_warp() * Shape::kSlice + lane_of() % 4 * 2;
+    const bool hidden = has_hidden(tile);
+#pragma unroll
+    for (int n = 0; n < Product::kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float score = scores[n][i] * problem.scale;
+        if (problem.softcap > 0.f) score = problem.softcap * tanhf(score / problem.softcap);
+        scores[n][i] = score * kLog2E;
+        if (hidden) {
+          const int node = smaller((row + i / 2 * 8) / problem.group, problem.nodes - 1);
+          if (!visible(problem, extent, segment.sequence, node, key + n * 8 + i % 2)) scores[n][i] = minus_infinity();
+        }
+      }
+    }
+  }
+
+  // Scores become weights relative to the highest so far; what was summed before is brought down to it.
+  REDRAFT_DEVICE void soften(float (&scores)[Product::kBlocks][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float peak = highest[half];
+#pragma unroll
+      for (int n = 0; n < Product::kBlocks; ++n) {
+        peak = fmaxf(peak, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+      }
+      peak = fmaxf(peak, shuffle_xor(peak, 1));
+      peak = fmaxf(peak, shuffle_xor(peak, 2));
+      const float base = peak == minus_infinity() ? 0.f : peak;
+      const float alpha = power_of_two(highest[half] - base);
+      highest[half] = peak;
+      total[half] *= alpha;
+#pragma unroll
+      for (int n = 0; n < Product::kOutBlocks; ++n) {
+        out[n][2 * half] *= alpha;
+        out[n][2 * half + 1] *= alpha;
+      }
+#pragma unroll
+      for (int n = 0; n < Product::kBlocks; ++n) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          scores[n][i] = power_of_two(scores[n][i] - base);
+          total[half] += scores[n][i];
+        }
+      }
+    }
+  }
+
+  REDRAFT_DEVICE void run_tiles() {
+    load_queries();
+    load_tile(segment.tiles.first, 0);
+    commit_copies();
+    for (int tile = segment.tiles.first; tile < segment.tiles.end; ++tile) {
+      const int stage = (tile - segment.tiles.first) % kStages;
+      if (tile + 1 < segment.tiles.end) {
+        load_tile(tile + 1, 1 - stage);
+        commit_copies();
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
+      sync_block();
+      float scores[Product::kBlocks][4] = {};
+      const int slice = key_warp() * Shape::kSlice * Shape::kStride;
+      Product::scores(scores, queries + row_warp() * 16 * Shape::kStride, keys_of(stage) + slice);
+      scale_and_hide(scores, tile);
+      soften(scores);
+      Product::values(out, scores, values_of(stage) + slice);
+      sync_block();
+    }
+  }
+
+  // Lays this warp's rows down as floats: [kWarps][16][kSumStride], then highest and total of each row.
+  REDRAFT_DEVICE void lay_down(float *sums, float *rows) {
+    const int g = lane_of() / 4;
+    const int t = lane_of() % 4;
+    const int warp = thread_index() / kWarp;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total[half] += shuffle_xor(total[half], 1);
+      total[half] += shuffle_xor(total[half], 2);
+      const int row = warp * 16 + g + half * 8;
+#pragma unroll
+      for (int n = 0; n < Product::kOutBlocks; ++n) {
+        sums[row * Shape::kSumStride + n * 8 + 2 * t] = out[n][2 * half];
+        sums[row * Shape::kSumStride + n * 8 + 2 * t + 1] = out[n][2 * half + 1];
+      }
+      if (t == 0) {
+        rows[2 * row] = highest[half];
+        rows[2 * row + 1] = total[half];
+      }
+    }
+  }
+
+  // Merges the key slices of each row, then writes the output, or the part of a unit that other blocks work on too.
+  REDRAFT_DEVICE void finish(float *memory, float *partial) {
+    float *sums = memory;
+    float *rows = memory + kWarps * 16 * Shape::kSumStride;
+    lay_down(sums, rows);
+    sync_block();
+    constexpr int kQuads = Shape::kHeadDim / 4;
+    for (int i = thread_index(); i < Shape::kRows * kQuads; i += kThreads) {
+      const int row = i / kQuads;
+      const int column = i % kQuads * 4;
+      float peak = minus_infinity();
+#pragma unroll
+      for (int slice = 0; slice < Shape::kKeyWarps; ++slice) peak = fmaxf(peak, rows[2 * (row + slice * Shape::kRows)]);
+      const float base = peak == minus_infinity() ? 0.f : peak;
+      float sum[4] = {};
+      float weight = 0.f;
+#pragma unroll
+      for (int slice = 0; slice < Shape::kKeyWarps; ++slice) {
+        const int from = row + slice * Shape::kRows;
+        const float alpha = power_of_two(rows[2 * from] - base);
+        weight += rows[2 * from + 1] * alpha;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] += sums[from * Shape::kSumStride + column + c] * alpha;
+      }
+      if (segment.whole) {
+        write_out<Shape>(problem, extent, segment, row, column, sum, weight);
+      } else {
+        float *to = partial + row * Shape::kHeadDim + column;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) to[c] = sum[c];
+        if (column == 0) {
+          partial[Shape::kRows * Shape::kHeadDim + 2 * row] = peak;
+          partial[Shape::kRows * Shape::kHeadDim + 2 * row + 1] = weight;
+        }
+      }
+    }
+  }
+};
+
+// q [B, T, Hq D], caches [B, Hkv, C, D] -> out [B, T, Hq D], but for the units at the seams: see merge.cuh.
+template <class Shape>
+REDRAFT_GLOBAL(kThreads) attend(Problem problem) {
+  const int64_t total = tiles_before<Shape>(problem, problem.batch);
+  const int64_t share = share_of(total, block_count());
+  const int64_t first = share * block_index();
+  const int64_t end = first + share < total ? first + share : total;
+  for (int64_t begin = first; begin < end;) {
+    Attend<Shape> work(problem, segment_at<Shape>(problem, begin, end), shared_memory());
+    work.run_tiles();
+    work.finish(reinterpret_cast<float *>(shared_memory()),
+                partial_at<Shape>(problem, block_index(), begin == first ? 0 : 1));
+    sync_block();
+    begin += work.segment.tiles.end - work.segment.tiles.first;
+  }
+}
+
+}  // namespace redraft

@@ -1,0 +1,75 @@
+// From sizes known at run time to one of the compiled kernels. Each element type is compiled in a file of its own.
+
+#pragma once
+
+#include <atomic>
+
+#include "attend.cuh"
+#include "launch.cuh"
+
+namespace redraft {
+
+// How a call will run: the rows of a unit, the attention kernel's blocks, and the floats of partial results.
+struct Plan {
+  int rows;
+  int blocks;
+  size_t partial_floats;
+};
+
+enum class Action { kPlan, kRun };
+
+template <class Shape>
+int attend_with(const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+  static std::atomic<int> resident[kMostDevices];
+  if (blocks == 0) {
+    int device = 0;
+    if (const int status = current_device(&device)) return status;
+    blocks = resident[device].load();
+    if (blocks == 0) resident[device] = blocks = resident_blocks(attend<Shape>, device, kThreads, Shape::kSharedBytes);
+    if (blocks == 0) return REDRAFT_DEVICE_ERROR;
+  }
+  plan.rows = Shape::kRows;
+  plan.blocks = blocks;
+  plan.partial_floats = 2 * static_cast<size_t>(blocks) * Shape::kRows * (Shape::kHeadDim + 2);
+  if (action == Action::kPlan) return REDRAFT_OK;
+  const int status = launch(attend<Shape>, Grid{blocks, 1}, kThreads, Shape::kSharedBytes, stream, problem);
+  if (status != REDRAFT_OK || blocks == 1) return status;
+  const int row_blocks = (problem.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
+  return launch(merge<Shape>, Grid{problem.batch * problem.kv_heads * row_blocks, Shape::kRows / kMergeRows}, kThreads,
+                0, stream, problem, blocks);
+}
+
+// The fewest query rows that hold all of a unit's, or the most there are.
+template <class T, int kHeadDim>
+int attend_rows(const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+  using Narrow = AttentionShape<T, kHeadDim, 1>;
+  using Middle = AttentionShape<T, kHeadDim, 2>;
+  using Wide = AttentionShape<T, kHeadDim, 4>;
+  const int rows = problem.nodes * problem.group;
+  static_assert(Middle::kFits, "every element type and head size has two rows of warps");
+  if constexpr (Narrow::kFits) {
+    if (rows <= Narrow::kRows) return attend_with<Narrow>(problem, blocks, action, plan, stream);
+  }
+  if constexpr (Wide::kFits) {
+    if (rows > Middle::kRows) return attend_with<Wide>(problem, blocks, action, plan, stream);
+  }
+  return attend_with<Middle>(problem, blocks, action, plan, stream);
+}
+
+template <class T>
+int attend_head(int head_dim, const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+  switch (head_dim) {
+    case 64: return attend_rows<T, 64>(problem, blocks, action, plan, stream);
+    case 80: return attend_rows<T, 80>(problem, blocks, action, plan, stream);
+    case 96: return attend_rows<T, 96>(problem, blocks, action, plan, stream);
+    case 128: return attend_rows<T, 128>(problem, blocks, action, plan, stream);
+    case 256: return attend_rows<T, 256>(problem, blocks, action, plan, stream);
+    default: return failed(REDRAFT_INVALID, "head_dim: expected 64, 80, 96, 128 or 256, found %d", head_dim);
+  }
+}
+
+int attend_half(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
+int attend_bfloat16(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
+int attend_float(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
+
+}  // namespace redraft

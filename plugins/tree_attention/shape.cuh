@@ -1,0 +1,44 @@
+// Sizes of the attention kernel's tiles for an element type, a head size and a way to place the four warps of a block.
+//
+// kRowWarps warps side by side take 16 query rows each; the warps left share each tile's keys between them, each with a
+// running softmax of its own, and merge at the end. Few queries (one node, a small tree) use one row of warps and four
+// key slices; 64 rows and more use four rows of warps.
+
+#pragma once
+
+#include "platform.cuh"
+
+namespace redraft {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kStages = 2;
+constexpr int kMostSharedBytes = 99 * 1024;  // of one block on compute capability 8.6, 8.9 and 12.0, the least of all
+
+template <class T, int kHeadDim_, int kRowWarps_>
+struct AttentionShape {
+  using Element = T;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRowWarps = kRowWarps_;
+  static constexpr int kKeyWarps = kWarps / kRowWarps;
+  static constexpr int kRows = 16 * kRowWarps;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
+  static constexpr int kChunksPerRow = kRowBytes / 16;
+  static constexpr int kTile = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
+  static constexpr int kSlice = kTile / kKeyWarps;   // keys of a tile that one warp takes
+  static constexpr int kProductDepth = sizeof(T) == 2 ? 16 : 8;
+  // Sixteen bytes more than a row, so that eight rows one below the other lie in different banks.
+  static constexpr int kStride = kHeadDim + 16 / static_cast<int>(sizeof(T));
+  static constexpr int kTileBytes = kTile * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kLoadBytes = kQueryBytes + 2 * kStages * kTileBytes;
+  // At the end each warp lays down its 16 rows as floats, a little apart for the same reason, and each row's two sums.
+  static constexpr int kSumStride = kHeadDim + 4;
+  static constexpr int kMergeBytes = kWarps * 16 * (kSumStride + 2) * 4;
+  static constexpr int kSharedBytes = kLoadBytes > kMergeBytes ? kLoadBytes : kMergeBytes;
+  static constexpr bool kFits = kSharedBytes <= kMostSharedBytes && kSlice >= kProductDepth;
+
+  static_assert(kRowBytes % 16 == 0 && kHeadDim % 16 == 0, "rows are read in chunks of 16 bytes and 16 elements");
+};
+
+}  // namespace redraft
