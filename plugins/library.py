@@ -62,6 +62,15 @@ class CompactArgs(_Args):
     )
 
 
+class AttentionPlan(ctypes.Structure):
+    """`redraft_attention_plan`: how a call will run."""
+
+    _fields_ = (
+        *((name, _int32) for name in ("rows", "tile", "ctas", "threads")),
+        *((name, ctypes.c_int64) for name in ("shared_bytes", "mask_bytes", "partial_bytes")),
+    )
+
+
 class Kernels:
     """A loaded library of kernels. Raises KernelError with the library's own line on every refusal."""
 
@@ -83,6 +92,12 @@ class Kernels:
         found = ctypes.c_size_t()
         self._check(self._library.redraft_tree_attention_workspace(ctypes.byref(args), ctypes.byref(found)))
         return found.value
+
+    def plan(self, args: AttentionArgs) -> AttentionPlan:
+        """How `attend` will run for these sizes."""
+        found = AttentionPlan()
+        self._check(self._library.redraft_tree_attention_plan(ctypes.byref(args), ctypes.byref(found)))
+        return found
 
     def attend(self, args: AttentionArgs, workspace: int, workspace_bytes: int, stream: int = 0) -> None:
         """Write new rows and attend; `workspace` and `stream` are addresses."""
@@ -110,4 +125,3 @@ def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
     if not path.exists():
         raise KernelError(f"no kernels at {path}; build them with `make plugins`, or name them in {LIBRARY_VARIABLE}")
     return Kernels(path)
-

@@ -177,5 +177,3 @@ def test_the_reference_is_ordinary_attention() -> None:
     seen = torch.ones(5, 14, dtype=torch.bool).tril(9)
     expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, scale=case.scale)
     np.testing.assert_allclose(reference(case)[0], expected.swapaxes(1, 2).numpy(), atol=1e-6)
-
-

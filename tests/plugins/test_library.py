@@ -12,7 +12,14 @@ import pytest
 
 from redraft.errors import KernelError
 from redraft.plugins import library
-from redraft.plugins.library import CPU_LIBRARY, AttentionArgs, CompactArgs, Kernels, open_kernels
+from redraft.plugins.library import (
+    CPU_LIBRARY,
+    AttentionArgs,
+    AttentionPlan,
+    CompactArgs,
+    Kernels,
+    open_kernels,
+)
 
 HEADER = Path(library.__file__).parent / "tree_attention" / "tree_attention.h"
 
@@ -69,6 +76,24 @@ def test_the_workspace_follows_sizes_not_lengths(kernels: Kernels) -> None:
     assert kernels.workspace_bytes(AttentionArgs(**{**GOOD, "ctas": 12})) == 2 * small  # the CPU build has 6 blocks
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "nodes", "rows", "tile"),
+    [(0, 128, 1, 16, 64), (0, 128, 16, 32, 64), (1, 128, 33, 64, 64), (0, 256, 1, 32, 32), (2, 64, 1, 16, 64),
+     (2, 128, 64, 64, 32), (2, 256, 200, 32, 16)],
+)  # fmt: skip
+def test_plans_follow_the_queries(
+    kernels: Kernels, dtype: int, head_dim: int, nodes: int, rows: int, tile: int
+) -> None:
+    """As few query rows a block as hold a tree, and never more shared memory than the smallest device has."""
+    sizes = {"dtype": dtype, "head_dim": head_dim, "nodes": nodes, "capacity": 300}
+    plan = kernels.plan(AttentionArgs(**{**GOOD, **sizes}))
+    assert (plan.rows, plan.tile, plan.threads) == (rows, tile, 128)
+    assert plan.shared_bytes <= 99 * 1024
+    assert plan.partial_bytes == 2 * plan.ctas * rows * (head_dim + 2) * 4
+    assert plan.mask_bytes == 0
+    assert kernels.workspace_bytes(AttentionArgs(**{**GOOD, **sizes})) == plan.partial_bytes
+
+
 @pytest.mark.parametrize("kind", [AttentionArgs, CompactArgs])
 def test_a_field_that_is_not_there(kind: type[AttentionArgs]) -> None:
     with pytest.raises(TypeError, match="has no field heads, ql"):
@@ -79,7 +104,11 @@ def test_structs_are_laid_out_as_the_header_says(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here to read the header with")
-    kinds = {"redraft_tree_attention_args": AttentionArgs, "redraft_compact_args": CompactArgs}
+    kinds = {
+        "redraft_tree_attention_args": AttentionArgs,
+        "redraft_attention_plan": AttentionPlan,
+        "redraft_compact_args": CompactArgs,
+    }
     fields = [(struct, name) for struct, kind in kinds.items() for name, _ in kind._fields_]
     offsets = "".join(f'printf("%zu\\n", offsetof({struct}, {name}));' for struct, name in fields)
     sizes = "".join(f'printf("%zu\\n", sizeof({struct}));' for struct in kinds)
