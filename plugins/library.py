@@ -15,6 +15,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from redraft.errors import KernelError
 
@@ -31,6 +32,10 @@ _ABI = 1
 _int32, _float, _address = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
 
 
+def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names)
+
+
 class _Args(ctypes.Structure):
     """A struct filled by name; what is not given is 0 or null."""
 
@@ -45,20 +50,20 @@ class AttentionArgs(_Args):
     """`redraft_tree_attention_args`: sizes, then addresses."""
 
     _fields_ = (
-        *((name, _int32) for name in "dtype batch nodes q_heads kv_heads head_dim capacity window".split()),
-        *((name, _float) for name in ("scale", "softcap")),
-        ("ctas", _int32),
-        *((name, _address) for name in "q k v key_cache value_cache mask_bits mask_bools positions".split()),
-        *((name, _address) for name in "past_len node_counts out".split()),
-    )  # fmt: skip
+        *_fields(_int32, "dtype", "batch", "nodes", "q_heads", "kv_heads", "head_dim", "capacity", "window"),
+        *_fields(_float, "scale", "softcap"),
+        *_fields(_int32, "ctas"),
+        *_fields(_address, "q", "k", "v", "key_cache", "value_cache", "mask_bits", "mask_bools", "positions"),
+        *_fields(_address, "past_len", "node_counts", "out"),
+    )
 
 
 class CompactArgs(_Args):
     """`redraft_compact_args`: sizes, then addresses."""
 
     _fields_ = (
-        *((name, _int32) for name in "dtype cache_count batch kv_heads head_dim capacity max_path".split()),
-        *((name, _address) for name in "caches past_len paths path_lengths".split()),
+        *_fields(_int32, "dtype", "cache_count", "batch", "kv_heads", "head_dim", "capacity", "max_path"),
+        *_fields(_address, "caches", "past_len", "paths", "path_lengths"),
     )
 
 
@@ -66,8 +71,8 @@ class AttentionPlan(ctypes.Structure):
     """`redraft_attention_plan`: how a call will run."""
 
     _fields_ = (
-        *((name, _int32) for name in ("rows", "tile", "ctas", "threads")),
-        *((name, ctypes.c_int64) for name in ("shared_bytes", "mask_bytes", "partial_bytes")),
+        *_fields(_int32, "rows", "tile", "ctas", "threads"),
+        *_fields(ctypes.c_int64, "shared_bytes", "mask_bytes", "partial_bytes"),
     )
 
 

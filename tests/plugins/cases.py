@@ -150,7 +150,8 @@ def run(
     mask = None if case.mask is None else pack_bits(case.mask) if bits else case.mask.copy()
     args = AttentionArgs(
         dtype=DTYPES[case.dtype], batch=batch, nodes=nodes, q_heads=q_heads, kv_heads=case.k.shape[2],
-        head_dim=head_dim, capacity=keys.shape[2], window=case.window, scale=case.scale, softcap=case.softcap, ctas=ctas,
+        head_dim=head_dim, capacity=keys.shape[2], window=case.window, scale=case.scale, softcap=case.softcap,
+        ctas=ctas,
         q=inputs[0].ctypes.data, k=inputs[1].ctypes.data if write else None,
         v=inputs[2].ctypes.data if write else None, key_cache=keys.ctypes.data, value_cache=values.ctypes.data,
         past_len=case.past_len.ctypes.data, out=out.ctypes.data,

@@ -122,7 +122,7 @@ def test_structs_are_laid_out_as_the_header_says(tmp_path: Path) -> None:
 
 
 def test_no_library(tmp_path: Path) -> None:
-    with pytest.raises(KernelError, match="no kernels at .*missing.so; build them with `make plugins`"):
+    with pytest.raises(KernelError, match=r"no kernels at .*missing\.so; build them with `make plugins`"):
         open_kernels(environment={"REDRAFT_KERNELS": str(tmp_path / "missing.so")})
 
 
