@@ -220,7 +220,7 @@ uint16_t float_to_half(float value) {
   if (value != value) return sign | 0x7fff;
   if (size >= 65520.f) return sign | 0x7c00;
   int exponent = 0;
-  frexpf(size, &exponent);  // size = f 2^exponent with f in [0.5, 1)
+  frexpf(size, &exponent);                        // size = f 2^exponent with f in [0.5, 1)
   const int unit = std::max(exponent, -13) - 11;  // the exponent of the last bit that is kept
   const int steps = static_cast<int>(nearbyintf(ldexpf(size, -unit)));
   // Subnormals count up from zero, normals from 1024, and a carry runs on into the exponent.
