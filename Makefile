@@ -12,7 +12,12 @@ MODEL ?= tiny
 NAME := $(notdir $(patsubst %/,%,$(MODEL)))
 ENGINES := build/engines/$(NAME)
 
-.PHONY: install demo engines test test-fast test-gpu lint format typecheck check-types check-imports typed-tree clean
+CMAKE := $(abspath $(BIN))/cmake
+CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
+NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh
+
+.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu lint format typecheck check-types check-imports \
+  typed-tree clean
 
 install: $(STAMP)
 
@@ -34,10 +39,24 @@ engines: install
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
 	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA))
 
-test: install
+# The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.
+# ARCHITECTURES="80 90" builds for these compute capabilities only.
+plugins: kernels-cpu
+	@$(CONFIGURE) -B build/cmake/cuda -DREDRAFT_CPU=OFF -DREDRAFT_ARCHITECTURES="$(ARCHITECTURES)" \
+	  -DTENSORRT_ROOT="$(abspath $(TENSORRT_ROOT))" >/dev/null
+	@$(CMAKE) --build build/cmake/cuda
+	@$(CMAKE) -P build/cmake/cpu/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
+
+# The same kernels compiled for the CPU, which the tests run. Says something only where it cannot.
+kernels-cpu: install
+	@$(CONFIGURE) -B build/cmake/cpu -DREDRAFT_CUDA=OFF >/dev/null
+	@$(CMAKE) --build build/cmake/cpu -- --quiet
+	@$(CMAKE) -P build/cmake/cpu/summary.cmake 2>&1 | grep '^skipped' || true
+
+test: install kernels-cpu
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
-test-fast: install
+test-fast: install kernels-cpu
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
 # -rs prints why each test was skipped; status 5 means that no test carries the mark.
@@ -47,10 +66,12 @@ test-gpu: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE))
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(wildcard $(NATIVE))
 
 # mypy and import-linter read packages by folder, and `redraft.runtime` lives in `runtime/`: give them the tree as
 # it is imported. A missing link would silently shrink what is checked, so tests/test_contracts.py plants errors.

@@ -219,9 +219,9 @@ uint16_t float_to_half(float value) {
   const float size = fabsf(value);
   if (value != value) return sign | 0x7fff;
   if (size >= 65520.f) return sign | 0x7c00;
-  int exponent = -13;  // of the smallest normal number, and of all below it
+  int exponent = -13;                            // of the smallest normal number, and of all below it
   if (size > 0x1p-14f) frexpf(size, &exponent);  // size = f 2^exponent with f in [0.5, 1)
-  const int unit = exponent - 11;  // the exponent of the last bit that is kept
+  const int unit = exponent - 11;                // the exponent of the last bit that is kept
   const int steps = static_cast<int>(nearbyintf(ldexpf(size, -unit)));
   // Subnormals count up from zero, normals from 1024, and a carry runs on into the exponent.
   return sign | static_cast<uint16_t>(steps + (unit + 24) * 1024);

@@ -28,11 +28,11 @@ struct Attend {
   const Problem &problem;
   Segment segment;
   Extent extent;
-  T *queries;                    // [kRows, kStride]
-  T *stages;                     // [kStages][2: keys, values][kTile, kStride]
+  T *queries;  // [kRows, kStride]
+  T *stages;   // [kStages][2: keys, values][kTile, kStride]
   float out[Product::kOutBlocks][4];
-  float highest[2];              // of rows g and g + 8 of this warp: the largest score so far, log2
-  float total[2];                // this lane's part of the sum of powers
+  float highest[2];  // of rows g and g + 8 of this warp: the largest score so far, log2
+  float total[2];    // this lane's part of the sum of powers
 
   REDRAFT_DEVICE Attend(const Problem &given, const Segment &its, void *memory)
       : problem(given), segment(its), extent(extent_of(given, its.sequence)), queries(static_cast<T *>(memory)),

@@ -53,7 +53,8 @@ int attend_rows(const Problem &problem, int blocks, Action action, redraft_atten
 }
 
 template <class T>
-int attend_head(int head_dim, const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
+int attend_head(int head_dim, const Problem &problem, int blocks, Action action, redraft_attention_plan &plan,
+                Stream stream) {
   switch (head_dim) {
     case 64: return attend_rows<T, 64>(problem, blocks, action, plan, stream);
     case 80: return attend_rows<T, 80>(problem, blocks, action, plan, stream);

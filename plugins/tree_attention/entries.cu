@@ -41,7 +41,9 @@ int check_pointer(const char *name, const void *pointer, size_t alignment) {
 }
 
 int check_shapes(const redraft_tree_attention_args &args) {
-  if (const int status = check_sizes(args.dtype, args.batch, args.kv_heads, args.head_dim, args.capacity)) return status;
+  if (const int status = check_sizes(args.dtype, args.batch, args.kv_heads, args.head_dim, args.capacity)) {
+    return status;
+  }
   if (const int status = check_positive("nodes", args.nodes)) return status;
   if (args.q_heads < 1 || args.q_heads % args.kv_heads != 0) {
     return failed(REDRAFT_INVALID, "q_heads: expected a multiple of kv_heads = %d, found %d", args.kv_heads,

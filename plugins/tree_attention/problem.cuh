@@ -14,20 +14,20 @@
 namespace redraft {
 
 struct Problem {
-  const void *q;                 // [B, T, Hq * D]
-  void *out;                     // [B, T, Hq * D]
-  const void *key_cache;         // [B, Hkv, C, D]
-  const void *value_cache;       // [B, Hkv, C, D]
-  const uint32_t *mask;          // [B, T, mask_words], null: causal
-  const int64_t *positions;      // [B, T], null: past_len + i
-  const int64_t *past_len;       // [B]
-  const int64_t *node_counts;    // [B], null: T
-  float *partials;               // [2 * blocks][rows * (D + 2)]
+  const void *q;               // [B, T, Hq * D]
+  void *out;                   // [B, T, Hq * D]
+  const void *key_cache;       // [B, Hkv, C, D]
+  const void *value_cache;     // [B, Hkv, C, D]
+  const uint32_t *mask;        // [B, T, mask_words], null: causal
+  const int64_t *positions;    // [B, T], null: past_len + i
+  const int64_t *past_len;     // [B]
+  const int64_t *node_counts;  // [B], null: T
+  float *partials;             // [2 * blocks][rows * (D + 2)]
   int batch;
   int nodes;
   int q_heads;
   int kv_heads;
-  int group;                     // query heads that share a key head
+  int group;  // query heads that share a key head
   int capacity;
   int mask_words;
   int window;
@@ -113,15 +113,15 @@ struct Segment {
   int sequence;
   int head;
   int row_block;
-  Tiles tiles;                   // of this segment
-  bool whole;                    // it is all of the unit
+  Tiles tiles;  // of this segment
+  bool whole;   // it is all of the unit
 };
 
 // The segment that begins at tile `begin` (counted through all units) and ends with the unit or at `end`.
 template <class Shape>
 REDRAFT_DEVICE Segment segment_at(const Problem &problem, int64_t begin, int64_t end) {
   Segment segment{};
-  int64_t start = begin;         // becomes the offset of `begin` within ever smaller parts
+  int64_t start = begin;  // becomes the offset of `begin` within ever smaller parts
   Extent extent = extent_of(problem, 0);
   int64_t per_head = head_tiles<Shape>(problem, extent);
   while (start >= per_head * problem.kv_heads) {

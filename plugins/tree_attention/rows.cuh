@@ -9,13 +9,13 @@ namespace redraft {
 constexpr int kCopyThreads = 256;
 
 struct Append {
-  const Chunk *k;                // [B, T, Hkv * D], null: no rows to write
+  const Chunk *k;  // [B, T, Hkv * D], null: no rows to write
   const Chunk *v;
-  Chunk *key_cache;              // [B, Hkv, C, D]
+  Chunk *key_cache;  // [B, Hkv, C, D]
   Chunk *value_cache;
-  const uint8_t *mask_bools;     // [B, T, T], null: no mask to pack
-  uint32_t *mask_bits;           // [B, T, mask_words]
-  int chunks;                    // of a row of one head
+  const uint8_t *mask_bools;  // [B, T, T], null: no mask to pack
+  uint32_t *mask_bits;        // [B, T, mask_words]
+  int chunks;                 // of a row of one head
 };
 
 // Bits of nodes 32 w .. 32 w + 31 in one row of a mask of bytes.
@@ -40,29 +40,30 @@ REDRAFT_GLOBAL(kCopyThreads) append(Problem problem, Append rows) {
     const int head = static_cast<int>(i % row_chunks / rows.chunks);
     const Extent extent = extent_of(problem, sequence);
     if (extent.past + node >= extent.end) continue;
-    const int64_t row = (static_cast<int64_t>(sequence) * problem.kv_heads + head) * problem.capacity + extent.past + node;
+    const int64_t row =
+        (static_cast<int64_t>(sequence) * problem.kv_heads + head) * problem.capacity + extent.past + node;
     const int64_t to = row * rows.chunks + i % rows.chunks;
     rows.key_cache[to] = rows.k[i];
     rows.value_cache[to] = rows.v[i];
   }
   for (int64_t i = first; rows.mask_bools && i < nodes * problem.mask_words; i += stride) {
     const int64_t node = i / problem.mask_words;
-    rows.mask_bits[i] = pack_mask(rows.mask_bools + node * problem.nodes, problem.nodes,
-                                  static_cast<int>(i % problem.mask_words));
+    rows.mask_bits[i] =
+        pack_mask(rows.mask_bools + node * problem.nodes, problem.nodes, static_cast<int>(i % problem.mask_words));
   }
 }
 
 struct Compact {
-  void *const *caches;           // [cache_count] of [B, Hkv, C, D]
-  const int64_t *past_len;       // [B]
-  const int64_t *paths;          // [B, max_path]
-  const int64_t *path_lengths;   // [B]
+  void *const *caches;          // [cache_count] of [B, Hkv, C, D]
+  const int64_t *past_len;      // [B]
+  const int64_t *paths;         // [B, max_path]
+  const int64_t *path_lengths;  // [B]
   int cache_count;
   int batch;
   int kv_heads;
   int capacity;
   int max_path;
-  int chunks;                    // of a row of one head
+  int chunks;  // of a row of one head
 };
 
 constexpr int kRowsAtOnce = 8;

@@ -25,7 +25,7 @@ struct AttentionShape {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kChunksPerRow = kRowBytes / 16;
   static constexpr int kTile = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
-  static constexpr int kSlice = kTile / kKeyWarps;   // keys of a tile that one warp takes
+  static constexpr int kSlice = kTile / kKeyWarps;  // keys of a tile that one warp takes
   static constexpr int kProductDepth = sizeof(T) == 2 ? 16 : 8;
   // Sixteen bytes more than a row, so that eight rows one below the other lie in different banks.
   static constexpr int kStride = kHeadDim + 16 / static_cast<int>(sizeof(T));

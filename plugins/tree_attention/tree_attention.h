@@ -35,39 +35,39 @@ enum { REDRAFT_FLOAT16 = 0, REDRAFT_BFLOAT16 = 1, REDRAFT_FLOAT32 = 2 };
 //
 // Tensors are contiguous; all but lengths, positions and masks are of `dtype` and begin at a multiple of 16 bytes.
 typedef struct {
-  int32_t dtype;                 // REDRAFT_FLOAT16, REDRAFT_BFLOAT16 or REDRAFT_FLOAT32; sums are always float32
-  int32_t batch;                 // B
-  int32_t nodes;                 // T
-  int32_t q_heads;               // Hq, a multiple of kv_heads
-  int32_t kv_heads;              // Hkv
-  int32_t head_dim;              // D: 64, 80, 96, 128 or 256
-  int32_t capacity;              // C, rows of a sequence's cache
-  int32_t window;                // > 0 hides a key at position p from a query at position q where q - p >= window
-  float scale;                   // multiplies q . k
-  float softcap;                 // c > 0 replaces a score s by c tanh(s / c)
-  int32_t ctas;                  // blocks of the attention kernel; 0: as many as the device runs at once
-  const void *q;                 // [B, T, Hq * D]
-  const void *k;                 // [B, T, Hkv * D], new rows, written to the cache; null: the cache has them already
-  const void *v;                 // [B, T, Hkv * D], null where k is
-  void *key_cache;               // [B, Hkv, C, D]; rows from past_len + T on are never read
-  void *value_cache;             // [B, Hkv, C, D]
-  const uint32_t *mask_bits;     // [B, T, ceil(T / 32)], bit j of node i's row: i sees node j; null: see below
-  const uint8_t *mask_bools;     // [B, T, T], the same a byte a bit; null as well: node i sees nodes 0 .. i (causal)
-  const int64_t *positions;      // [B, T], past_len <= position < past_len + T; needed by a windowed tree, else unread
-  const int64_t *past_len;       // [B]; a length outside 0 .. C is taken as the nearest one inside
-  const int64_t *node_counts;    // [B], nodes of each tree; null: T. Rows of other nodes are not written, their out is 0
-  void *out;                     // [B, T, Hq * D]
+  int32_t dtype;               // REDRAFT_FLOAT16, REDRAFT_BFLOAT16 or REDRAFT_FLOAT32; sums are always float32
+  int32_t batch;               // B
+  int32_t nodes;               // T
+  int32_t q_heads;             // Hq, a multiple of kv_heads
+  int32_t kv_heads;            // Hkv
+  int32_t head_dim;            // D: 64, 80, 96, 128 or 256
+  int32_t capacity;            // C, rows of a sequence's cache
+  int32_t window;              // > 0 hides a key at position p from a query at position q where q - p >= window
+  float scale;                 // multiplies q . k
+  float softcap;               // c > 0 replaces a score s by c tanh(s / c)
+  int32_t ctas;                // blocks of the attention kernel; 0: as many as the device runs at once
+  const void *q;               // [B, T, Hq * D]
+  const void *k;               // [B, T, Hkv * D], new rows, written to the cache; null: the cache has them already
+  const void *v;               // [B, T, Hkv * D], null where k is
+  void *key_cache;             // [B, Hkv, C, D]; rows from past_len + T on are never read
+  void *value_cache;           // [B, Hkv, C, D]
+  const uint32_t *mask_bits;   // [B, T, ceil(T / 32)], bit j of node i's row: i sees node j; null: see below
+  const uint8_t *mask_bools;   // [B, T, T], the same a byte a bit; null as well: node i sees nodes 0 .. i (causal)
+  const int64_t *positions;    // [B, T], past_len <= position < past_len + T; needed by a windowed tree, else unread
+  const int64_t *past_len;     // [B]; a length outside 0 .. C is taken as the nearest one inside
+  const int64_t *node_counts;  // [B], nodes of each tree; null: T. Rows of other nodes are not written, their out is 0
+  void *out;                   // [B, T, Hq * D]
 } redraft_tree_attention_args;
 
 // How a call will run; for profiles and for choosing `ctas`.
 typedef struct {
-  int32_t rows;                  // query rows of a unit of work: they share each key tile
-  int32_t tile;                  // keys of a tile
-  int32_t ctas;                  // blocks of the attention kernel
-  int32_t threads;               // of a block
-  int64_t shared_bytes;          // of a block
-  int64_t mask_bytes;            // of scratch memory, for the packed mask
-  int64_t partial_bytes;         // of scratch memory, written and read at most once
+  int32_t rows;           // query rows of a unit of work: they share each key tile
+  int32_t tile;           // keys of a tile
+  int32_t ctas;           // blocks of the attention kernel
+  int32_t threads;        // of a block
+  int64_t shared_bytes;   // of a block
+  int64_t mask_bytes;     // of scratch memory, for the packed mask
+  int64_t partial_bytes;  // of scratch memory, written and read at most once
 } redraft_attention_plan;
 
 // Depends on sizes, `ctas` and the device only; pointers are not read, but which masks are null matters.
@@ -85,16 +85,16 @@ REDRAFT_API int redraft_tree_attention(const redraft_tree_attention_args *args, 
 // past_len + 1 + i (the root's row stays). Paths increase, as paths in a tree do, so that rows move in place.
 typedef struct {
   int32_t dtype;
-  int32_t cache_count;           // key and value caches of all layers
+  int32_t cache_count;  // key and value caches of all layers
   int32_t batch;
   int32_t kv_heads;
   int32_t head_dim;
   int32_t capacity;
-  int32_t max_path;              // P
-  void *const *caches;           // device array of cache_count pointers to [B, Hkv, C, D]
-  const int64_t *past_len;       // [B]
-  const int64_t *paths;          // [B, P], accepted nodes after the root; entries outside 1 .. C - 1 - past_len stay
-  const int64_t *path_lengths;   // [B], 0 .. P
+  int32_t max_path;             // P
+  void *const *caches;          // device array of cache_count pointers to [B, Hkv, C, D]
+  const int64_t *past_len;      // [B]
+  const int64_t *paths;         // [B, P], accepted nodes after the root; entries outside 1 .. C - 1 - past_len stay
+  const int64_t *path_lengths;  // [B], 0 .. P
 } redraft_compact_args;
 
 REDRAFT_API int redraft_compact(const redraft_compact_args *args, void *stream);

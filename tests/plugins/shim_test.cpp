@@ -58,8 +58,10 @@ void products(uint16_t (*narrow)(float), float (*widen)(uint16_t)) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   float a[16][16], b[16][8], sums[16][8];
-  for (auto &row : a) for (float &x : row) x = widen(narrow(normal(random)));
-  for (auto &row : b) for (float &x : row) x = widen(narrow(normal(random)));
+  for (auto &row : a)
+    for (float &x : row) x = widen(narrow(normal(random)));
+  for (auto &row : b)
+    for (float &x : row) x = widen(narrow(normal(random)));
   cuda_on_cpu::launch(1, 1, 32, 0, [&] {
     const int g = thread_index() / 4;
     const int t = thread_index() % 4;

@@ -1,0 +1,48 @@
+# Enables CUDA where nvcc is found; else CUDA_MISSING says what to install.
+
+set(DEFAULT_ARCHITECTURES 80 86 89 90 100 120)
+
+if(DEFINED ENV{CUDACXX})
+  find_program(NVCC "$ENV{CUDACXX}" NO_CACHE)
+else()
+  find_program(NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin NO_CACHE)
+endif()
+if(CXX_MISSING)
+  set(CUDA_MISSING "${CXX_MISSING}")
+  return()
+elseif(NOT NVCC)
+  set(CUDA_MISSING "nvcc was not found; install the CUDA toolkit 12 or newer, or name its compiler in CUDACXX")
+  return()
+endif()
+
+execute_process(COMMAND "${NVCC}" --list-gpu-code OUTPUT_VARIABLE known COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "sm_[0-9a-z]+" known "${known}")
+string(REGEX MATCHALL "[^ ,;]+" architectures "${REDRAFT_ARCHITECTURES}")
+if(NOT architectures)
+  foreach(architecture IN LISTS DEFAULT_ARCHITECTURES)
+    if("sm_${architecture}" IN_LIST known)
+      list(APPEND architectures ${architecture})
+    endif()
+  endforeach()
+endif()
+foreach(architecture IN LISTS architectures)
+  if(NOT "sm_${architecture}" IN_LIST known)
+    list(JOIN known " " known)
+    message(FATAL_ERROR "ARCHITECTURES: expected some of what ${NVCC} compiles for (${known}, each without sm_), "
+                        "found \"${architecture}\"")
+  endif()
+endforeach()
+
+# Machine code for each, and PTX of the last, from which drivers compile for what comes later.
+list(POP_BACK architectures last)
+set(CMAKE_CUDA_ARCHITECTURES ${architectures})
+list(TRANSFORM CMAKE_CUDA_ARCHITECTURES APPEND -real)
+list(APPEND CMAKE_CUDA_ARCHITECTURES ${last})
+list(APPEND architectures ${last})
+list(TRANSFORM architectures PREPEND sm_ OUTPUT_VARIABLE CUDA_CODE)
+list(JOIN CUDA_CODE " " CUDA_CODE)
+string(APPEND CUDA_CODE " compute_${last}")
+
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_COMPILER "${NVCC}")
+enable_language(CUDA)
