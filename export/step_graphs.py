@@ -7,6 +7,7 @@ is tested against it. They hold no weights; sizes of the model are the only cons
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +17,7 @@ from torch import nn
 from redraft import names
 from redraft.export import passes, tracing
 from redraft.export.verifier import finish
-from redraft.names import TensorSpec, VerifierShape
+from redraft.names import LyannaShape, TensorSpec, VerifierShape
 
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
@@ -56,14 +57,17 @@ class _Accept(nn.Module):
         return path, kept, torch.cat([kept[:, None], path, said], dim=1)
 
 
-def export_step_graphs(shape: VerifierShape, taps: tuple[str, ...], out: Path) -> dict[str, str]:
+def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Path) -> dict[str, str]:
     """Write the graphs of a step into `out`; returns the file by the graph's name."""
     models = {
         names.STEP_LAYOUT: _layout(),
         names.STEP_ACCEPT: _accept(shape),
         names.STEP_KEEP: _keep(shape),
-        **({names.STEP_COLLECT: _collect(shape)} if taps else {}),
+        names.STEP_MOVE: _move(names.STEP_MOVE, names.verifier_state(shape)),
     }
+    if lyanna:
+        models[names.STEP_COLLECT] = _collect(shape)
+        models[names.LYANNA_MOVE] = _move(names.LYANNA_MOVE, names.lyanna_state(lyanna))
     for name, model in models.items():
         finish(model)
         ir.save(model, out / f"{name}.onnx")
@@ -108,13 +112,22 @@ def _collect(shape: VerifierShape) -> ir.Model:
     return builder.model(names.STEP_COLLECT, names.step_collect_inputs(shape), names.step_collect_outputs(shape))
 
 
+def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
+    builder = _Builder()
+    target = builder.add("Unsqueeze", names.TARGET_SLOT, builder.ints(1))  # [1, 1]
+    for spec in state:
+        rows = builder.add("Gather", spec.name, names.SOURCE_SLOT, axis=0)
+        builder.add("ScatterND", spec.name, target, rows, output=names.present(spec.name))
+    return builder.model(name, names.move_inputs(state), names.move_outputs(state))
+
+
 class _Builder:
     """A graph put together node by node: TensorScatter has no counterpart in torch that could be traced."""
 
     def __init__(self) -> None:
         self._nodes: list[onnx.NodeProto] = []
 
-    def add(self, kind: str, *inputs: str, output: str = "", **attributes: int) -> str:
+    def add(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
         """Append a node; returns its output's name."""
         name = output or f"{kind}.{len(self._nodes)}"
         self._nodes.append(onnx.helper.make_node(kind, inputs, [name], **attributes))

@@ -7,7 +7,7 @@ on, N steps of its chain, K nodes of its tree (root included), H hot tokens, d r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from redraft.config import TokenInfo
@@ -36,6 +36,10 @@ STEP_KEEP = "step.keep"
 """Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
 STEP_COLLECT = "step.collect"
 """Feature rows of the accepted path, appended to those that wait for a drafter."""
+STEP_MOVE = "step.move"
+"""One sequence's KV rows copied to another slot."""
+LYANNA_MOVE = "lyanna.move"
+"""The same of all that the drafter keeps for a sequence."""
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -60,6 +64,8 @@ KEPT = "kept"
 VERDICT = "verdict"
 WAITING = "waiting"
 WAITING_ROWS = "waiting_rows"
+SOURCE_SLOT = "source_slot"
+TARGET_SLOT = "target_slot"
 TOKEN_INFO = "token_info."
 """What the names of the tensors that hold token information begin with."""
 
@@ -296,20 +302,19 @@ def step_keep_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(PATH, "int64", ("B", "T")),
         TensorSpec(PAST_LEN, "int64", ("B",)),
-        *(TensorSpec(cache, "float32", ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
+        *verifier_state(shape),
     )
 
 
 def step_keep_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Outputs of the keeping graph: row past_len + path[i] of each buffer now at past_len + i as well, in place."""
-    dims = ("B", shape.kv_heads, "C", shape.head_dim)
-    return tuple(TensorSpec(present(cache), "float32", dims, in_place_of=cache) for cache in caches(shape))
+    return move_outputs(verifier_state(shape))
 
 
 def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the collecting graph: a call's feature rows, its path, and what waits already, W rows of which some."""
     return (
-        TensorSpec(FEATURE_ROWS, "float32", ("B", "T", shape.hidden)),
+        TensorSpec(FEATURE_ROWS, "float32", ("B", "F", shape.hidden)),
         TensorSpec(PATH, "int64", ("B", "T")),
         TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
         TensorSpec(WAITING_ROWS, "int64", ("B",)),
@@ -319,6 +324,34 @@ def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
 def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Output of the collecting graph: feature row path[i] at row waiting_rows + i, in place; W holds T rows more."""
     return (TensorSpec(present(WAITING), "float32", ("B", "W", shape.hidden), in_place_of=WAITING),)
+
+
+def move_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Inputs of a moving graph: from which slot to which, and what is kept by slot, in axis 0."""
+    slots = (TensorSpec(SOURCE_SLOT, "int64", (1,)), TensorSpec(TARGET_SLOT, "int64", (1,)))
+    return (*slots, *tensors)
+
+
+def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of a moving graph: the same tensors, in place."""
+    return tuple(replace(spec, name=present(spec.name), in_place_of=spec.name) for spec in tensors)
+
+
+def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """What a verifier keeps by slot."""
+    dims = ("B", shape.kv_heads, "C", shape.head_dim)
+    return tuple(TensorSpec(cache, "float32", dims) for cache in caches(shape))
+
+
+def lyanna_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """What a Lyanna drafter keeps by slot."""
+    dims = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        TensorSpec(key_cache(0), "float32", dims),
+        TensorSpec(value_cache(0), "float32", dims),
+        TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
+    )
 
 
 def caches(shape: VerifierShape) -> list[str]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from redraft import names
 from redraft.export.step_graphs import export_step_graphs
-from redraft.names import VerifierShape
+from redraft.names import LyannaShape, TensorSpec, VerifierShape
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.tree import ancestor_mask
 from redraft.types import DraftTree
@@ -20,10 +20,15 @@ from redraft.types import DraftTree
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
 
 
+LYANNA = LyannaShape(
+    hidden=12, vocabulary=9, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, token_info="fp16", hot=9, rank=2
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("step")
-    export_step_graphs(SHAPE, ("last",), out)
+    export_step_graphs(SHAPE, LYANNA, out)
     return out
 
 
@@ -117,12 +122,39 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
     np.testing.assert_array_equal(found[1], np.concatenate([waiting[1, :5], features[1]]))
 
 
+@pytest.mark.parametrize(
+    ("graph", "state"),
+    [(names.STEP_MOVE, names.verifier_state(SHAPE)), (names.LYANNA_MOVE, names.lyanna_state(LYANNA))],
+)
+def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
+    sizes = {"B": 4, "C": 7, "W": 6}
+    rng = np.random.default_rng(5)
+    held = {
+        spec.name: rng.standard_normal([sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]).astype(
+            np.float32
+        )
+        for spec in state
+    }
+    found = run(folder, graph, {names.SOURCE_SLOT: np.array([3]), names.TARGET_SLOT: np.array([1]), **held})
+    assert set(found) == {names.present(name) for name in held}
+    for name, values in held.items():
+        np.testing.assert_array_equal(found[names.present(name)], values[[0, 3, 2, 3]])
+
+
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     contracts = {
         names.STEP_LAYOUT: (names.step_layout_inputs(), names.step_layout_outputs()),
         names.STEP_ACCEPT: (names.step_accept_inputs(SHAPE), names.step_accept_outputs()),
         names.STEP_KEEP: (names.step_keep_inputs(SHAPE), names.step_keep_outputs(SHAPE)),
         names.STEP_COLLECT: (names.step_collect_inputs(SHAPE), names.step_collect_outputs(SHAPE)),
+        names.STEP_MOVE: (
+            names.move_inputs(names.verifier_state(SHAPE)),
+            names.move_outputs(names.verifier_state(SHAPE)),
+        ),
+        names.LYANNA_MOVE: (
+            names.move_inputs(names.lyanna_state(LYANNA)),
+            names.move_outputs(names.lyanna_state(LYANNA)),
+        ),
     }
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")
@@ -131,5 +163,5 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
         assert [value.name for value in model.graph.output] == [spec.name for spec in outputs]
 
 
-def test_a_verifier_without_features_has_nothing_to_collect(tmp_path: Path) -> None:
-    assert names.STEP_COLLECT not in export_step_graphs(SHAPE, (), tmp_path)
+def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
+    assert {names.STEP_COLLECT, names.LYANNA_MOVE}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
