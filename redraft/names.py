@@ -326,6 +326,24 @@ def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     return (TensorSpec(present(WAITING), "float32", ("B", "W", shape.hidden), in_place_of=WAITING),)
 
 
+Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
+"""Inputs and outputs of a graph."""
+
+
+def step_signatures(shape: VerifierShape, lyanna: LyannaShape | None) -> dict[str, Signature]:
+    """The signatures of the graphs of a step by name."""
+    found = {
+        STEP_LAYOUT: (step_layout_inputs(), step_layout_outputs()),
+        STEP_ACCEPT: (step_accept_inputs(shape), step_accept_outputs()),
+        STEP_KEEP: (step_keep_inputs(shape), step_keep_outputs(shape)),
+        STEP_MOVE: (move_inputs(verifier_state(shape)), move_outputs(verifier_state(shape))),
+    }
+    if lyanna:
+        found[STEP_COLLECT] = (step_collect_inputs(shape), step_collect_outputs(shape))
+        found[LYANNA_MOVE] = (move_inputs(lyanna_state(lyanna)), move_outputs(lyanna_state(lyanna)))
+    return found
+
+
 def move_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Inputs of a moving graph: from which slot to which, and what is kept by slot, in axis 0."""
     slots = (TensorSpec(SOURCE_SLOT, "int64", (1,)), TensorSpec(TARGET_SLOT, "int64", (1,)))

@@ -142,20 +142,8 @@ def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSp
 
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
-    contracts = {
-        names.STEP_LAYOUT: (names.step_layout_inputs(), names.step_layout_outputs()),
-        names.STEP_ACCEPT: (names.step_accept_inputs(SHAPE), names.step_accept_outputs()),
-        names.STEP_KEEP: (names.step_keep_inputs(SHAPE), names.step_keep_outputs(SHAPE)),
-        names.STEP_COLLECT: (names.step_collect_inputs(SHAPE), names.step_collect_outputs(SHAPE)),
-        names.STEP_MOVE: (
-            names.move_inputs(names.verifier_state(SHAPE)),
-            names.move_outputs(names.verifier_state(SHAPE)),
-        ),
-        names.LYANNA_MOVE: (
-            names.move_inputs(names.lyanna_state(LYANNA)),
-            names.move_outputs(names.lyanna_state(LYANNA)),
-        ),
-    }
+    contracts = names.step_signatures(SHAPE, LYANNA)
+    assert len(contracts) == 6
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")
         onnx.checker.check_model(model, full_check=True)
