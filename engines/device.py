@@ -22,9 +22,17 @@ Run = Callable[[], None]
 class Buffer(Protocol):
     """Memory of one element type and shape, C-contiguous, at a fixed address."""
 
-    dtype: Dtype
-    shape: tuple[int, ...]
-    address: int
+    @property
+    def dtype(self) -> Dtype:
+        """Element type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins, in the device's memory."""
 
     def write(self, values: Array) -> None:
         """Copy from the host, behind all work put in order so far. The array may be reused at once."""
@@ -39,8 +47,13 @@ class Buffer(Protocol):
 class Program(Protocol):
     """A graph of a bundle, loaded."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it takes, as the manifest says."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it gives."""
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """The graph over these buffers, one for every input and output; outputs in place share their input's.
@@ -52,8 +65,9 @@ class Program(Protocol):
 class Device(Protocol):
     """Memory and loaded programs of one bundle."""
 
-    name: str
-    """As users say it: `cpu`, `cuda` …"""
+    @property
+    def name(self) -> str:
+        """As users say it: `cpu`, `cuda` …"""
 
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
