@@ -46,21 +46,15 @@ bool refuse(const char *format, ...) {
   return false;
 }
 
-bool compiled_for(const void *caller) {
+int caller_major(const void *caller) {
   Dl_info info{};
-  if (!dladdr(caller, &info) || !info.dli_fname) return true;
+  if (!dladdr(caller, &info) || !info.dli_fname) return NV_TENSORRT_MAJOR;
   void *library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (!library) return true;
+  if (!library) return NV_TENSORRT_MAJOR;
   const auto version = reinterpret_cast<int32_t (*)()>(dlsym(library, "getInferLibMajorVersion"));
-  const int found = version ? version() : NV_TENSORRT_MAJOR;
+  const int major = version ? version() : NV_TENSORRT_MAJOR;
   dlclose(library);
-  if (found == NV_TENSORRT_MAJOR) return true;
-  fprintf(
-      stderr,
-      "redraft TreeAttention: expected TensorRT %d, for which this library was built, found %d; build the other one: "
-      "make plugins TENSORRT_ROOT=dir\n",
-      NV_TENSORRT_MAJOR, found);
-  return false;
+  return major;
 }
 
 }  // namespace redraft

@@ -14,8 +14,7 @@ void say(nvinfer1::ILogger::Severity severity, const char *format, ...) __attrib
 // Says what was expected and what was found, and returns false.
 bool refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// Whether the TensorRT that calls has the major version that this library was compiled for. The interfaces differ: the
-// loggers of 11 crash in 10. `caller` is an address inside the caller; one that is not TensorRT passes.
-bool compiled_for(const void *caller);
+// Major version of the TensorRT that calls; `caller` is an address inside it. NV_TENSORRT_MAJOR where it is not TensorRT.
+int caller_major(const void *caller);
 
 }  // namespace redraft

@@ -244,16 +244,25 @@ class Creator final : public IPluginCreatorV3One {
 
 }  // namespace redraft
 
+// Interfaces differ between major versions: the logger of 11 crashes a plugin of 10, and the other way round. So the
+// library registers nothing with another major version than the one that it was compiled for.
 extern "C" {
 
 REDRAFT_API void setLoggerFinder(nvinfer1::ILoggerFinder *finder) {
-  if (redraft::compiled_for(__builtin_return_address(0))) redraft::use_logger_finder(finder);
+  if (redraft::caller_major(__builtin_return_address(0)) == NV_TENSORRT_MAJOR) redraft::use_logger_finder(finder);
 }
 
 REDRAFT_API nvinfer1::IPluginCreatorInterface *const *getCreators(int32_t &count) {
   static redraft::Creator creator;
   static nvinfer1::IPluginCreatorInterface *const creators[] = {&creator};
-  count = redraft::compiled_for(__builtin_return_address(0)) ? 1 : 0;
+  const int major = redraft::caller_major(__builtin_return_address(0));
+  count = major == NV_TENSORRT_MAJOR ? 1 : 0;
+  if (count == 0) {
+    redraft::refuse(
+        "expected TensorRT %d, for which this library was built, found %d; build the other library: "
+        "make plugins TENSORRT_ROOT=dir",
+        NV_TENSORRT_MAJOR, major);
+  }
   return creators;
 }
 
