@@ -41,3 +41,7 @@ class DataError(RedraftError):
 
 class TrainingError(RedraftError):
     """Training cannot go on: a NaN loss, a checkpoint of another configuration."""
+
+
+class KernelError(RedraftError):
+    """A library of GPU kernels is missing, of another version, or refused its arguments."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+
+from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,3 +25,12 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no ../shared beside the project: reference checkpoints and prompts are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    """The kernels built for the CPU by `make kernels-cpu`. Skips only where no C++ compiler could have built them."""
+    path = BUILD / CPU_LIBRARY
+    if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler here to build the kernels for the CPU")
+    return Kernels(path)

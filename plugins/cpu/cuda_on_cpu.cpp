@@ -106,6 +106,14 @@ void turn(Fiber &fiber, bool first) {
   _longjmp(fiber.resume, 1);
 }
 
+void land(const Copy &copy) {
+  if (copy.valid) {
+    memcpy(copy.target, copy.source, 16);
+  } else {
+    memset(copy.target, 0, 16);
+  }
+}
+
 std::vector<int> in_order(int count, std::mt19937 &random) {
   std::vector<int> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -130,9 +138,14 @@ void run_block(const Position &position, size_t shared_bytes, std::mt19937 &rand
   bool first = true;
   for (int left = position.threads; left > 0; first = false) {
     block.progressed = false;
+    const unsigned resting = chosen_order > 1 && !first ? random() : 0;  // a bit a warp
     for (const int thread : in_order(position.threads, random)) {
       Fiber &fiber = block.fibers[thread];
       if (fiber.done) continue;
+      if (resting >> thread / kWarp & 1) {
+        block.progressed = true;
+        continue;
+      }
       turn(fiber, first);
       left -= fiber.done;
     }
@@ -169,7 +182,12 @@ const Lanes &exchange(const void *given, size_t size) {
 }
 
 void copy_async(void *target, const void *source, bool valid) {
-  block.running->open.push_back(Copy{target, source, valid});
+  const Copy copy{target, source, valid};
+  if (chosen_order % 2 == 1) {
+    land(copy);
+  } else {
+    block.running->open.push_back(copy);
+  }
 }
 
 void commit_copies() {
@@ -180,13 +198,7 @@ void commit_copies() {
 void wait_copies(int pending) {
   std::deque<std::vector<Copy>> &groups = block.running->groups;
   while (groups.size() > static_cast<size_t>(pending)) {
-    for (const Copy &copy : groups.front()) {
-      if (copy.valid) {
-        memcpy(copy.target, copy.source, 16);
-      } else {
-        memset(copy.target, 0, 16);
-      }
-    }
+    for (const Copy &copy : groups.front()) land(copy);
     groups.pop_front();
   }
 }
@@ -219,9 +231,9 @@ uint16_t float_to_half(float value) {
   const float size = fabsf(value);
   if (value != value) return sign | 0x7fff;
   if (size >= 65520.f) return sign | 0x7c00;
-  int exponent = 0;
-  frexpf(size, &exponent);                        // size = f 2^exponent with f in [0.5, 1)
-  const int unit = std::max(exponent, -13) - 11;  // the exponent of the last bit that is kept
+  int exponent = -13;                            // of the smallest normal number, and of all below it
+  if (size > 0x1p-14f) frexpf(size, &exponent);  // size = f 2^exponent with f in [0.5, 1)
+  const int unit = exponent - 11;                // the exponent of the last bit that is kept
   const int steps = static_cast<int>(nearbyintf(ldexpf(size, -unit)));
   // Subnormals count up from zero, normals from 1024, and a carry runs on into the exponent.
   return sign | static_cast<uint16_t>(steps + (unit + 24) * 1024);

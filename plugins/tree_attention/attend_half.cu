@@ -2,7 +2,8 @@
 
 namespace redraft {
 
-int attend_half(int head_dim, const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+int attend_half(int head_dim, const Problem &problem, int blocks, Action action, redraft_attention_plan &plan,
+                Stream stream) {
   return attend_head<Half>(head_dim, problem, blocks, action, plan, stream);
 }
 

@@ -9,17 +9,10 @@
 
 namespace redraft {
 
-// How a call will run: the rows of a unit, the attention kernel's blocks, and the floats of partial results.
-struct Plan {
-  int rows;
-  int blocks;
-  size_t partial_floats;
-};
-
 enum class Action { kPlan, kRun };
 
 template <class Shape>
-int attend_with(const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+int attend_with(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   static std::atomic<int> resident[kMostDevices];
   if (blocks == 0) {
     int device = 0;
@@ -29,8 +22,11 @@ int attend_with(const Problem &problem, int blocks, Action action, Plan &plan, S
     if (blocks == 0) return REDRAFT_DEVICE_ERROR;
   }
   plan.rows = Shape::kRows;
-  plan.blocks = blocks;
-  plan.partial_floats = 2 * static_cast<size_t>(blocks) * Shape::kRows * (Shape::kHeadDim + 2);
+  plan.tile = Shape::kTile;
+  plan.ctas = blocks;
+  plan.threads = kThreads;
+  plan.shared_bytes = Shape::kSharedBytes;
+  plan.partial_bytes = 2ll * blocks * Shape::kRows * (Shape::kHeadDim + 2) * static_cast<int>(sizeof(float));
   if (action == Action::kPlan) return REDRAFT_OK;
   const int status = launch(attend<Shape>, Grid{blocks, 1}, kThreads, Shape::kSharedBytes, stream, problem);
   if (status != REDRAFT_OK || blocks == 1) return status;
@@ -41,7 +37,7 @@ int attend_with(const Problem &problem, int blocks, Action action, Plan &plan, S
 
 // The fewest query rows that hold all of a unit's, or the most there are.
 template <class T, int kHeadDim>
-int attend_rows(const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+int attend_rows(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   using Narrow = AttentionShape<T, kHeadDim, 1>;
   using Middle = AttentionShape<T, kHeadDim, 2>;
   using Wide = AttentionShape<T, kHeadDim, 4>;
@@ -57,7 +53,8 @@ int attend_rows(const Problem &problem, int blocks, Action action, Plan &plan, S
 }
 
 template <class T>
-int attend_head(int head_dim, const Problem &problem, int blocks, Action action, Plan &plan, Stream stream) {
+int attend_head(int head_dim, const Problem &problem, int blocks, Action action, redraft_attention_plan &plan,
+                Stream stream) {
   switch (head_dim) {
     case 64: return attend_rows<T, 64>(problem, blocks, action, plan, stream);
     case 80: return attend_rows<T, 80>(problem, blocks, action, plan, stream);
@@ -68,8 +65,8 @@ int attend_head(int head_dim, const Problem &problem, int blocks, Action action,
   }
 }
 
-int attend_half(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
-int attend_bfloat16(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
-int attend_float(int head_dim, const Problem &, int blocks, Action, Plan &, Stream);
+int attend_half(int head_dim, const Problem &, int blocks, Action, redraft_attention_plan &, Stream);
+int attend_bfloat16(int head_dim, const Problem &, int blocks, Action, redraft_attention_plan &, Stream);
+int attend_float(int head_dim, const Problem &, int blocks, Action, redraft_attention_plan &, Stream);
 
 }  // namespace redraft

@@ -128,8 +128,8 @@ Problem problem_of(const redraft_tree_attention_args &args, void *workspace) {
   return problem;
 }
 
-int attend_any(const redraft_tree_attention_args &args, const Problem &problem, Action action, Plan &plan,
-               Stream stream) {
+int attend_any(const redraft_tree_attention_args &args, const Problem &problem, Action action,
+               redraft_attention_plan &plan, Stream stream) {
   switch (args.dtype) {
     case REDRAFT_FLOAT16: return attend_half(args.head_dim, problem, args.ctas, action, plan, stream);
     case REDRAFT_BFLOAT16: return attend_bfloat16(args.head_dim, problem, args.ctas, action, plan, stream);
@@ -176,12 +176,19 @@ using namespace redraft;
 
 extern "C" {
 
-int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, size_t *bytes) {
-  if (!args || !bytes) return failed(REDRAFT_INVALID, "args and bytes: expected pointers, found null");
+int redraft_tree_attention_plan(const redraft_tree_attention_args *args, redraft_attention_plan *plan) {
+  if (!args || !plan) return failed(REDRAFT_INVALID, "args and plan: expected pointers, found null");
   if (const int status = check_shapes(*args)) return status;
-  Plan plan{};
-  if (const int status = attend_any(*args, problem_of(*args, nullptr), Action::kPlan, plan, nullptr)) return status;
-  *bytes = packed_mask_bytes(*args) + rounded(plan.partial_floats * sizeof(float));
+  *plan = redraft_attention_plan{};
+  plan->mask_bytes = static_cast<int64_t>(packed_mask_bytes(*args));
+  return attend_any(*args, problem_of(*args, nullptr), Action::kPlan, *plan, nullptr);
+}
+
+int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, size_t *bytes) {
+  if (!bytes) return failed(REDRAFT_INVALID, "bytes: expected a pointer, found null");
+  redraft_attention_plan plan;
+  if (const int status = redraft_tree_attention_plan(args, &plan)) return status;
+  *bytes = rounded(static_cast<size_t>(plan.mask_bytes + plan.partial_bytes));
   return REDRAFT_OK;
 }
 
@@ -197,7 +204,7 @@ int redraft_tree_attention(const redraft_tree_attention_args *args, void *worksp
   const Problem problem = problem_of(*args, workspace);
   const Stream on = static_cast<Stream>(stream);
   if (const int status = append_rows(*args, problem, workspace, on)) return status;
-  Plan plan{};
+  redraft_attention_plan plan{};
   return attend_any(*args, problem, Action::kRun, plan, on);
 }
 

@@ -59,8 +59,21 @@ typedef struct {
   void *out;                   // [B, T, Hq * D]
 } redraft_tree_attention_args;
 
-// Bytes of scratch memory that a call with these sizes needs: packed masks, and partial results at the seams between
-// blocks. Depends on sizes, `ctas` and the device only.
+// How a call will run; for profiles and for choosing `ctas`.
+typedef struct {
+  int32_t rows;           // query rows of a unit of work: they share each key tile
+  int32_t tile;           // keys of a tile
+  int32_t ctas;           // blocks of the attention kernel
+  int32_t threads;        // of a block
+  int64_t shared_bytes;   // of a block
+  int64_t mask_bytes;     // of scratch memory, for the packed mask
+  int64_t partial_bytes;  // of scratch memory, written and read at most once
+} redraft_attention_plan;
+
+// Depends on sizes, `ctas` and the device only; pointers are not read, but which masks are null matters.
+REDRAFT_API int redraft_tree_attention_plan(const redraft_tree_attention_args *args, redraft_attention_plan *plan);
+
+// Bytes of scratch memory that a call with these sizes needs: the plan's two parts.
 REDRAFT_API int redraft_tree_attention_workspace(const redraft_tree_attention_args *args, size_t *bytes);
 
 // Writes k and v into the cache and attends: three launches at most. `workspace` is device memory at a multiple of 16

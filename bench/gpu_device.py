@@ -1,0 +1,108 @@
+"""A CUDA device through PyTorch: what it is, how fast it copies, and times of captured calls."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from redraft.bench.environment import environment
+from redraft.errors import UsageError
+
+COPY_BYTES = 2 << 30
+REPLAYS = 30
+WARM_UPS = 3
+
+Capture = Sequence[Callable[[], None]]
+"""Calls that one CUDA graph holds, each over memory of its own, so that none finds its data in the cache."""
+
+
+def missing_device() -> str | None:
+    """Why no kernel can run here, or None."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return "PyTorch is not installed; it brings the device memory and the reference"
+    if not torch.version.cuda:
+        return f"PyTorch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device: the driver is absent or lists none"
+    return None
+
+
+def require_device() -> Any:
+    """The torch module, with a CUDA device. Raises UsageError."""
+    if reason := missing_device():
+        raise UsageError(reason)
+    return importlib.import_module("torch")
+
+
+def device_environment() -> dict[str, Any]:
+    """The machine, and the device with its driver, clocks, memory and caches: a JSON object."""
+    torch = require_device()
+    device = torch.cuda.get_device_properties(0)
+    return {
+        **environment(),
+        "device": device.name,
+        "compute_capability": f"{device.major}.{device.minor}",
+        "processors": device.multi_processor_count,
+        "memory_bytes": device.total_memory,
+        "l2_bytes": device.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "driver_and_clocks": _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"),
+    }
+
+
+def capture(calls: Capture) -> Callable[[], None]:
+    """One CUDA graph of all `calls`, in order; returns its replay."""
+    torch = require_device()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def paired_us(captures: Mapping[str, Capture], replays: int = REPLAYS) -> dict[str, list[float]]:
+    """Microseconds of one call by name, of every replay. Names take turns, so that pairs share the device's state."""
+    torch = require_device()
+    graphs = {name: (capture(calls), len(calls)) for name, calls in captures.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for turn in range(WARM_UPS + replays):
+        for name, (replay, count) in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            if turn >= WARM_UPS:
+                times[name].append(start.elapsed_time(end) * 1e3 / count)
+    return times
+
+
+def copy_bytes_per_second() -> float:
+    """Bytes read and written a second by the device's own copy, median."""
+    torch = require_device()
+    size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    times = paired_us({"copy": [lambda: target.copy_(source)]})["copy"]
+    return float(2 * size / (np.median(times) * 1e-6))
+
+
+def _nvidia_smi(*fields: str) -> dict[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    values = done.stdout.splitlines()[0].split(", ") if done.returncode == 0 and done.stdout else []
+    return dict(zip(fields, values, strict=False))

@@ -1,0 +1,135 @@
+// Small kernels, some wrong on purpose: what the CPU build must get right, and what it must catch.
+//
+// usage: shim_test NAME ORDER; prints numbers, or ends by abort.
+
+#include <stdio.h>
+#include <string.h>
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../../plugins/tree_attention/platform.cuh"
+
+using namespace redraft;
+
+namespace {
+
+constexpr int kThreads = 64;
+
+// Every thread reads what its neighbour in the other warp wrote.
+void reverse(int *out, bool with_barrier) {
+  int *shared = reinterpret_cast<int *>(shared_memory());
+  shared[thread_index()] = thread_index();
+  if (with_barrier) sync_block();
+  out[thread_index()] = shared[kThreads - 1 - thread_index()];
+}
+
+// Every thread reads what it copied itself, waited for or not.
+void copy(const int *from, int *out, int pending) {
+  int *shared = reinterpret_cast<int *>(shared_memory());
+  copy_async(shared + 4 * thread_index(), from, true);
+  commit_copies();
+  copy_async(shared + 4 * (kThreads + thread_index()), from, false);
+  commit_copies();
+  if (pending == 0) wait_copies<0>();
+  if (pending == 1) wait_copies<1>();
+  out[2 * thread_index()] = shared[4 * thread_index() + 3];
+  out[2 * thread_index() + 1] = shared[4 * (kThreads + thread_index()) + 3];
+}
+
+// How far a warp gets ahead of the other, in exchanges.
+void drift(int *out) {
+  int *rounds = reinterpret_cast<int *>(shared_memory());
+  const int warp = thread_index() / kWarp;
+  for (int round = 0; round < 100; ++round) {
+    rounds[warp] = round;
+    shuffle_xor(0.f, 1);
+    if (warp == 0 && rounds[1] >= 0) out[0] = out[0] < round - rounds[1] ? round - rounds[1] : out[0];
+  }
+}
+
+void uneven(int) {
+  if (thread_index() > 0) sync_block();
+}
+
+void print(const std::vector<int> &values) {
+  for (const int value : values) printf("%d ", value);
+  printf("\n");
+}
+
+template <class Kernel>
+void launch(Kernel kernel) {
+  cuda_on_cpu::launch(2, 1, kThreads, 8 * kThreads * sizeof(int), kernel);
+}
+
+// Product of random matrices on one warp, the operands laid out as the PTX ISA says; prints the largest error.
+template <class T>
+void products(uint16_t (*narrow)(float), float (*widen)(uint16_t)) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  float a[16][16], b[16][8], sums[16][8];
+  for (auto &row : a)
+    for (float &x : row) x = widen(narrow(normal(random)));
+  for (auto &row : b)
+    for (float &x : row) x = widen(narrow(normal(random)));
+  cuda_on_cpu::launch(1, 1, 32, 0, [&] {
+    const int g = thread_index() / 4;
+    const int t = thread_index() % 4;
+    const auto pair = [&](float low, float high) { return narrow(low) | static_cast<uint32_t>(narrow(high)) << 16; };
+    const uint32_t left[4] = {pair(a[g][2 * t], a[g][2 * t + 1]), pair(a[g + 8][2 * t], a[g + 8][2 * t + 1]),
+                              pair(a[g][2 * t + 8], a[g][2 * t + 9]), pair(a[g + 8][2 * t + 8], a[g + 8][2 * t + 9])};
+    float sum[4] = {};
+    multiply_add_k16<T>(sum, left, pair(b[2 * t][g], b[2 * t + 1][g]), pair(b[2 * t + 8][g], b[2 * t + 9][g]));
+    for (int i = 0; i < 4; ++i) sums[g + i / 2 * 8][2 * t + i % 2] = sum[i];
+  });
+  float worst = 0;
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 8; ++j) {
+      double expected = 0;
+      for (int k = 0; k < 16; ++k) expected += static_cast<double>(a[i][k]) * b[k][j];
+      worst = fmaxf(worst, fabs(expected - sums[i][j]));
+    }
+  }
+  printf("%g\n", static_cast<double>(worst));
+}
+
+}  // namespace
+
+int main(int, char **arguments) {
+  const std::string name = arguments[1];
+  cuda_on_cpu::set_order(static_cast<unsigned>(atoi(arguments[2])));
+  std::vector<int> out(2 * kThreads, -1);
+  const int from[4] = {3, 4, 5, 6};
+  if (name == "barrier") launch([&] { reverse(out.data(), true); });
+  if (name == "no barrier") launch([&] { reverse(out.data(), false); });
+  if (name == "wait 0") launch([&] { copy(from, out.data(), 0); });
+  if (name == "wait 1") launch([&] { copy(from, out.data(), 1); });
+  if (name == "no wait") launch([&] { copy(from, out.data(), 2); });
+  if (name == "drift") launch([&] { drift(out.data()); });
+  if (name == "uneven") launch([&] { uneven(0); });
+  if (name == "half") products<Half>(cuda_on_cpu::float_to_half, cuda_on_cpu::half_to_float);
+  if (name == "bfloat16") products<Bfloat16>(cuda_on_cpu::float_to_bfloat16, cuda_on_cpu::bfloat16_to_float);
+  if (name == "conversions") {
+    for (int bits = 0; bits < 65536; ++bits) {
+      const float value = cuda_on_cpu::half_to_float(static_cast<uint16_t>(bits));
+      const float wide = cuda_on_cpu::bfloat16_to_float(static_cast<uint16_t>(bits));
+      fwrite(&value, 4, 1, stdout);
+      fwrite(&wide, 4, 1, stdout);
+    }
+    std::mt19937 random(2);
+    for (int i = 0; i < 200000; ++i) {
+      const uint32_t bits = random();
+      float value;
+      memcpy(&value, &bits, 4);
+      const uint16_t narrow[2] = {cuda_on_cpu::float_to_half(value), cuda_on_cpu::float_to_bfloat16(value)};
+      const uint32_t rounded = round_tf32(value);
+      fwrite(&value, 4, 1, stdout);
+      fwrite(narrow, 4, 1, stdout);
+      fwrite(&rounded, 4, 1, stdout);
+    }
+    return 0;
+  }
+  print(out);
+  return 0;
+}

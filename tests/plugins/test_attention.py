@@ -1,0 +1,179 @@
+"""The attention kernels' own source, run on the CPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from redraft.export.tree_attention import tree_attention
+from redraft.plugins.library import HEAD_DIMS, Kernels
+from redraft.runtime.tree import ancestor_mask
+
+from .cases import TOLERANCE, Case, error_of, pack_bits, random_case, reference, run, with_lengths
+
+DTYPES = tuple(TOLERANCE)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
+    out, keys, values = run(kernels, case, **how)
+    _, expected_keys, expected_values = reference(case)
+    assert error_of(case, out) < 1
+    assert same_bits(keys, expected_keys)
+    assert same_bits(values, expected_values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("nodes", "heads"),
+    [(1, (1, 1)), (13, (4, 2)), (20, (3, 3)), (23, (6, 2))],
+    ids=["one node", "16 rows and more", "32 rows", "64 rows and more"],
+)
+def test_random_trees_in_a_ragged_batch(
+    kernels: Kernels, dtype: str, head_dim: int, nodes: int, heads: tuple[int, int]
+) -> None:
+    assert_right(kernels, random_case(nodes, dtype, head_dim, [70, 0, 131, 64], nodes, heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("past_len", [[0], [7, 90]])
+def test_causal_chunks(kernels: Kernels, dtype: str, past_len: list[int]) -> None:
+    assert_right(kernels, random_case(3, dtype, 64, past_len, 100, (2, 1), causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_trees(kernels: Kernels, dtype: str) -> None:
+    assert_right(kernels, random_case(5, dtype, 128, [33], 256, (1, 1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ctas", [1, 2, 7, 64, 300])
+def test_a_long_prefix_shared_among_any_number_of_blocks(kernels: Kernels, dtype: str, ctas: int) -> None:
+    assert_right(kernels, random_case(6, dtype, 64, [3000, 12, 700], 4, (2, 1)), ctas=ctas)
+
+
+def test_blocks_share_units_of_several_row_blocks(kernels: Kernels) -> None:
+    case = random_case(7, "float16", 64, [500, 90], 70, (8, 2))
+    for ctas in (3, 5, 11):
+        assert_right(kernels, case, ctas=ctas)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [1, 2, 3, 4, 5])
+def test_threads_may_take_turns_in_any_order(kernels: Kernels, dtype: str, order: int) -> None:
+    case = random_case(8, dtype, 80, [150, 3], 20, (4, 2))
+    assert all(map(same_bits, run(kernels, case, ctas=4), run(kernels, case, ctas=4, order=order)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nodes_past_a_trees_count_are_neither_seen_nor_written(kernels: Kernels, dtype: str) -> None:
+    case = random_case(9, dtype, 96, [70, 40, 5], 12, (4, 2), counts=[12, 3, 0])
+    out, keys, _ = run(kernels, case)
+    assert_right(kernels, case)
+    assert not out[1, 3:].any()
+    assert not out[2].any()
+    assert np.isnan(keys[1, :, 43:].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows(kernels: Kernels, dtype: str, window: int, causal: bool) -> None:
+    assert_right(kernels, random_case(10, dtype, 64, [200, 3, 64], 20, (2, 1), causal=causal, window=window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap(kernels: Kernels, dtype: str) -> None:
+    case = random_case(11, dtype, 64, [90], 8, softcap=2.0, scale=0.5)
+    assert error_of(replace(case, softcap=0.0), run(kernels, case)[0]) > 5  # the cap changes this problem's answer
+    assert_right(kernels, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 75, 149])
+def test_one_key_above_all_others(kernels: Kernels, dtype: str, place: int) -> None:
+    """Scores a thousand apart: nothing overflows, and what came before is scaled away, early or late."""
+    case = random_case(12, dtype, 64, [150], 6, scale=1.0)
+    case.key_cache[0, :, place] = 30 * np.sign(case.q[0, 0, 0].astype(np.float32))
+    assert_right(kernels, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores_of_both_signs(kernels: Kernels, dtype: str) -> None:
+    out, _, _ = run(kernels, case := random_case(13, dtype, 64, [130], 6, magnitude=50.0, scale=1.0))
+    assert np.isfinite(out.astype(np.float32)).all()
+    assert error_of(case, out) < 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_values_come_out_as_they_are(kernels: Kernels, dtype: str) -> None:
+    case = random_case(14, dtype, 64, [300], 5)
+    case.value_cache[:, :, :300] = 3
+    case.v[:] = 3
+    np.testing.assert_allclose(run(kernels, case)[0].astype(np.float64), 3, rtol=1e-6 if dtype == "float32" else 4e-3)
+
+
+def test_a_mask_of_bytes_is_the_same_as_a_mask_of_bits(kernels: Kernels) -> None:
+    case = random_case(15, "float16", 64, [20, 50], 45)
+    assert all(map(same_bits, run(kernels, case), run(kernels, case, bits=False)))
+
+
+def test_rows_that_are_in_the_cache_already(kernels: Kernels) -> None:
+    case = random_case(16, "float16", 64, [20, 50], 9)
+    written = run(kernels, case)
+    filled = replace(case, key_cache=written[1], value_cache=written[2], k=case.k * 0, v=case.v * 0)
+    assert all(map(same_bits, written, run(kernels, filled, write=False)))
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**40), 10**6, 2**40, 98])
+def test_a_length_outside_the_cache_harms_nothing(kernels: Kernels, wrong: int) -> None:
+    """Other sequences are right, rows that do not fit are dropped, and `run` sees that no array's end was passed."""
+    case = random_case(17, "float16", 64, [60, 90, 31], 6)
+    for cache in (case.key_cache, case.value_cache):
+        cache[np.isnan(cache)] = 0
+    capacity = case.key_cache.shape[2]
+    case = with_lengths(case, [60, wrong, 31])
+    out, keys, _ = run(kernels, case)
+    nearest = min(max(wrong, 0), capacity)
+    fits = min(6, capacity - nearest)
+    right = with_lengths(replace(case, counts=np.array([6, fits, 6])), [60, nearest, 31])
+    expected, expected_keys, _ = reference(right)
+    assert np.isfinite(out).all()
+    assert same_bits(keys, expected_keys)
+    for sequence in (0, 2):
+        np.testing.assert_allclose(out[sequence], expected[sequence], atol=5e-3)
+
+
+def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
+    case = random_case(18, "float32", 64, [40, 9], 7, (4, 2), spare=0, window=12)
+    for cache in (case.key_cache, case.value_cache):
+        cache[np.isnan(cache)] = 0  # the operator's torch meaning reads what it hides
+    flat = [torch.from_numpy(array.reshape(2, 7, -1)) for array in (case.q, case.k, case.v)]
+    rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.past_len, np.array([47]))
+    expected = tree_attention(*flat, *map(torch.from_numpy, rest), case.scale, 0.0, case.window, 4, 2)
+    for found, tensor in zip(run(kernels, case), expected, strict=True):
+        np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)
+
+
+def test_bits_are_packed_lowest_first() -> None:
+    mask = ancestor_mask(np.arange(-1, 39))
+    bits = pack_bits(mask)
+    assert bits.shape == (40, 2)
+    assert [int(bits[0, 0]), int(bits[31, 0]), int(bits[39, 1])] == [1, 2**32 - 1, 2**8 - 1]
+
+
+def test_the_reference_is_ordinary_attention() -> None:
+    case = random_case(19, "float32", 64, [9], 5, (2, 2), causal=True, spare=0)
+    queries, new_keys, new_values = (torch.from_numpy(a.swapaxes(1, 2).copy()) for a in (case.q, case.k, case.v))
+    keys = torch.cat([torch.from_numpy(case.key_cache[:, :, :9]), new_keys], dim=2)
+    values = torch.cat([torch.from_numpy(case.value_cache[:, :, :9]), new_values], dim=2)
+    seen = torch.ones(5, 14, dtype=torch.bool).tril(9)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, seen, scale=case.scale)
+    np.testing.assert_allclose(reference(case)[0], expected.swapaxes(1, 2).numpy(), atol=1e-6)

@@ -1,0 +1,100 @@
+"""The kernel that makes accepted rows contiguous, run on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from redraft.errors import KernelError
+from redraft.plugins.library import DTYPES, CompactArgs, Kernels
+
+from .cases import NUMPY, guarded, guards_hold
+
+
+def compact(
+    kernels: Kernels, caches: list[NDArray], past_len: NDArray, paths: NDArray, lengths: NDArray, order: int = 0
+) -> list[NDArray]:
+    """The caches [B, Hkv, C, D] afterwards. Fails if something was written past an array's end."""
+    copies = [guarded(cache) for cache in caches]
+    pointers = np.array([inner.ctypes.data for inner, _ in copies], dtype=np.uint64)
+    batch, kv_heads, capacity, head_dim = caches[0].shape
+    args = CompactArgs(
+        dtype=DTYPES[{v: k for k, v in NUMPY.items()}[caches[0].dtype]], cache_count=len(caches), batch=batch,
+        kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, max_path=paths.shape[1], caches=pointers.ctypes.data,
+        past_len=past_len.ctypes.data, paths=paths.ctypes.data, path_lengths=lengths.ctypes.data,
+    )  # fmt: skip
+    kernels.set_order(order)
+    kernels.compact(args)
+    assert all(guards_hold(whole) for _, whole in copies)
+    return [inner for inner, _ in copies]
+
+
+def caches_of(seed: int, dtype: str, shape: tuple[int, ...], count: int = 4) -> list[NDArray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(NUMPY[dtype]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("order", [0, 1, 5])
+def test_accepted_rows_follow_the_root(kernels: Kernels, dtype: str, head_dim: int, order: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    caches = caches_of(1, dtype, (3, 2, 60, head_dim))
+    past_len, lengths = np.array([0, 17, 30]), np.array([12, 0, 5])
+    paths = np.stack([np.sort(rng.choice(np.arange(1, 28), 12, replace=False)) for _ in past_len])
+    expected = [cache.copy() for cache in caches]
+    for cache, before in zip(expected, caches, strict=True):
+        for b, (past, length) in enumerate(zip(past_len, lengths, strict=True)):
+            cache[b, :, past + 1 : past + 1 + length] = before[b, :, past + paths[b, :length]].swapaxes(0, 1)
+    for found, wanted in zip(compact(kernels, caches, past_len, paths, lengths, order), expected, strict=True):
+        assert found.tobytes() == wanted.tobytes()
+
+
+def test_a_path_that_is_in_place_moves_nothing(kernels: Kernels) -> None:
+    caches = caches_of(2, "float16", (1, 2, 40, 64))
+    found = compact(kernels, caches, np.array([9]), np.arange(1, 11)[None], np.array([10]))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, caches, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("past", "path", "length"),
+    [(35, [2, 7], 2), (35, [-4, 2**40], 2), (-3, [4, 5], 2), (2**40, [4, 5], 2), (3, [4, 5], -1)],
+)
+def test_rows_outside_the_cache_stay(kernels: Kernels, past: int, path: list[int], length: int) -> None:
+    caches = caches_of(3, "float16", (1, 1, 40, 64))
+    found = compact(kernels, caches, np.array([past]), np.array([path]), np.array([length]))
+    expected = [cache.copy() for cache in caches]
+    if past == 35 and path[0] == 2:  # row 37 is there, row 42 is not
+        for cache in expected:
+            cache[0, 0, 36] = cache[0, 0, 37]
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+
+
+def test_a_length_beyond_the_path_ends_with_it(kernels: Kernels) -> None:
+    caches = caches_of(4, "float32", (1, 1, 40, 64), count=1)
+    found = compact(kernels, caches, np.array([5]), np.array([[2, 4]]), np.array([50]))[0]
+    assert (found[0, 0, 6:8] == caches[0][0, 0, [7, 9]]).all()
+    assert found[0, 0, 8:].tobytes() == caches[0][0, 0, 8:].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value", "line"),
+    [
+        ("dtype", 3, "dtype: expected 0"),
+        ("cache_count", 0, "cache_count: expected 1 or more, found 0"),
+        ("batch", -1, "batch: expected 1 or more, found -1"),
+        ("head_dim", 72, "head_dim: expected 64, 80, 96, 128 or 256, found 72"),
+        ("max_path", 0, "max_path: expected 1 or more, found 0"),
+        ("caches", None, "caches: expected a pointer, found null"),
+        ("paths", 12, "paths: expected an address at a multiple of 8 bytes"),
+        ("path_lengths", None, "path_lengths: expected a pointer, found null"),
+    ],
+)
+def test_bad_arguments_are_named(kernels: Kernels, wrong: str, value: int | None, line: str) -> None:
+    good = {
+        "dtype": 0, "cache_count": 2, "batch": 1, "kv_heads": 1, "head_dim": 64, "capacity": 8, "max_path": 4,
+        "caches": 64, "past_len": 64, "paths": 64, "path_lengths": 64,
+    }  # fmt: skip
+    with pytest.raises(KernelError, match=line):
+        kernels.compact(CompactArgs(**{**good, wrong: value}))

@@ -1,0 +1,101 @@
+"""What stands in for a GPU in the kernels' tests: right where kernels are right, and wrong where they are wrong."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+THREADS = 64
+POISON = -1
+"""Four bytes of 0xff, what shared memory holds before it is written."""
+
+Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here to build the kernels for the CPU")
+    program = tmp_path_factory.mktemp("shim") / "shim_test"
+    sources = [ROOT / "tests" / "plugins" / "shim_test.cpp", ROOT / "plugins" / "cpu" / "cuda_on_cpu.cpp"]
+    subprocess.run([compiler, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", *sources, "-o", program], check=True)
+
+    def start(name: str, order: int = 0) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([program, name, str(order)], capture_output=True, check=False, timeout=60)
+
+    return start
+
+
+def numbers(done: subprocess.CompletedProcess[bytes]) -> list[int]:
+    return list(map(int, done.stdout.split()))
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_a_barrier_holds_in_any_order(run: Run, order: int) -> None:
+    assert numbers(run("barrier", order))[:THREADS] == list(range(THREADS))[::-1]
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_a_missing_barrier_shows(run: Run, order: int) -> None:
+    found = numbers(run("no barrier", order))[:THREADS]
+    assert found != list(range(THREADS))[::-1]
+    assert POISON in found
+
+
+def test_copies_arrive_when_they_are_waited_for(run: Run) -> None:
+    assert numbers(run("wait 0")) == [6, 0] * THREADS
+
+
+def test_a_missing_wait_shows(run: Run) -> None:
+    assert numbers(run("wait 1")) == [6, POISON] * THREADS
+    assert numbers(run("no wait")) == [POISON, POISON] * THREADS
+
+
+def test_copies_may_arrive_at_once(run: Run) -> None:
+    """A copy under way may land before it is waited for: what is read meanwhile must not be its target."""
+    assert numbers(run("no wait", 1)) == [6, 0] * THREADS
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_warps_drift_apart(run: Run, order: int) -> None:
+    """One warp is rounds ahead of the other, unless they meet."""
+    ahead = numbers(run("drift", order))[0]
+    assert ahead > 3
+    assert numbers(run("drift"))[0] <= 1
+
+
+def test_threads_that_do_not_meet_end_the_process(run: Run) -> None:
+    done = run("uneven")
+    assert done.returncode != 0
+    assert b"63 threads of block 0 wait for a thread that does not come" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+def test_products_of_a_warp(run: Run, dtype: str) -> None:
+    assert float(run(dtype).stdout.split()[0]) < 5e-6
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_conversions(run: Run) -> None:
+    found = run("conversions").stdout
+    bits = np.arange(65536, dtype=np.uint16)
+    wide = np.frombuffer(found[: 8 * 65536], np.float32).reshape(-1, 2)
+    np.testing.assert_array_equal(wide[:, 0], bits.view(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(wide[:, 1], bits.view(ml_dtypes.bfloat16).astype(np.float32))
+    rows = np.frombuffer(found[8 * 65536 :], np.dtype([("value", "f4"), ("half", "u2"), ("bf", "u2"), ("tf32", "u4")]))
+    rows = rows[~np.isnan(rows["value"])]
+    np.testing.assert_array_equal(rows["half"], rows["value"].astype(np.float16).view(np.uint16))
+    np.testing.assert_array_equal(rows["bf"], rows["value"].astype(ml_dtypes.bfloat16).view(np.uint16))
+    rounded = rows["tf32"].view(np.float32).astype(np.float64)
+    assert not (rows["tf32"] & 0x1FFF).any()
+    step = np.exp2(np.floor(np.log2(np.maximum(np.abs(rows["value"].astype(np.float64)), 2.0**-126))) - 10)
+    finite = np.isfinite(rounded)
+    assert (np.abs(rounded - rows["value"].astype(np.float64))[finite] <= step[finite] / 2).all()

@@ -1,0 +1,165 @@
+"""The kernels on a GPU: the CPU build's problems again, and what only a device shows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from redraft.bench.gpu_attention import checks
+from redraft.bench.gpu_device import capture, missing_device
+from redraft.bench.gpu_problem import DeviceProblem
+from redraft.errors import KernelError
+from redraft.plugins.library import DTYPES, HEAD_DIMS, AttentionArgs, CompactArgs, Kernels, open_kernels
+from redraft.plugins.traffic import AttentionSizes
+
+from .cases import Case, error_of, random_case, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(missing_device() is not None, reason=missing_device() or "a device is here"),
+]
+
+
+@pytest.fixture(scope="module")
+def device_kernels() -> Kernels:
+    try:
+        return open_kernels()
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
+class OnDevice:
+    """NumPy arrays as device memory and back, bytes unchanged (PyTorch and NumPy do not share bfloat16)."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.held: list[Any] = []
+
+    def put(self, array: NDArray) -> int:
+        """Address of a copy on the device."""
+        held = self.torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(-1).copy()).cuda()
+        self.held.append(held)
+        return int(held.data_ptr())
+
+    def get(self, address: int, like: NDArray) -> NDArray:
+        """What now lies at an address that `put` returned."""
+        held = next(tensor for tensor in self.held if tensor.data_ptr() == address)
+        return held.cpu().numpy().view(like.dtype).reshape(like.shape)
+
+
+def run(kernels: Kernels, case: Case, ctas: int = 0) -> tuple[NDArray, NDArray, NDArray]:
+    batch, nodes, q_heads, head_dim = case.q.shape
+    device = OnDevice()
+    out = np.full(case.q.shape, np.nan, dtype=case.q.dtype)
+    put = {name: device.put(value) for name, value in {
+        "q": case.q, "k": case.k, "v": case.v, "key_cache": case.key_cache, "value_cache": case.value_cache,
+        "past_len": case.past_len, "out": out,
+        **({} if case.mask is None else {"mask_bools": case.mask, "positions": case.positions}),
+        **({} if case.counts is None else {"node_counts": case.counts}),
+    }.items()}  # fmt: skip
+    args = AttentionArgs(
+        dtype=DTYPES[case.dtype], batch=batch, nodes=nodes, q_heads=q_heads, kv_heads=case.k.shape[2],
+        head_dim=head_dim, capacity=case.key_cache.shape[2], window=case.window, scale=case.scale,
+        softcap=case.softcap, ctas=ctas, **put,
+    )  # fmt: skip
+    scratch = np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8)
+    kernels.attend(args, device.put(scratch), scratch.nbytes)
+    device.torch.cuda.synchronize()
+    caches = (device.get(put["key_cache"], case.key_cache), device.get(put["value_cache"], case.value_cache))
+    return device.get(put["out"], out), *caches
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("nodes", "heads"), [(1, (1, 1)), (13, (4, 2)), (20, (3, 3)), (23, (6, 2)), (256, (1, 1))])
+def test_random_trees_in_a_ragged_batch(
+    device_kernels: Kernels, dtype: str, head_dim: int, nodes: int, heads: tuple[int, int]
+) -> None:
+    case = random_case(nodes, dtype, head_dim, [70, 0, 1131, 64], nodes, heads)
+    out, keys, values = run(device_kernels, case)
+    _, expected_keys, expected_values = reference(case)
+    assert error_of(case, out) < 1
+    assert keys.tobytes() == expected_keys.tobytes()
+    assert values.tobytes() == expected_values.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda dtype: random_case(3, dtype, 64, [0, 90], 300, (2, 1), causal=True),
+        lambda dtype: random_case(9, dtype, 96, [70, 40, 5], 12, (4, 2), counts=[12, 3, 0]),
+        lambda dtype: random_case(10, dtype, 128, [2000, 3, 64], 20, (2, 1), window=100),
+        lambda dtype: random_case(11, dtype, 64, [90], 8, softcap=2.0, scale=0.5),
+        lambda dtype: random_case(13, dtype, 64, [130], 6, magnitude=50.0, scale=1.0),
+    ],
+    ids=["causal", "counts", "window", "softcap", "large scores"],
+)
+def test_special_cases(device_kernels: Kernels, dtype: str, build: Callable[[str], Case]) -> None:
+    case = build(dtype)
+    assert error_of(case, run(device_kernels, case)[0]) < 1
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 1000])
+def test_any_number_of_blocks(device_kernels: Kernels, ctas: int) -> None:
+    case = random_case(6, "float16", 128, [5000, 12, 700], 4, (8, 2))
+    assert error_of(case, run(device_kernels, case, ctas)[0]) < 1
+
+
+def test_the_measured_problems_agree_with_float32(device_kernels: Kernels) -> None:
+    assert len(checks(device_kernels)) == 45
+
+
+def test_one_graph_serves_lengths_that_change(device_kernels: Kernels) -> None:
+    problem = DeviceProblem(AttentionSizes("float16", 2, 900, 5, 4, 2, 128))
+    for cache in (problem.keys, problem.values):
+        cache[:] = problem.torch.randn_like(cache)
+    replay = capture([problem.ours(device_kernels)])
+    for live in (900, 17, 0):
+        problem.past_len[:] = live
+        replay()
+        captured = problem.out.clone()
+        problem.out.zero_()
+        problem.ours(device_kernels)()
+        assert problem.torch.equal(captured, problem.out)
+
+
+@pytest.mark.parametrize("path", [[2, 7, 8], [1, 2], list(range(3, 40, 2))])
+def test_compaction(device_kernels: Kernels, path: list[int]) -> None:
+    rng = np.random.default_rng(1)
+    caches = [rng.standard_normal((2, 3, 90, 128)).astype(np.float16) for _ in range(6)]
+    device = OnDevice()
+    addresses = [device.put(cache) for cache in caches]
+    args = CompactArgs(
+        dtype=0, cache_count=6, batch=2, kv_heads=3, head_dim=128, capacity=90, max_path=len(path),
+        caches=device.put(np.array(addresses)), past_len=device.put(np.array([10, 40])),
+        paths=device.put(np.array([path, path])), path_lengths=device.put(np.array([len(path), 1])),
+    )  # fmt: skip
+    device_kernels.compact(args)
+    device.torch.cuda.synchronize()
+    for cache, address in zip(caches, addresses, strict=True):
+        expected = cache.copy()
+        expected[0, :, 11 : 11 + len(path)] = cache[0, :, [10 + node for node in path]].swapaxes(0, 1)
+        expected[1, :, 41] = cache[1, :, 40 + path[0]]
+        assert device.get(address, cache).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(device_kernels: Kernels, tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=redraft", "--error-exitcode", "9", sys.executable,
+               "-m", "redraft.bench.gpu_attention", "--check"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert '"checks"' in done.stdout
