@@ -199,7 +199,7 @@ class Runtime:
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
         if forced is not None:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
-            adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
+            adaptive: Controller = Adaptive(self.curve)
         else:
             drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
@@ -222,7 +222,7 @@ class Runtime:
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""
         costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
-        return Adaptive(self.curve, self.verifier.clock, drafter.drafts, costs)
+        return Adaptive(self.curve, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
         ids = self.encode(prompt)

@@ -209,9 +209,7 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
     """At a sharpness of 1 its trees would be too wide, and nobody would know why it is slow."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / PROGRESS).unlink()
-    with pytest.raises(
-        TrainingError, match=r"never measured up to step 8; go on with `redraft train lyanna .* --resume`"
-    ):
+    with pytest.raises(TrainingError, match=r"never measured up to step 8; go on .* --resume"):
         publish_drafter(run, tmp_path / "published")
     assert not (tmp_path / "published").exists()
     assert go(verifier_folder, two, run, resume=True) == 0
