@@ -83,16 +83,22 @@ def export_lyanna(
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """What the graphs will take and give."""
+    """What the graphs will take and give. Raises CheckpointError for more steps than the drafter was trained for."""
+    steps = options.steps or config.steps
+    if steps > config.steps:
+        raise CheckpointError(
+            f"the drafter {options.source} was trained for {config.steps} steps, not {steps}",
+            f"build it with steps={config.steps} at most",
+        )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        steps=options.steps or config.steps,
+        steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, names.tree_size(options.steps or config.steps, options.width)),
+        nodes=min(options.nodes + 1, names.tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,

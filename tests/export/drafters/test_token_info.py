@@ -11,6 +11,7 @@ import torch
 
 from redraft import names
 from redraft.config import LyannaBuild
+from redraft.errors import CheckpointError
 from redraft.export.drafters import token_info
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.token_info import hot_tokens, make_tables, write
@@ -138,3 +139,9 @@ def test_pruning_begins_above_its_limit() -> None:
         shape = lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=HOT, prune_above=limit))
         assert shape.hot == hot
     assert lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=10**6, prune_above=1)).hot == VOCABULARY
+
+
+def test_no_more_steps_are_built_than_were_trained() -> None:
+    assert lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps)).steps == CONFIG.steps
+    with pytest.raises(CheckpointError, match=f"x was trained for {CONFIG.steps} steps, not {CONFIG.steps + 1}; build"):
+        lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps + 1))
