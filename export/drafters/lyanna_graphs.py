@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
@@ -73,7 +72,7 @@ def export_lyanna(
     counts = drafter.load(module)
     shape = lyanna_shape(settings, options)
     progress("token information", 0, 1)
-    embedding = np.concatenate(list(verifier.source.slabs(verifier.embedding)))
+    embedding = verifier.source.slabs(verifier.embedding)
     tables = token_info.write(token_info.make_tables(module, embedding, counts, shape), out)
     progress("trace drafter", 0, 1)
     weights = _export_draft(module, verifier, shape, out, options.precision, progress)

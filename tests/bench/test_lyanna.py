@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from tests.export.drafters.tiny import arrays
 from torch import nn
 
 from redraft import names
@@ -68,7 +69,7 @@ class FakeVerifier(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def get_input_embeddings(self):
         return self.embed
@@ -112,7 +113,7 @@ def tables_of(exact, counts, **shape):
     sizes = dict(hidden=HIDDEN, vocabulary=VOCABULARY, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, rank=3)
     made = LyannaShape(**sizes, **shape)
     embedding = exact.verifier.embed.weight.detach().numpy()
-    return list(make_tables(exact.drafter, embedding, counts, made).values())
+    return list(arrays(make_tables(exact.drafter, iter([embedding]), counts, made)).values())
 
 
 def test_all_tokens_hot_is_the_drafter_itself(verifier, exact, tokens):

@@ -19,7 +19,7 @@ from redraft.export.drafters.token_info import make_tables
 from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
 from redraft.names import LyannaShape
 
-from .tiny import CONFIG, VOCABULARY, Exported, Verifier, counts, export, random_drafter
+from .tiny import CONFIG, VOCABULARY, Exported, Verifier, arrays, counts, export, random_drafter
 
 CAPACITY = 48
 GARBAGE = 1e4
@@ -254,7 +254,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.hot == hot
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
-    tables = make_tables(random_drafter(), embedding, counts(), shape)
+    tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
     _export_resample(shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
