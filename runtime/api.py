@@ -23,7 +23,7 @@ from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.text import Text, TextStream
-from redraft.runtime.trace import TraceWriter, no_record
+from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
 
@@ -190,7 +190,8 @@ class Runtime:
     def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
         """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
         cycle = self._planned(method, budget, forced)
-        cycle.record = no_record if trace is None else TraceWriter(trace)
+        if trace is not None:
+            cycle.record = TraceWriter(trace, cycle.controller.explain, self.curve.table_ms)
         return cycle
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:

@@ -74,11 +74,13 @@ class Cycle:
         resampled_at = time.perf_counter()
         drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
         self._book(plans, looked_up - started, resampled_at - looked_up, time.perf_counter() - resampled_at)
-        trees = []
+        trees = list(found)
         for slot, seq in enumerate(batch):
+            if plans[slot] is Source.NONE:
+                continue
             made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
             tree = self.controller.choose(seq, plans[slot], found[slot], made)
-            trees.append(prune(tree, budgets[slot].nodes))  # of two sources: each fits the rows that are left, not both
+            trees[slot] = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows that are left, not both
         return plans, trees
 
     def _book(self, plans: list[Source], lookup: float, resample: float, draft: float) -> None:
