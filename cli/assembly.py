@@ -63,7 +63,7 @@ def build_bundle(
 
 def _with_taps(config: BuildConfig) -> BuildConfig:
     """The configuration with the features that its drafters ask for."""
-    wanted = {"last"} if config.lyanna else set()
+    wanted = {names.LAST_TAP} if config.lyanna else set()
     return replace(config, taps=(*config.taps, *sorted(wanted - set(config.taps))))
 
 
@@ -98,7 +98,7 @@ def _stage(
         taps=exported.taps,
         graphs={**_graphs(exported, folder), **(_lyanna_graphs(lyanna, folder) if lyanna else {})},
         weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
-        drafters={"ngram": {}, **({"lyanna": {}} if lyanna else {})},
+        drafters={"ngram": {}, **({names.LYANNA: {}} if lyanna else {})},
         lyanna=lyanna.shape if lyanna else None,
         tools=_tools(),
     )
@@ -122,7 +122,7 @@ def _lyanna(
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
     from redraft.export.drafters.lyanna_graphs import export_lyanna
 
-    identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
+    identity = Identity.from_digests(checkpoint, digests)
     drafter = DrafterCheckpoint.open(Path(options.source))
     return export_lyanna(drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage)))
 
@@ -147,7 +147,7 @@ def _drafter_digests(config: BuildConfig) -> dict[str, str]:
     if not config.lyanna:
         return {}
     paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
-    return {f"lyanna {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
+    return {f"{names.LYANNA} {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
 
 
 def _quality(

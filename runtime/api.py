@@ -65,7 +65,9 @@ class Runtime:
     def __init__(
         self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
+        identity: Mapping[str, str | int] | None = None,
     ) -> None:  # fmt: skip
+        """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
         self.verifier = verifier
         self.text = text
         self.curve = curve
@@ -73,7 +75,7 @@ class Runtime:
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
         self._engines = engines
-        self._identity: dict[str, str | int] = {}
+        self._identity = identity or {}
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -98,18 +100,17 @@ class Runtime:
         engine = open_engine(bundle, graph, threads)
         verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots))
+        identity = _identity(bundle, graph, threads, slots)
+        curve = cached_curve(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
-        runtime = cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines)
-        runtime._identity = _identity(bundle, graph, threads, slots)
-        return runtime
+        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines, identity)
 
     @property
     def default_method(self) -> str:
         """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
-        return "lyanna" if lyanna else "ngram"
+        return names.LYANNA if lyanna else "ngram"
 
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""

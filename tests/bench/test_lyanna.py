@@ -421,7 +421,7 @@ class FakeRuntime:
 
     def generate(self, prompts, params, method, budget, trace=None):
         if trace is not None:
-            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2}) + "\n")
+            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}) + "\n")
             source = "resample" if self.settings["resample"] else "fresh"
             step = {"position": 1, "source": source, "tokens": [2, 3], "parents": [-1, 0], "said": [3, 4]}
             trace.write(json.dumps({"request": 0, **step, "path": [1], "committed": [3, 4]}) + "\n")

@@ -272,7 +272,7 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
         for slot, seq in enumerate(batch):
             whole = resample(
                 drafter._chain_logits[slot], seq.drafting.used, seq.tokens[-1],
-                lambda token: lookup(tables, token, VOCABULARY), WIDTH, threshold=0,
+                lambda token: lookup(tables, token), WIDTH, threshold=0,
             )  # fmt: skip
             expected = whole.likeliest(drafter.shape.nodes)
             assert trees[slot].tokens.tolist() == expected.tokens
