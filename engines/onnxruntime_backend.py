@@ -40,7 +40,7 @@ def open_engine(
     try:
         with huge_pages():
             session = ort.InferenceSession(
-                str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
+                str(bundle.path / record.file), session_options(threads, log), providers=["CPUExecutionProvider"]
             )
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
@@ -146,7 +146,7 @@ def bound_call(
     return run
 
 
-def _options(threads: int | None, log: str) -> ort.SessionOptions:
+def session_options(threads: int | None, log: str) -> ort.SessionOptions:
     """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
 
     Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle

@@ -148,10 +148,12 @@ class LyannaDrafter(Drafter):
         return remaining if self.config.resample and remaining > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
+        """See `Drafter.draft`. Raises ValueError where nothing was committed since the last draft."""
         wanted = [budget.nodes > 0 for budget in budgets]
-        self._catch_up(batch, wanted)
         backlogs: list[Backlog] = [seq.drafting for seq in batch]
+        if any(yes and not backlog.waiting for backlog, yes in zip(backlogs, wanted, strict=True)):
+            raise ValueError("nothing was committed since the last draft of a sequence")
+        self._catch_up(batch, wanted)
         call = self._run_draft(batch, [b.waiting if yes else 0 for b, yes in zip(backlogs, wanted, strict=True)])
         for backlog, yes in zip(backlogs, wanted, strict=True):
             if yes:

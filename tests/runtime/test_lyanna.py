@@ -256,6 +256,17 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         check_state(runtime, reference, batch)
 
 
+def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
+    """Without a row to begin with, the graph would draft from whatever its inputs held, and take it for this text."""
+    with opened() as runtime:
+        drafter, seq = lyanna_of(runtime), request([5, 6, 7])
+        cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): []}))
+        scheduler.admit(cycle, [], seq)
+        drafter.draft([seq], [FULL])
+        with pytest.raises(ValueError, match="nothing was committed since the last draft"):
+            drafter.draft([seq], [FULL])
+
+
 def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(opened: Open) -> None:
     """Logits left over by the last draft, from the step after the bonus on; a moved sequence takes them with it."""
     with opened(2) as runtime:
