@@ -16,6 +16,7 @@ from redraft import names
 from redraft.bench.command import quiet_export
 from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
+from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
 from redraft.cli.models import Model
 from redraft.config import BuildConfig, LyannaBuild
@@ -53,7 +54,8 @@ def build_bundle(
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
         weights = {name: digests[name] for name in checkpoint.files}
-        manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
+        options = options_of(model.build, config)
+        manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False
@@ -61,7 +63,7 @@ def build_bundle(
 
 def _with_taps(config: BuildConfig) -> BuildConfig:
     """The configuration with the features that its drafters ask for."""
-    wanted = {"last"} if config.lyanna else set()
+    wanted = {names.LAST_TAP} if config.lyanna else set()
     return replace(config, taps=(*config.taps, *sorted(wanted - set(config.taps))))
 
 
@@ -100,7 +102,7 @@ def _stage(
             **_step_graphs(exported, lyanna, folder),
         },
         weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
-        drafters={"ngram": {}, **({"lyanna": {}} if lyanna else {})},
+        drafters={"ngram": {}, **({names.LYANNA: {}} if lyanna else {})},
         lyanna=lyanna.shape if lyanna else None,
         tools=_tools(),
     )
@@ -124,7 +126,7 @@ def _lyanna(
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
     from redraft.export.drafters.lyanna_graphs import export_lyanna
 
-    identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
+    identity = Identity.from_digests(checkpoint, digests)
     drafter = DrafterCheckpoint.open(Path(options.source))
     return export_lyanna(drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage)))
 
@@ -159,7 +161,7 @@ def _drafter_digests(config: BuildConfig) -> dict[str, str]:
     if not config.lyanna:
         return {}
     paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
-    return {f"lyanna {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
+    return {f"{names.LYANNA} {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
 
 
 def _quality(

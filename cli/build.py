@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redraft.cli.build_options import Backend, Precision, TokenInfo, Weights, choose, choose_lyanna
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.config import BuildConfig, LyannaBuild
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
-
-
-class Precision(StrEnum):
-    """Of the matrix products."""
-
-    fp32 = "fp32"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class TokenInfo(StrEnum):
-    """Of Lyanna's drafter."""
-
-    fp16 = "fp16"
-    int8 = "int8"
-    fp8 = "fp8"
-    lowrank = "lowrank"
-
-
-class Backend(StrEnum):
-    """What runs the engines."""
-
-    onnxruntime = "onnxruntime"
-
-
-class Weights(StrEnum):
-    """Where the weights come from."""
-
-    checkpoint = "checkpoint"
-    random = "random"
 
 
 def build(
@@ -63,6 +32,10 @@ def build(
     ] = None,
     token_info: Annotated[
         TokenInfo | None, typer.Option(help="How Lyanna's token information is kept: a table's type, or its factors.")
+    ] = None,
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE of Lyanna's drafter: steps, width, nodes, precision, hot_tokens, prune_above."),
     ] = None,
     eval_text: Annotated[
         list[str] | None, typer.Option(help="KIND=FILE of held-out text to report perplexity on; `none` reports none.")
@@ -81,39 +54,11 @@ def build(
         texts = held_out(eval_text)
         found = find_model(model, report)
         config = choose(found.build, precision, backend, weights, context)
-        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info))
+        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
     print_json(summary) if as_json else typer.echo(describe(summary))
-
-
-def choose(
-    recipe: BuildConfig, precision: Precision | None, backend: Backend | None, weights: Weights, context: int | None
-) -> BuildConfig:
-    """The recipe's configuration with what the command line says instead."""
-    return replace(
-        recipe,
-        precision=precision.value if precision else recipe.precision,
-        backend=backend.value if backend else recipe.backend,
-        context=recipe.context if context is None else context,
-        random_weights=weights is Weights.random or recipe.random_weights,
-    )
-
-
-def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo | None) -> LyannaBuild | None:
-    """The recipe's drafter with what the command line says instead. None where there is none, or none can fit."""
-    from redraft.config import LyannaBuild
-
-    if source == "none" or (config.random_weights and source is None):
-        chosen = None
-    else:
-        chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
-    if token_info is None:
-        return chosen
-    if chosen is None:
-        raise UsageError("--token-info is for a Lyanna drafter, and none is built", "give --lyanna DIR")
-    return replace(chosen, token_info=token_info.value)
 
 
 def held_out(options: list[str] | None) -> dict[str, str]:

@@ -24,7 +24,7 @@ from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.text import Text, TextStream
-from redraft.runtime.trace import TraceWriter, no_record
+from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
 
@@ -66,7 +66,9 @@ class Runtime:
     def __init__(
         self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
+        identity: Mapping[str, str | int] | None = None,
     ) -> None:  # fmt: skip
+        """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
         self.verifier = verifier
         self.text = text
         self.curve = curve
@@ -74,7 +76,7 @@ class Runtime:
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
         self._engines = engines
-        self._identity: dict[str, str | int] = {}
+        self._identity = identity or {}
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -104,18 +106,17 @@ class Runtime:
             engine = open_engine(bundle, graph, threads)
             verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots, device))
+        identity = _identity(bundle, graph, threads, slots, device)
+        curve = cached_curve(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
-        runtime = cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines)
-        runtime._identity = _identity(bundle, graph, threads, slots, device)
-        return runtime
+        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines, identity)
 
     @property
     def default_method(self) -> str:
         """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
-        return "lyanna" if lyanna else "ngram"
+        return names.LYANNA if lyanna else "ngram"
 
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
@@ -142,12 +143,11 @@ class Runtime:
         Raises UsageError for what cannot be done, before anything is computed.
         """
         forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
-        cycle = self._cycle(method or self.default_method, budget, forced)
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
-        cycle.record = no_record if trace is None else TraceWriter(trace)
-        requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
         with self._running():
+            cycle = self._cycle(method or self.default_method, budget, forced, trace)
+            requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
             for _ in scheduler.run(cycle, requests):
                 pass
         return [self._generation(request, forced is not None) for request in requests]
@@ -156,9 +156,12 @@ class Runtime:
         self, prompt: Prompt, params: SamplingParams = GREEDY, method: str | None = None, budget: Budget | None = None,
         trace: IO[str] | None = None,
     ) -> Iterator[str]:  # fmt: skip
-        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text."""
-        cycle = self._cycle(method or self.default_method, budget, None)
-        cycle.record = no_record if trace is None else TraceWriter(trace)
+        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text.
+
+        Raises as `generate` does, here and not with the first chunk.
+        """
+        with self._running():
+            cycle = self._cycle(method or self.default_method, budget, None, trace)
         request = self._request(prompt, params, None, False)
         request.text = request.text or TextStream(self.text, request.tokens)
         return self._chunks(cycle, request, request.text)
@@ -191,13 +194,20 @@ class Runtime:
     def _running(self) -> _Held:
         return _Held(self._busy)
 
-    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
+    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
+        """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
+        cycle = self._planned(method, budget, forced)
+        if trace is not None:
+            cycle.record = TraceWriter(trace, cycle.controller.explain, self.curve.table_ms)
+        return cycle
+
+    def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
         drafter = self._drafter(method)
         if method == "none":
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
         if forced is not None:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
-            adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
+            adaptive: Controller = Adaptive(self.curve)
         else:
             drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
@@ -220,7 +230,7 @@ class Runtime:
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""
         costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
-        return Adaptive(self.curve, self.verifier.clock, drafter.drafts, costs)
+        return Adaptive(self.curve, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
         ids = self.encode(prompt)

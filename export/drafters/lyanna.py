@@ -21,10 +21,6 @@ from torch import nn
 from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 
-METHOD = "lyanna"
-TAP = "last"
-"""The verifier's feature that a draft begins with."""
-
 
 @dataclass(frozen=True)
 class LyannaConfig(LayerConfig):

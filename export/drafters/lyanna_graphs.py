@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from redraft.errors import CheckpointError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-from redraft.export.drafters.lyanna import METHOD, TAP, LyannaConfig, LyannaDrafter
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.token_tree import emit_token_tree, token_tree
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
@@ -63,17 +62,17 @@ def export_lyanna(
 
     Raises CheckpointError where the drafter is of another method, was trained for another verifier, or does not load.
     """
-    if drafter.method != METHOD:
-        raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {METHOD!r}")
+    if drafter.method != names.LYANNA:
+        raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {names.LYANNA!r}")
     settings = drafter.configure(LyannaConfig)
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    if TAP not in verifier.taps:
-        raise CheckpointError(f"the verifier's graph has no feature {TAP!r}", f'add "{TAP}" to the taps of its recipe')
+    if (tap := names.LAST_TAP) not in verifier.taps:
+        raise CheckpointError(f"the verifier's graph has no feature {tap!r}", f'add "{tap}" to the taps of its recipe')
     module = LyannaDrafter(settings).eval().requires_grad_(False)
     counts = drafter.load(module)
     shape = lyanna_shape(settings, options)
     progress("token information", 0, 1)
-    embedding = np.concatenate(list(verifier.source.slabs(verifier.embedding)))
+    embedding = verifier.source.slabs(verifier.embedding)
     tables = token_info.write(token_info.make_tables(module, embedding, counts, shape), out)
     progress("trace drafter", 0, 1)
     weights = _export_draft(module, verifier, shape, out, options.precision, progress)
@@ -83,16 +82,22 @@ def export_lyanna(
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """What the graphs will take and give."""
+    """What the graphs will take and give. Raises CheckpointError for more steps than the drafter was trained for."""
+    steps = options.steps or config.steps
+    if steps > config.steps:
+        raise CheckpointError(
+            f"the drafter {options.source} was trained for {config.steps} steps, not {steps}",
+            f"build it with steps={config.steps} at most",
+        )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        steps=options.steps or config.steps,
+        steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, names.tree_size(options.steps or config.steps, options.width)),
+        nodes=min(options.nodes + 1, names.tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,
@@ -206,10 +211,10 @@ def _export_draft(
     tensors = {name: tensor.numpy() for name, tensor in graph.drafter.state_dict().items()}
     shared = {"embedding": verifier.embedding, "head": verifier.head}
     passes.simplify(model)
-    _rename(model, {**{f"drafter.{name}": f"{METHOD}.{name}" for name in tensors}, **shared})
-    source = ModuleSource({f"{METHOD}.{name}": tensor for name, tensor in tensors.items()}, verifier.source)
+    _rename(model, {**{f"drafter.{name}": f"{names.LYANNA}.{name}" for name in tensors}, **shared})
+    source = ModuleSource({f"{names.LYANNA}.{name}": tensor for name, tensor in tensors.items()}, verifier.source)
     refs = place(
-        model, source, out, precision, progress, file=METHOD, logits=names.CHAIN_LOGITS, shared=verifier.weights
+        model, source, out, precision, progress, file=names.LYANNA, logits=names.CHAIN_LOGITS, shared=verifier.weights
     )
     finish(model)
     ir.save(model, out / DRAFT)

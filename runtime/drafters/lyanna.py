@@ -28,7 +28,6 @@ from redraft.runtime.tree import head, root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
-TAP = "last"
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it, so that few shapes are prepared."""
@@ -110,7 +109,7 @@ class LyannaDrafter(Drafter):
     @classmethod
     def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
         """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
-        config = from_mapping(LyannaConfig, options, "lyanna")
+        config = from_mapping(LyannaConfig, options, names.LYANNA)
         manifest = engines.bundle.manifest if engines else None
         if engines is None or manifest is None or manifest.lyanna is None:
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
@@ -132,13 +131,13 @@ class LyannaDrafter(Drafter):
     def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
         backlog: Backlog = seq.drafting
-        backlog.append(features[TAP])
+        backlog.append(features[names.LAST_TAP])
         self._catch_up([seq], [True])
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         """See `Drafter.accept`."""
         backlog: Backlog = seq.drafting
-        rows = features[TAP]
+        rows = features[names.LAST_TAP]
         backlog.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
         backlog.used += len(outcome.path) + 1
 
@@ -149,10 +148,12 @@ class LyannaDrafter(Drafter):
         return remaining if self.config.resample and remaining > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
+        """See `Drafter.draft`. Raises ValueError where nothing was committed since the last draft."""
         wanted = [budget.nodes > 0 for budget in budgets]
-        self._catch_up(batch, wanted)
         backlogs: list[Backlog] = [seq.drafting for seq in batch]
+        if any(yes and not backlog.waiting for backlog, yes in zip(backlogs, wanted, strict=True)):
+            raise ValueError("nothing was committed since the last draft of a sequence")
+        self._catch_up(batch, wanted)
         call = self._run_draft(batch, [b.waiting if yes else 0 for b, yes in zip(backlogs, wanted, strict=True)])
         for backlog, yes in zip(backlogs, wanted, strict=True):
             if yes:

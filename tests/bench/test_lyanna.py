@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from tests.export.drafters.tiny import arrays
 from torch import nn
 
 from redraft import names
@@ -68,7 +70,7 @@ class FakeVerifier(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def get_input_embeddings(self):
         return self.embed
@@ -112,7 +114,7 @@ def tables_of(exact, counts, **shape):
     sizes = dict(hidden=HIDDEN, vocabulary=VOCABULARY, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, rank=3)
     made = LyannaShape(**sizes, **shape)
     embedding = exact.verifier.embed.weight.detach().numpy()
-    return list(make_tables(exact.drafter, embedding, counts, made).values())
+    return list(arrays(make_tables(exact.drafter, iter([embedding]), counts, made)).values())
 
 
 def test_all_tokens_hot_is_the_drafter_itself(verifier, exact, tokens):
@@ -420,7 +422,7 @@ class FakeRuntime:
 
     def generate(self, prompts, params, method, budget, trace=None):
         if trace is not None:
-            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2}) + "\n")
+            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}) + "\n")
             source = "resample" if self.settings["resample"] else "fresh"
             step = {"position": 1, "source": source, "tokens": [2, 3], "parents": [-1, 0], "said": [3, 4]}
             trace.write(json.dumps({"request": 0, **step, "path": [1], "committed": [3, 4]}) + "\n")
@@ -473,3 +475,10 @@ def test_a_form_is_a_recipe_that_builds_it(tmp_path):
 def test_tables_are_aligned():
     out = io.StringIO(render({"title": [["a", "long"], ["wider", "b"]]}))
     assert out.read() == "title\n\na      long\n-----  ----\nwider  b"
+
+
+def test_the_commands_that_the_docs_give_are_whole(root):
+    """An option that a part requires and its command lacks would be found by the reader."""
+    text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`python -m redraft\.bench\.lyanna (.*?)`", text)
+    assert {lyanna.parser().parse_args(command.split()).part for command in commands} == set(lyanna.PARTS)

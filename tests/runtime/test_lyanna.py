@@ -100,6 +100,7 @@ def test_drafted_text_is_the_verifiers_own(
     assert (played.steps[Source.RESAMPLE] > 0) == options.get("resample", True)
     if budget is None or budget == FULL:
         assert played.accepted[Source.FRESH] > 0
+    if budget == FULL or not options.get("lookup", True):  # else the lookup may have had all that was accepted
         assert (played.accepted[Source.RESAMPLE] > 0) == options.get("resample", True)
 
 
@@ -255,6 +256,17 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         check_state(runtime, reference, batch)
 
 
+def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
+    """Without a row to begin with, the graph would draft from whatever its inputs held, and take it for this text."""
+    with opened() as runtime:
+        drafter, seq = lyanna_of(runtime), request([5, 6, 7])
+        cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): []}))
+        scheduler.admit(cycle, [], seq)
+        drafter.draft([seq], [FULL])
+        with pytest.raises(ValueError, match="nothing was committed since the last draft"):
+            drafter.draft([seq], [FULL])
+
+
 def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(opened: Open) -> None:
     """Logits left over by the last draft, from the step after the bonus on; a moved sequence takes them with it."""
     with opened(2) as runtime:
@@ -271,7 +283,7 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
         for slot, seq in enumerate(batch):
             whole = resample(
                 drafter._chain_logits[slot], seq.drafting.used, seq.tokens[-1],
-                lambda token: lookup(tables, token, VOCABULARY), WIDTH, threshold=0,
+                lambda token: lookup(tables, token), WIDTH, threshold=0,
             )  # fmt: skip
             expected = whole.likeliest(drafter.shape.nodes)
             assert trees[slot].tokens.tolist() == expected.tokens
@@ -320,3 +332,21 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
         for seq in (late, early):
             scheduler.admit(cycle, batch, seq)
         check_state(runtime, reference, batch)
+
+
+@pytest.mark.parametrize("refused", ["generate", "stream"])
+def test_a_second_generation_is_refused_before_anything_is_measured(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Measuring what drafts cost overwrites KV rows: with a request running, it would change the text of that one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = [5, 6, 7, 8] * 23
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        running = runtime.stream(prompt, PARAMS, "none")
+        next(running)
+        runtime.verifier._kv[:] = kept = np.random.default_rng(0).random(runtime.verifier._kv.shape, np.float32)
+        with pytest.raises(UsageError, match="still running"):
+            runtime.generate([[5]], PARAMS) if refused == "generate" else next(runtime.stream([5], PARAMS))
+        assert np.array_equal(runtime.verifier._kv, kept)
+        running.close()
+        assert runtime.generate([[5]], PARAMS)

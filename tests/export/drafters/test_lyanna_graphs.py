@@ -19,7 +19,7 @@ from redraft.export.drafters.token_info import make_tables
 from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
 from redraft.names import LyannaShape
 
-from .tiny import CONFIG, VOCABULARY, Exported, Verifier, counts, export, random_drafter
+from .tiny import CONFIG, VOCABULARY, Exported, Verifier, arrays, counts, export, random_drafter
 
 CAPACITY = 48
 GARBAGE = 1e4
@@ -79,7 +79,7 @@ class Draft:
 
 
 def added(exported: Exported, token: int) -> np.ndarray:
-    return lookup(list(exported.tables.values()), token, VOCABULARY)
+    return lookup(list(exported.tables.values()), token)
 
 
 def same_tree(found: dict[str, np.ndarray], b: int, expected: Tree, count: int | None = None) -> None:
@@ -222,7 +222,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         tokens = np.arange(7, 7 + len(firsts)) * 3 % VOCABULARY
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
-            full = resample(batch[b], first, token, lambda t: lookup(values, t, VOCABULARY), shape.width, 0)
+            full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
             tree, count = full.likeliest(names.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
@@ -254,7 +254,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.hot == hot
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
-    tables = make_tables(random_drafter(), embedding, counts(), shape)
+    tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
     _export_resample(shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
