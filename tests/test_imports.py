@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai")
+EXTRAS = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime_genai",
+          "matplotlib", "nvtx")  # fmt: skip
 BUILD_TIME = {"redraft.engines.lowering"}
 """Modules that write graphs when a bundle is built; nothing deployed may need them."""
 HEAVY = (*EXTRAS, "onnxruntime", "numpy", "tokenizers")
