@@ -102,6 +102,7 @@ def draw(bars: Sequence[Bar], counted: dict[str, list[float]], title: str, out: 
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     figure, (above, below) = pyplot.subplots(2, figsize=(12, 5), height_ratios=(2, 1), layout="constrained")
     whole_ms = max(bar.start_ms + bar.ms for bar in bars)
@@ -114,11 +115,12 @@ def draw(bars: Sequence[Bar], counted: dict[str, list[float]], title: str, out: 
             middle = (bar.start_ms + bar.ms / 2, -bar.depth - 0.46)
             above.annotate(text, middle, ha="center", va="center", fontsize=7, color=dark, clip_on=True)
     above.set(title=title, xlabel="ms", xlim=(0, whole_ms), yticks=[])
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (*COLOURS.values(), ENGINE_COLOUR)]
+    handles = [Patch(color=colour) for colour in (*COLOURS.values(), ENGINE_COLOUR)]
     figure.legend(handles, [*COLOURS, "engine call"], ncols=10, fontsize=8, loc="outside lower center")
     for name, values in counted.items():
         below.step(range(len(values)), values, where="mid", label=name)
     below.set(xlabel="step", xlim=(0, None), ylim=(0, None))
+    below.xaxis.get_major_locator().set_params(integer=True)
     if counted:
         below.legend(fontsize=7)
     figure.savefig(out, dpi=110)

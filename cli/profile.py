@@ -61,7 +61,9 @@ def profile(
         bool, typer.Option("--roofline", help="Also compare every engine with the speed of the memory.")
     ] = False,
     threads: Threads = None,
-    nvtx: Annotated[bool, typer.Option("--nvtx", hidden=True, help="Emit NVTX ranges and print nothing.")] = False,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that watches already, such as ncu.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt and show where the time of its steps went."""
