@@ -168,7 +168,8 @@ class LyannaDrafter(Drafter):
             backlog: Backlog = seq.drafting
             call.inputs[names.FIRST_STEP][slot] = backlog.used if budget.nodes else 1
             call.inputs[names.TOKENS][slot] = seq.tokens[-1]
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
+            call.run()
         return self._trees(call, batch, budgets, call.outputs[names.TREE_COUNT].tolist())
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
@@ -218,7 +219,8 @@ class LyannaDrafter(Drafter):
                 inputs[names.FEATURE_ROWS][slot, :count] = backlog.features[:count]
                 inputs[names.TOKENS][slot, :count] = seq.tokens[past_len + 1 : past_len + 1 + count]
         inputs[names.LIVE][0] = max([seq.drafting.past_len for seq in batch]) + width
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_DRAFT):
+            call.run()
         for slot, logits in kept.items():
             self._chain_logits[slot] = logits
         for seq, count in zip(batch, rows, strict=True):
@@ -228,9 +230,6 @@ class LyannaDrafter(Drafter):
     def _draft_call(self, sequences: int, rows: int) -> Call:
         sizes = {"M": rows} if self._fixed_batch else {"B": sequences, "M": rows}
         return self._draft_engine.prepare(**sizes)
-
-    def _timed(self, call: Call) -> None:
-        self.verifier.clock.engine += _seconds(call)
 
     def _trees(
         self, call: Call, batch: Several[Sequence], budgets: Several[Budget], counts: list[int]
