@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from redraft.config import TokenInfo
+from redraft.config import Precision, TokenInfo
 
 Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
+ELEMENTS: dict[Precision, Dtype] = {
+    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32",
+}  # fmt: skip
+"""Element type of KV buffers, features and unquantized weights by precision. Logits are float32 always."""
+
 Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
@@ -104,7 +109,7 @@ def features(tap: str) -> str:
 
 @dataclass(frozen=True)
 class VerifierShape:
-    """What a verifier's buffers need to know of the model."""
+    """What a verifier's buffers need to know of the model. `dtype` is theirs and that of its features."""
 
     layers: int
     kv_heads: int
@@ -112,6 +117,7 @@ class VerifierShape:
     hidden: int
     vocabulary: int
     max_positions: int
+    dtype: Dtype = "float32"
 
 
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
@@ -129,7 +135,7 @@ def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
         TensorSpec(PAST_LEN, "int64", ("B",)),
         TensorSpec(LIVE, "int64", (1,)),
         TensorSpec(OUTPUT_ROWS, "int64", ("B", "R")),
-        *(TensorSpec(cache, "float32", ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches),
+        *(TensorSpec(cache, shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches),
     )
 
 
@@ -138,9 +144,9 @@ def verifier_outputs(shape: VerifierShape, taps: tuple[str, ...]) -> tuple[Tenso
     caches = [name(layer) for layer in range(shape.layers) for name in (key_cache, value_cache)]
     return (
         TensorSpec(LOGITS, "float32", ("B", "R", shape.vocabulary)),
-        *(TensorSpec(features(tap), "float32", ("B", "T", shape.hidden)) for tap in taps),
+        *(TensorSpec(features(tap), shape.dtype, ("B", "T", shape.hidden)) for tap in taps),
         *(
-            TensorSpec(present(cache), "float32", ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
+            TensorSpec(present(cache), shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
             for cache in caches
         ),
     )
@@ -152,7 +158,7 @@ class LyannaShape:
 
     steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
     hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
-    rank:  d, of the low-rank form.
+    rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
     """
 
     hidden: int
@@ -165,6 +171,7 @@ class LyannaShape:
     token_info: TokenInfo
     hot: int
     rank: int
+    dtype: Dtype = "float32"
 
 
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
@@ -202,14 +209,14 @@ def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """
     cache = ("B", shape.kv_heads, "C", shape.head_dim)
     return (
-        TensorSpec(FEATURE_ROWS, "float32", ("B", "M", shape.hidden)),
+        TensorSpec(FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
         TensorSpec(TOKENS, "int64", ("B", "M")),
         TensorSpec(POSITIONS, "int64", ("B", "M")),
         TensorSpec(PENDING, "int64", ("B",)),
         TensorSpec(PAST_LEN, "int64", ("B",)),
         TensorSpec(LIVE, "int64", (1,)),
-        TensorSpec(key_cache(0), "float32", cache),
-        TensorSpec(value_cache(0), "float32", cache),
+        TensorSpec(key_cache(0), shape.dtype, cache),
+        TensorSpec(value_cache(0), shape.dtype, cache),
         *token_info_tables(shape),
     )
 
@@ -224,8 +231,8 @@ def lyanna_draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     return (
         *_tree_outputs(shape.nodes),
         TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(present(key_cache(0)), "float32", cache, in_place_of=key_cache(0)),
-        TensorSpec(present(value_cache(0)), "float32", cache, in_place_of=value_cache(0)),
+        TensorSpec(present(key_cache(0)), shape.dtype, cache, in_place_of=key_cache(0)),
+        TensorSpec(present(value_cache(0)), shape.dtype, cache, in_place_of=value_cache(0)),
     )
 
 
