@@ -39,12 +39,13 @@ def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, source"),
+        ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, shape, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
         ('source = "x"\n[build]\nprecision = "fp8"\n', "unknown precision 'fp8'"),
-        ('source = "x"\n[build]\nlyanna = "y"\n', "expected [build.lyanna] with the drafter's folder as `source`"),
-        ('source = "x"\n[build.lyanna]\nsteps = 2\n', "expected [build.lyanna] with the drafter's folder"),
-        ('source = "x"\n[build.lyanna]\nsource = 3\n', "expected [build.lyanna] with the drafter's folder"),
+        ('source = "x"\n[build]\nlyanna = "y"\n', "expected a table [build.lyanna]"),
+        ('source = "x"\n[build.lyanna]\nsource = 3\n', "lyanna.source must name a drafter's folder"),
+        ('source = "x"\nshape = 3\n', "expected [shape] with `model_type`"),
+        ('source = "x"\n[shape]\nhidden_size = 64\n', "expected [shape] with `model_type`"),
         ('source = "x"\n[build.lyanna]\nsource = ""\n', "lyanna.source must name a drafter's folder"),
         ('source = "x"\n[build.lyanna]\nsource = "y"\ndepth = 2\n', "build.lyanna: unknown key depth; known keys"),
         ('source = "x"\n[build.lyanna]\nsource = "y"\ntoken_info = "fp4"\n', "unknown lyanna.token_info 'fp4'"),
