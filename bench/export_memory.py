@@ -3,10 +3,11 @@
     python -m redraft.bench.export_memory --gigabytes 2
     python -m redraft.bench.export_memory --recipe vicuna-7b
 
-With a recipe, `export_recipe` measures the whole of `redraft build` at that model's shape. Otherwise writes a Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh
-process and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process
-held once torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped
-into memory count while they are resident.
+With a recipe, `export_recipe` measures the whole of `redraft build` at that model's shape. Otherwise it writes a
+Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh process
+and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process held once
+torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped into
+memory count while they are resident.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time and peak memory of `redraft build` for a recipe's model at its true shape, with a Lyanna drafter, from shards.
 
-The checkpoint is of random weights in the type of the recipe's precision; the drafter, as trained ones are, in bf16. The
-peak is of the whole process, libraries included; reading files that are mapped into memory counts, the page cache not.
+The checkpoint is of random weights in the type of the recipe's precision; the drafter, as trained ones are, in bf16.
+The peak is of the whole process, libraries included; pages of files that are mapped into memory count while they are.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from redraft import names
 from redraft.bench.command import quiet_export
 from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
+from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
 from redraft.cli.models import Model
 from redraft.config import RANDOM, BuildConfig, LyannaBuild
@@ -55,7 +56,8 @@ def build_bundle(
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
         weights = {name: digests[name] for name in checkpoint.files}
-        manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
+        options = (*model.options, *options_of(model.build, config))
+        manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False

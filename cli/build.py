@@ -5,54 +5,21 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redraft.cli.build_options import Backend, Precision, TokenInfo, Weights, choose, choose_lyanna
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
-from redraft.config import HALVES, RANDOM, BuildConfig, LyannaBuild
+from redraft.config import HALVES, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
-
-
-class Precision(StrEnum):
-    """Of the matrix products."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class TokenInfo(StrEnum):
-    """Of Lyanna's drafter."""
-
-    fp16 = "fp16"
-    int8 = "int8"
-    fp8 = "fp8"
-    lowrank = "lowrank"
-
-
-class Backend(StrEnum):
-    """What runs the engines."""
-
-    onnxruntime = "onnxruntime"
-    tensorrt = "tensorrt"
-
-
-class Weights(StrEnum):
-    """Where the weights come from."""
-
-    checkpoint = "checkpoint"
-    random = "random"
 
 
 def build(
@@ -73,6 +40,10 @@ def build(
     ] = None,
     token_info: Annotated[
         TokenInfo | None, typer.Option(help="How Lyanna's token information is kept: a table's type, or its factors.")
+    ] = None,
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE of Lyanna's drafter: steps, width, nodes, precision, hot_tokens, prune_above."),
     ] = None,
     eval_text: Annotated[
         list[str] | None,
@@ -95,7 +66,7 @@ def build(
         recipe = find_recipe(model)
         config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, context)
         check_buildable(config.backend)
-        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info))
+        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
         texts = held_out(eval_text, config.precision)
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)
@@ -103,37 +74,6 @@ def build(
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
     print_json(summary) if as_json else typer.echo(describe(summary))
-
-
-def choose(
-    recipe: BuildConfig, precision: Precision | None, backend: Backend | None, weights: Weights, context: int | None
-) -> BuildConfig:
-    """The recipe's configuration with what the command line says instead."""
-    return replace(
-        recipe,
-        precision=precision.value if precision else recipe.precision,
-        backend=backend.value if backend else recipe.backend,
-        context=recipe.context if context is None else context,
-        random_weights=weights is Weights.random or recipe.random_weights,
-    )
-
-
-def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo | None) -> LyannaBuild | None:
-    """The recipe's drafter with what the command line says instead. None where there is none.
-
-    Beside random weights the recipe's drafter is random too. A recipe may have settings without a drafter: they wait
-    for one.
-    """
-    if source is None and config.lyanna is not None:
-        source = RANDOM if config.random_weights else config.lyanna.source
-    chosen = None
-    if source not in (None, "none"):
-        chosen = replace(config.lyanna or LyannaBuild(), source=source)
-    if token_info is None:
-        return chosen
-    if chosen is None:
-        raise UsageError("--token-info is for a Lyanna drafter, and none is built", "give --lyanna DIR")
-    return replace(chosen, token_info=token_info.value)
 
 
 def held_out(options: list[str] | None, precision: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft.cli.console import Report
+from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -23,14 +24,17 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 class Model:
     """A checkpoint on disk, and the name that a bundle of it takes.
 
-    source: what the user named, so that an error can repeat the command.
+    source: what the user named, and `options` where it is, so that an error can repeat the command.
+    build:  how its recipe builds it.
     shape:  what its recipe expects of config.json; empty where there is none.
     """
 
     name: str
     source: str
     path: Path
+    build: BuildConfig = field(default_factory=BuildConfig)
     shape: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) 
     from redraft.engines.recipes import recipe_names
 
     if recipe is not None:
-        return Model(recipe.name, model, _checkpoint(recipe, place, report), recipe.shape)
+        options = ("--model-path", str(place.path)) if place.path else ()
+        return Model(recipe.name, model, _checkpoint(recipe, place, report), recipe.build, recipe.shape, options)
     if place.path is not None:
         raise UsageError(f"--model-path is for a recipe, and {model!r} is none", "give the folder as MODEL itself")
     if Path(model).is_dir():

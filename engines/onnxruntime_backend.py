@@ -13,7 +13,6 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.huge_pages import huge_pages
-from redraft.engines.manifest import rebuild_command
 from redraft.errors import BundleError
 from redraft.names import TensorSpec
 
@@ -41,8 +40,7 @@ def open_engine(
     _check_version(bundle)
     if bundle.manifest.precision == "bf16":
         raise BundleError(
-            f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16",
-            f"{rebuild_command(bundle.path, bundle.manifest.model.source)} with --precision fp16 or fp32",
+            f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16", "build it with --precision fp16 or fp32"
         )
     try:
         with huge_pages():

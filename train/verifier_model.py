@@ -102,6 +102,11 @@ def _tokenizer(path: Path) -> Tokenizer:
         ) from None
 
 
+def autocast_beside(verifier: Any) -> torch.autocast:
+    """Products in bf16 where the verifier is: what is trained or measured beside it has its parameters in fp32."""
+    return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
+
+
 def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
     kept: list[torch.Tensor] = []

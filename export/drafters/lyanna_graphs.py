@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
@@ -128,7 +127,7 @@ def _export(
         for name, tensor in module.token_info.state_dict().items():
             fill(tensor, source, f"{_STEM}token_info.{name}")
     progress("token information", 0, 1)
-    embedding = np.concatenate(list(verifier.source.slabs(verifier.embedding)))
+    embedding = verifier.source.slabs(verifier.embedding)
     tables = token_info.write(token_info.make_tables(module, embedding, counts, shape), out)
     progress("trace drafter", 0, 1)
     weights = _export_draft(module, source, verifier, shape, out, precision, progress)
@@ -138,16 +137,22 @@ def _export(
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """What the graphs will take and give."""
+    """What the graphs will take and give. Raises CheckpointError for more steps than the drafter was trained for."""
+    steps = options.steps or config.steps
+    if steps > config.steps:
+        raise CheckpointError(
+            f"the drafter {options.source} was trained for {config.steps} steps, not {steps}",
+            f"build it with steps={config.steps} at most",
+        )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        steps=options.steps or config.steps,
+        steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, names.tree_size(options.steps or config.steps, options.width)),
+        nodes=min(options.nodes + 1, names.tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,

@@ -44,7 +44,8 @@ class Graph:
         generator = np.random.default_rng(1)
         caches = [n(layer) for layer in range(export.shape.layers) for n in (names.key_cache, names.value_cache)]
         size = (batch, export.shape.kv_heads, CAPACITY, export.shape.head_dim)
-        self.caches = {n: (generator.standard_normal(size) * GARBAGE[export.shape.dtype]).astype(export.shape.dtype) for n in caches}
+        dtype = export.shape.dtype
+        self.caches = {n: (generator.standard_normal(size) * GARBAGE[dtype]).astype(dtype) for n in caches}
         self.past = np.zeros(batch, np.int64)
 
     def call(self, tokens: np.ndarray, parents: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -149,7 +150,7 @@ def test_one_node_equals_transformers(exported):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
 def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
-    """KV buffers and features are fp16 too, logits are not; norms with an offset and experts have casts of their own."""
+    """KV buffers and features are fp16, logits are not; norms with an offset and experts have casts of their own."""
     source = write_checkpoint(tmp_path / "model", architecture, dtype=torch.float16)
     export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", taps=("last", "1")))
     check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5, tolerance=HALF_TOLERANCE)

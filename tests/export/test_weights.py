@@ -79,7 +79,7 @@ def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path):
     tensors = load_torch(source / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has numbers that fp16 cannot hold; build with"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has numbers that fp16 cannot hold"):
         export(source, tmp_path / "out", precision="fp16")
 
 

@@ -27,6 +27,7 @@ from .tiny import (
     VOCABULARY,
     Exported,
     Verifier,
+    arrays,
     counts,
     export,
     make_verifier,
@@ -314,7 +315,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.hot == hot
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
-    tables = make_tables(random_drafter(), embedding, counts(), shape)
+    tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
     _export_resample(shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
+from redraft.export.weights import Made
 from redraft.names import LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
@@ -46,6 +48,11 @@ def write_verifier(folder: Path, **changes: object) -> Checkpoint:
 def counts(vocabulary: int = VOCABULARY) -> torch.Tensor:
     """How often each token was seen; some are equally frequent."""
     return torch.randint(0, 20, (vocabulary,), generator=torch.Generator().manual_seed(2))
+
+
+def arrays(tables: Iterable[Made]) -> dict[str, np.ndarray]:
+    """What is to be written, whole, by name."""
+    return {made.name: np.concatenate(list(made.slabs())) for made in tables}
 
 
 def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
@@ -125,9 +132,10 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     lyanna = export_lyanna(opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build)
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
+    manifest = manifest_beside(folder / "graphs", verifier, lyanna)
     stored = load_file(verifier.checkpoint.path / "model.safetensors")
     weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest_beside(folder / "graphs", verifier, lyanna)))
+    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
 def manifest_beside(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
