@@ -106,5 +106,5 @@ def _download(hub_id: str, report: Report) -> Path:
     except (LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"no folder {hub_id!r} here, and the Hugging Face Hub cannot be reached",
-            "download the model elsewhere and give its folder (--model-path with a recipe)",
+            "download the model elsewhere and give its folder; with a recipe, --model-path DIR or --weights random",
         ) from error
