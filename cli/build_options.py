@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any
 
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import RANDOM, BuildConfig, LyannaBuild
 from redraft.errors import UsageError
 
 NO_DRAFTER = "none"
@@ -18,6 +18,8 @@ class Precision(StrEnum):
     """Of the matrix products."""
 
     fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
     int8 = "int8"
     int4 = "int4"
 
@@ -35,6 +37,7 @@ class Backend(StrEnum):
     """What runs the engines."""
 
     onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
 
 
 class Weights(StrEnum):
@@ -60,14 +63,14 @@ def choose(
 def choose_lyanna(
     config: BuildConfig, source: str | None, token_info: TokenInfo | None, options: Sequence[str] = ()
 ) -> LyannaBuild | None:
-    """The recipe's drafter with what the command line says instead. None where there is none, or none can fit.
+    """The recipe's drafter with what the command line says instead. None where there is none.
 
     options: KEY=VALUE, fields of `LyannaBuild`. Raises UsageError for what is none of them or does not fit.
     """
-    if source == NO_DRAFTER or (config.random_weights and source is None):
-        chosen = None
+    if source is None:
+        chosen = _implied(config, config.random_weights)
     else:
-        chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
+        chosen = replace(config.lyanna or LyannaBuild(), source=source) if source != NO_DRAFTER else None
     values = _values(options) | ({"token_info": token_info.value} if token_info else {})
     if not values:
         return chosen
@@ -75,6 +78,16 @@ def choose_lyanna(
         flag = "--token-info" if token_info else "--drafter-option"
         raise UsageError(f"{flag} is for a Lyanna drafter, and none is built", "give --lyanna DIR")
     return replace(chosen, **values)
+
+
+def _implied(recipe: BuildConfig, random_weights: bool) -> LyannaBuild | None:
+    """The drafter that is built where nothing is said: a random one beside random weights.
+
+    A recipe may have settings without a drafter: they wait for one.
+    """
+    if recipe.lyanna is None or (recipe.lyanna.source is None and not random_weights):
+        return None
+    return replace(recipe.lyanna, source=RANDOM) if random_weights else recipe.lyanna
 
 
 def _values(options: Sequence[str]) -> dict[str, Any]:
@@ -93,6 +106,8 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
     options: list[str] = []
     if config.precision != recipe.precision:
         options += ["--precision", config.precision]
+    if config.backend != recipe.backend:
+        options += ["--backend", config.backend]
     if config.context != recipe.context:
         options += ["--context", str(config.context)]
     if config.random_weights and not recipe.random_weights:
@@ -101,11 +116,11 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
 
 
 def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
-    chosen, implied = config.lyanna, None if config.random_weights else recipe.lyanna
-    if chosen is None:
+    chosen, implied = config.lyanna, _implied(recipe, config.random_weights)
+    if chosen is None or chosen.source is None:
         return ["--lyanna", NO_DRAFTER] if implied else []
     options = [] if implied and implied.source == chosen.source else ["--lyanna", chosen.source]
-    base = replace(recipe.lyanna or LyannaBuild(chosen.source), source=chosen.source)
+    base = replace(recipe.lyanna or LyannaBuild(), source=chosen.source)
     if chosen.token_info != base.token_info:
         options += ["--token-info", chosen.token_info]
     for name in (field.name for field in fields(LyannaBuild) if field.name not in _OWN_FLAGS):

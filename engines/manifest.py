@@ -27,6 +27,8 @@ class ModelIdentity:
 
     source:  what the user named: a recipe, a directory or a Hub id.
     weights: SHA-256 of every weight file of the checkpoint, by file name.
+    random_weights, random_drafters: what has random weights: the verifier, drafters by name.
+    stand_in_tokenizer: the tokenizer is not the model's: a token a byte.
     """
 
     source: str
@@ -34,6 +36,18 @@ class ModelIdentity:
     model_type: str
     weights: Mapping[str, str]
     random_weights: bool = False
+    random_drafters: tuple[str, ...] = ()
+    stand_in_tokenizer: bool = False
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What every output made with the bundle must say of it."""
+        random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
+        said = {
+            f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
+            "stand-in tokenizer: a token a byte, ids above 255 in words": self.stand_in_tokenizer,
+        }
+        return tuple(caveat for caveat, true in said.items() if true)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from redraft.names import LyannaShape, TensorSpec, VerifierShape
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 _TRACED = 3
+_ONNX_TYPES = {"int64": "INT64", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
 
 class _Layout(nn.Module):
@@ -147,7 +148,7 @@ class _Builder:
 
 
 def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
-    kind = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}[spec.dtype]
+    kind = getattr(onnx.TensorProto, _ONNX_TYPES[spec.dtype])
     return onnx.helper.make_tensor_value_info(spec.name, kind, spec.shape)
 
 

@@ -51,8 +51,8 @@ def export_verifier(
     config = config or BuildConfig()
     progress("trace", 0, 1)
     architecture = support.load_config(checkpoint)
-    shape = support.verifier_shape(architecture, config.context)
-    with tracing.empty_model(architecture, shape.max_positions) as network:
+    shape = support.verifier_shape(architecture, config.context, names.ELEMENTS[config.precision])
+    with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
         support.check_taps(config.taps, shape.layers)
         module = tracing.VerifierModule(network, config.taps)
         model = tracing.trace(module, shape)
@@ -63,7 +63,11 @@ def export_verifier(
     progress("trace", 1, 1)
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
-    source = weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
+    source: AnySource = (
+        weights.RandomSource.write(parameters, out, weights.STORED[config.precision])
+        if config.random_weights
+        else weights.Source(checkpoint, parameters, tied)
+    )
     refs = weights.place(model, source, out, config.precision, progress)
     finish(model)
     ir.save(model, out / GRAPH)

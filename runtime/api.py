@@ -118,6 +118,11 @@ class Runtime:
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
         return names.LYANNA if lyanna else "ngram"
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What every output must say of the bundle: random weights, a tokenizer that is not the model's."""
+        return self._engines.bundle.manifest.model.caveats if self._engines is not None else ()
+
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
         self.__dict__.pop("verifier", None)

@@ -85,7 +85,9 @@ class DeviceLyanna(Drafter):
         """See `Collector.bind`."""
         sequences = path.shape[0]
         waiting = leading(self._state[names.WAITING], sequences)
-        return collected(self._collect, features[names.features(names.LAST_TAP)], path, waiting, self._targets[sequences])
+        return collected(
+            self._collect, features[names.features(names.LAST_TAP)], path, waiting, self._targets[sequences]
+        )
 
     def announce(self, batch: Several[Sequence]) -> None:
         """See `Collector.announce`. Where others draft for the batch, what waits for them is not kept."""

@@ -171,11 +171,10 @@ def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
 @pytest.fixture
 def texts(verifier, tmp_path):
     """A stream that counts upwards, so that there is something to learn."""
-    config = SimpleNamespace(num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4)
-    found = SimpleNamespace(
-        config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, rope_theta=1e4, norm_eps=1e-5, logit_scale=1.0,
-        model=verifier,
-    )  # fmt: skip
+    config = SimpleNamespace(
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4, hidden_size=HIDDEN
+    )
+    found = SimpleNamespace(config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, model=verifier)
     stream = np.arange(400, dtype=np.uint16) % VOCABULARY
     counts = np.bincount(stream, minlength=VOCABULARY)
     return Texts(tmp_path, found, RECIPE, "x", {"a": stream}, {"a": stream[:48].reshape(4, 12)}, counts, Lines())

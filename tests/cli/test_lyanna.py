@@ -305,8 +305,20 @@ def test_the_command_line_overrides_the_recipes_drafter() -> None:
     assert choose_lyanna(recipe, "mine", None) == LyannaBuild("mine", steps=3, nodes=12)
     assert choose_lyanna(recipe, None, TokenInfo.fp8) == LyannaBuild("recipes", steps=3, nodes=12, token_info="fp8")
     assert choose_lyanna(BuildConfig(), "mine", None) == LyannaBuild("mine")
-    random = replace(recipe, random_weights=True)
-    assert choose_lyanna(random, None, None) is None
+    settings = BuildConfig(lyanna=LyannaBuild(steps=3))
+    assert choose_lyanna(settings, None, None) is None
+    assert choose_lyanna(settings, "mine", None) == LyannaBuild("mine", steps=3)
+
+
+def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
+    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3), random_weights=True)
+    assert choose_lyanna(recipe, None, None) == LyannaBuild("random", steps=3)
+    assert choose_lyanna(recipe, "none", None) is None
+    assert choose_lyanna(BuildConfig(random_weights=True), None, None) is None
+
+
+def test_token_info_needs_a_drafter() -> None:
+    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3))
     with pytest.raises(UsageError, match="none is built"):
         choose_lyanna(recipe, "none", TokenInfo.fp8)
 

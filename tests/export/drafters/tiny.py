@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 from redraft import names
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import BuildConfig, LyannaBuild, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_draft
 from redraft.engines.manifest import GraphRecord, Manifest
@@ -115,13 +115,12 @@ class Verifier:
     export: VerifierExport
 
 
-def make_verifier(folder: Path) -> Verifier:
+def make_verifier(folder: Path, precision: Precision = "fp32") -> Verifier:
     """A verifier and its graph below `folder`."""
     checkpoint = write_verifier(folder / "verifier")
     (folder / "graph").mkdir()
-    return Verifier(
-        checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", BuildConfig(taps=("last",)))
-    )
+    config = BuildConfig(precision=precision, taps=("last",))
+    return Verifier(checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", config))
 
 
 def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **options: object) -> Exported:
@@ -133,17 +132,21 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     lyanna = export_lyanna(opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build)
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
+    manifest = manifest_beside(folder / "graphs", verifier, lyanna)
     stored = load_file(verifier.checkpoint.path / "model.safetensors")
     weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", _manifest(folder / "graphs", verifier, lyanna)))
+    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
-def _manifest(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+def manifest_beside(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+    """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
     portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
-    single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
-    assert single is not None
-    graphs = {names.LYANNA_DRAFT: portable, names.LYANNA_DRAFT_SINGLE: single}
+    graphs = {names.LYANNA_DRAFT: portable}
+    if shape.dtype == "float32":
+        single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
+        assert single is not None
+        graphs[names.LYANNA_DRAFT_SINGLE] = single
     if shape.steps > 1:
         resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
         graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
