@@ -23,6 +23,7 @@ from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def build_bundle(
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     config = _with_taps(config)
-    key = _key(digests | _drafter_digests(config), config, texts)
+    tools = find_tools(config.tensorrt) if config.backend == "tensorrt" else None
+    key = _key(digests | _drafter_digests(config) | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     with BundleWriter(out, model.name, force) as writer:
@@ -55,6 +57,10 @@ def build_bundle(
         weights = {name: digests[name] for name in checkpoint.files}
         manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
+        if tools:
+            from redraft.engines.tensorrt.stage import stage_engines
+
+            manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False
 

@@ -15,7 +15,7 @@ from redraft.cli.options import Json
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.config import BuildConfig, LyannaBuild
+    from redraft.config import BuildConfig, LyannaBuild, TensorRtBuild
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
@@ -42,6 +42,14 @@ class Backend(StrEnum):
     """What runs the engines."""
 
     onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
+
+
+class Attention(StrEnum):
+    """Who computes attention in TensorRT engines."""
+
+    plugin = "plugin"
+    native = "native"
 
 
 class Weights(StrEnum):
@@ -67,6 +75,14 @@ def build(
     eval_text: Annotated[
         list[str] | None, typer.Option(help="KIND=FILE of held-out text to report perplexity on; `none` reports none.")
     ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="TensorRT: our plugin, or its own layers (10.15 and newer).")
+    ] = None,
+    embed_plugin: Annotated[
+        bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
+    tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
     ] = False,
@@ -82,6 +98,7 @@ def build(
         found = find_model(model, report)
         config = choose(found.build, precision, backend, weights, context)
         config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info))
+        config = replace(config, tensorrt=choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes))
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
@@ -116,6 +133,18 @@ def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo
     return replace(chosen, token_info=token_info.value)
 
 
+def choose_tensorrt(
+    config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None
+) -> TensorRtBuild:
+    """The recipe's engines with what the command line says instead. Raises UsageError beside another backend."""
+    said = {"attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch}
+    said = {name: value for name, value in {**said, "tree_nodes": tree_nodes}.items() if value is not None}
+    if said and config.backend != "tensorrt":
+        option = next(iter(said)).replace("_", "-")
+        raise UsageError(f"--{option} is for TensorRT engines", "give --backend tensorrt, or leave it out")
+    return replace(config.tensorrt, **said)  # type: ignore[arg-type]
+
+
 def held_out(options: list[str] | None) -> dict[str, str]:
     """Text by kind from KIND=FILE options; the repository's own without any. Raises UsageError and DataError."""
     from redraft.bench.evaluation import held_out_texts
@@ -140,6 +169,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "name": manifest.name,
         "architecture": manifest.model.architecture,
         "precision": manifest.precision,
+        "backend": manifest.backend,
         "random_weights": manifest.model.random_weights,
         "context": manifest.context,
         "drafters": list(manifest.drafters),

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 from redraft.errors import UsageError
 
 Precision = Literal["fp32", "int8", "int4"]
-Backend = Literal["onnxruntime"]
+Backend = Literal["onnxruntime", "tensorrt"]
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
 """How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
 T = TypeVar("T")
@@ -64,6 +64,34 @@ class LyannaBuild:
 
 
 @dataclass(frozen=True)
+class TensorRtBuild:
+    """How TensorRT engines are built; nothing else reads it.
+
+    attention:     who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
+    embed_plugin:  make the plugin's library part of the engines instead of a file beside them.
+    batch:         sequences of one call, at most.
+    tree_nodes:    nodes of a tree, its root included, at most.
+    prefill:       prompt tokens of one call, at most.
+    """
+
+    attention: Literal["plugin", "native"] = "plugin"
+    embed_plugin: bool = False
+    batch: int = 1
+    tree_nodes: int = 64
+    prefill: int = 128
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("plugin", "native"):
+            raise UsageError(f"unknown tensorrt.attention {self.attention!r}", "choose plugin or native")
+        if self.embed_plugin and self.attention == "native":
+            raise UsageError("there is no plugin to embed with --attention native", "leave --embed-plugin out")
+        for name, least in (("batch", 1), ("tree_nodes", 2), ("prefill", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"tensorrt.{name} must be a number of at least {least}, not {value!r}")
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """How a bundle is built from a checkpoint.
 
@@ -74,6 +102,7 @@ class BuildConfig:
     context:         capacity in tokens; None takes the model's own limit.
     taps:            feature outputs wanted by drafters (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
+    tensorrt:        how engines of the backend tensorrt are built.
     """
 
     precision: Precision = "fp32"
@@ -82,6 +111,7 @@ class BuildConfig:
     taps: tuple[str, ...] = ()
     random_weights: bool = False
     lyanna: LyannaBuild | None = None
+    tensorrt: TensorRtBuild = TensorRtBuild()
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):

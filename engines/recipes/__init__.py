@@ -3,6 +3,7 @@
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
 [build]                keys of `redraft.config.BuildConfig`
 [build.lyanna]         keys of `redraft.config.LyannaBuild`; its source is named like the model's
+[build.tensorrt]       keys of `redraft.config.TensorRtBuild`
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, LyannaBuild, from_mapping
+from redraft.config import BuildConfig, LyannaBuild, TensorRtBuild, from_mapping
 from redraft.errors import UsageError
 
 _FOLDER = Path(__file__).resolve().parent
@@ -48,9 +49,13 @@ def load_recipe(name: str) -> Recipe:
     recipe = from_mapping(_File, values, str(path))
     if not isinstance(recipe.source, str) or not recipe.source or not isinstance(recipe.build, dict):
         raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
-    build = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()}
+    build: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()
+    }
     if "lyanna" in build:
         build["lyanna"] = _lyanna(build["lyanna"], path)
+    if isinstance(options := build.get("tensorrt"), dict):
+        build["tensorrt"] = from_mapping(TensorRtBuild, options, f"{path}: build.tensorrt")
     return Recipe(path.stem, _resolve(recipe.source, path), from_mapping(BuildConfig, build, f"{path}: build"))
 
 
