@@ -14,7 +14,7 @@ ENGINES := build/engines/$(NAME)
 
 CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
-NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh
+NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
 .PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu lint format typecheck check-types check-imports \
   typed-tree clean

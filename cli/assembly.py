@@ -100,7 +100,11 @@ def _stage(
         eos_token_ids=special.eos,
         pad_token_id=special.pad,
         taps=exported.taps,
-        graphs={**_graphs(exported, folder), **(_lyanna_graphs(lyanna, folder) if lyanna else {})},
+        graphs={
+            **_graphs(exported, folder),
+            **(_lyanna_graphs(lyanna, folder) if lyanna else {}),
+            **_step_graphs(exported, lyanna, folder),
+        },
         weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
         drafters={"ngram": {}, **({"lyanna": {}} if lyanna else {})},
         lyanna=lyanna.shape if lyanna else None,
@@ -144,6 +148,16 @@ def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]
     if lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE):
         graphs[names.LYANNA_DRAFT_SINGLE] = lowered
     return graphs
+
+
+def _step_graphs(exported: VerifierExport, lyanna: LyannaExport | None, folder: Path) -> dict[str, GraphRecord]:
+    """What a runtime on a device runs between the engines."""
+    from redraft.export.step_graphs import export_step_graphs
+
+    drafter = lyanna.shape if lyanna else None
+    files = export_step_graphs(exported.shape, drafter, folder)
+    signatures = names.step_signatures(exported.shape, drafter)
+    return {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
 
 
 def _drafter_digests(config: BuildConfig) -> dict[str, str]:

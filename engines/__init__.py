@@ -5,8 +5,10 @@ from __future__ import annotations
 from redraft import names
 from redraft.engines.base import Engine
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
+from redraft.engines.device import Device
+from redraft.errors import UsageError
 
-__all__ = ["Bundle", "BundleWriter", "open_bundle", "open_engine"]
+__all__ = ["Bundle", "BundleWriter", "open_bundle", "open_device", "open_engine"]
 
 
 def open_engine(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None) -> Engine:
@@ -14,3 +16,15 @@ def open_engine(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None
     from redraft.engines import onnxruntime_backend
 
     return onnxruntime_backend.open_engine(bundle, graph, threads)
+
+
+def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
+    """The device `name` (`cpu` or `cuda`) with the bundle's graphs as programs over its buffers.
+
+    Raises UsageError for another name, BundleError where the backend has no such device.
+    """
+    from redraft.engines import onnxruntime_device
+
+    if name not in onnxruntime_device.PROVIDERS:
+        raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(onnxruntime_device.PROVIDERS)}")
+    return onnxruntime_device.OnnxRuntimeDevice(bundle, name, threads)

@@ -128,6 +128,8 @@ def _signatures(bundle: Bundle) -> Iterator[str]:
     if manifest.lyanna:
         known |= lyanna_signatures(manifest, manifest.lyanna)
         yield from _tables(bundle, manifest.lyanna)
+    step = names.step_signatures(manifest.shape, manifest.lyanna)
+    known |= {graph: signature for graph, signature in step.items() if graph in manifest.graphs}
     for graph, signature in known.items():
         if record := manifest.graphs.get(graph):
             for expected, found in zip(signature, (record.inputs, record.outputs), strict=True):

@@ -21,7 +21,8 @@ _NUMPY: Mapping[str, type[np.generic]] = {
     "float16": np.float16,
 }  # fmt: skip
 _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8)", "uint8": "tensor(uint8)",
-        "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)"}  # fmt: skip
+        "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
+        "bfloat16": "tensor(bfloat16)"}  # fmt: skip
 _SPIN_US = "100"
 """How long an idle thread spins before it sleeps."""
 _SEVERITY = {"warning": 2, "error": 3}
@@ -36,18 +37,24 @@ def open_engine(
     where this ONNX Runtime is older than the one the bundle was built with.
     """
     record = bundle.graph(graph)
+    return OnnxRuntimeEngine(load_session(bundle, graph, threads, log=log), record.inputs, record.outputs)
+
+
+def load_session(
+    bundle: Bundle, graph: str, threads: int | None = None, provider: str = "CPUExecutionProvider", log: str = "error"
+) -> ort.InferenceSession:
+    """The graph as a session, its signature checked. Raises BundleError, as `open_engine`."""
+    record = bundle.graph(graph)
     _check_version(bundle)
     try:
         with huge_pages():
-            session = ort.InferenceSession(
-                str(bundle.path / record.file), _options(threads, log), providers=["CPUExecutionProvider"]
-            )
+            session = ort.InferenceSession(str(bundle.path / record.file), _options(threads, log), providers=[provider])
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
         if problem := next(_mismatches(found, specs), None):
             raise bundle.error(f"graph {graph}: {problem}")
-    return OnnxRuntimeEngine(session, record.inputs, record.outputs)
+    return session
 
 
 class OnnxRuntimeEngine:

@@ -7,7 +7,7 @@ on, N steps of its chain, K nodes of its tree (root included), H hot tokens, d r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from redraft.config import TokenInfo
@@ -28,6 +28,19 @@ LYANNA_DRAFT_SINGLE = "lyanna.draft.single"
 LYANNA_RESAMPLE = "lyanna.resample"
 """A new tree from logits that the last draft left over (Algorithm 2), any batch."""
 
+STEP_LAYOUT = "step.layout"
+"""What a tree's tokens and parents become for the verifier, on the device."""
+STEP_ACCEPT = "step.accept"
+"""What the verifier's logits accept of a tree, on the device."""
+STEP_KEEP = "step.keep"
+"""Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
+STEP_COLLECT = "step.collect"
+"""Feature rows of the accepted path, appended to those that wait for a drafter."""
+STEP_MOVE = "step.move"
+"""One sequence's KV rows copied to another slot."""
+LYANNA_MOVE = "lyanna.move"
+"""The same of all that the drafter keeps for a sequence."""
+
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 TREE_MASK = "tree_mask"
@@ -45,6 +58,14 @@ TREE_TOKENS = "tree.tokens"
 TREE_PARENTS = "tree.parents"
 TREE_LOG_PROBS = "tree.log_probs"
 TREE_COUNT = "tree.count"
+NODES = "nodes"
+PATH = "path"
+KEPT = "kept"
+VERDICT = "verdict"
+WAITING = "waiting"
+WAITING_ROWS = "waiting_rows"
+SOURCE_SLOT = "source_slot"
+TARGET_SLOT = "target_slot"
 TOKEN_INFO = "token_info."
 """What the names of the tensors that hold token information begin with."""
 
@@ -121,7 +142,6 @@ def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     the number of rows already live; `live` is the largest past_len + T; `output_rows` picks the rows whose logits are
     wanted, in 0..T-1.
     """
-    caches = [name(layer) for layer in range(shape.layers) for name in (key_cache, value_cache)]
     return (
         TensorSpec(TOKEN_IDS, "int64", ("B", "T")),
         TensorSpec(POSITIONS, "int64", ("B", "T")),
@@ -129,19 +149,18 @@ def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
         TensorSpec(PAST_LEN, "int64", ("B",)),
         TensorSpec(LIVE, "int64", (1,)),
         TensorSpec(OUTPUT_ROWS, "int64", ("B", "R")),
-        *(TensorSpec(cache, "float32", ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches),
+        *(TensorSpec(cache, "float32", ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
     )
 
 
 def verifier_outputs(shape: VerifierShape, taps: tuple[str, ...]) -> tuple[TensorSpec, ...]:
     """Outputs of the verifier's graph, in order: logits, features by tap, then the KV buffers, updated in place."""
-    caches = [name(layer) for layer in range(shape.layers) for name in (key_cache, value_cache)]
     return (
         TensorSpec(LOGITS, "float32", ("B", "R", shape.vocabulary)),
         *(TensorSpec(features(tap), "float32", ("B", "T", shape.hidden)) for tap in taps),
         *(
             TensorSpec(present(cache), "float32", ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
-            for cache in caches
+            for cache in caches(shape)
         ),
     )
 
@@ -242,6 +261,120 @@ def lyanna_resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def lyanna_resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Outputs of the resample graph, in order; `tree.count[b]` nodes are real, fewer the later the first step."""
     return (*_tree_outputs(resample_nodes(shape)), TensorSpec(TREE_COUNT, "int64", ("B",)))
+
+
+def step_layout_inputs() -> tuple[TensorSpec, ...]:
+    """Inputs of the layout graph: parents come before their children, -1 is the root's; rows already live."""
+    return (TensorSpec(TREE_PARENTS, "int64", ("B", "T")), TensorSpec(PAST_LEN, "int64", ("B",)))
+
+
+def step_layout_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of the layout graph, inputs of the verifier's."""
+    return (TensorSpec(POSITIONS, "int64", ("B", "T")), TensorSpec(TREE_MASK, "bool", ("B", "T", "T")))
+
+
+def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of the accepting graph: logits of every node, the tree, and how many of its nodes are real."""
+    return (
+        TensorSpec(LOGITS, "float32", ("B", "T", shape.vocabulary)),
+        TensorSpec(TOKEN_IDS, "int64", ("B", "T")),
+        TensorSpec(TREE_PARENTS, "int64", ("B", "T")),
+        TensorSpec(TREE_MASK, "bool", ("B", "T", "T")),
+        TensorSpec(NODES, "int64", ("B",)),
+    )
+
+
+def step_accept_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of the accepting graph.
+
+    `path[b]` are the root and the accepted nodes, `kept[b]` of them, then its own place: 0, 2, 5, 3, 4 … with `kept` 3.
+    `verdict[b]` is what the host reads: `kept`, the path, and the verifier's token after every node.
+    """
+    return (
+        TensorSpec(PATH, "int64", ("B", "T")),
+        TensorSpec(KEPT, "int64", ("B",)),
+        TensorSpec(VERDICT, "int64", ("B", "1 + 2 T")),
+    )
+
+
+def step_keep_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of the keeping graph: the accepting graph's path, the rows live before the tree, all KV buffers."""
+    return (
+        TensorSpec(PATH, "int64", ("B", "T")),
+        TensorSpec(PAST_LEN, "int64", ("B",)),
+        *verifier_state(shape),
+    )
+
+
+def step_keep_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Outputs of the keeping graph: row past_len + path[i] of each buffer now at past_len + i as well, in place."""
+    return move_outputs(verifier_state(shape))
+
+
+def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of the collecting graph: a call's feature rows, its path, and what waits already, W rows of which some."""
+    return (
+        TensorSpec(FEATURE_ROWS, "float32", ("B", "F", shape.hidden)),
+        TensorSpec(PATH, "int64", ("B", "T")),
+        TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
+        TensorSpec(WAITING_ROWS, "int64", ("B",)),
+    )
+
+
+def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Output of the collecting graph: feature row path[i] at row waiting_rows + i, in place; W holds T rows more."""
+    return (TensorSpec(present(WAITING), "float32", ("B", "W", shape.hidden), in_place_of=WAITING),)
+
+
+Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
+"""Inputs and outputs of a graph."""
+
+
+def step_signatures(shape: VerifierShape, lyanna: LyannaShape | None) -> dict[str, Signature]:
+    """The signatures of the graphs of a step by name."""
+    found = {
+        STEP_LAYOUT: (step_layout_inputs(), step_layout_outputs()),
+        STEP_ACCEPT: (step_accept_inputs(shape), step_accept_outputs()),
+        STEP_KEEP: (step_keep_inputs(shape), step_keep_outputs(shape)),
+        STEP_MOVE: (move_inputs(verifier_state(shape)), move_outputs(verifier_state(shape))),
+    }
+    if lyanna:
+        found[STEP_COLLECT] = (step_collect_inputs(shape), step_collect_outputs(shape))
+        found[LYANNA_MOVE] = (move_inputs(lyanna_state(lyanna)), move_outputs(lyanna_state(lyanna)))
+    return found
+
+
+def move_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Inputs of a moving graph: from which slot to which, and what is kept by slot, in axis 0."""
+    slots = (TensorSpec(SOURCE_SLOT, "int64", (1,)), TensorSpec(TARGET_SLOT, "int64", (1,)))
+    return (*slots, *tensors)
+
+
+def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of a moving graph: the same tensors, in place."""
+    return tuple(replace(spec, name=present(spec.name), in_place_of=spec.name) for spec in tensors)
+
+
+def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """What a verifier keeps by slot."""
+    dims = ("B", shape.kv_heads, "C", shape.head_dim)
+    return tuple(TensorSpec(cache, "float32", dims) for cache in caches(shape))
+
+
+def lyanna_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """What a Lyanna drafter keeps by slot."""
+    dims = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        TensorSpec(key_cache(0), "float32", dims),
+        TensorSpec(value_cache(0), "float32", dims),
+        TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
+    )
+
+
+def caches(shape: VerifierShape) -> list[str]:
+    """Names of the KV buffers of all layers: key, value, key, …"""
+    return [name(layer) for layer in range(shape.layers) for name in (key_cache, value_cache)]
 
 
 CATCH_UP_ROWS = 64

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from redraft import names
-from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.engines import Bundle, open_bundle, open_device, open_engine
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import CostCurve, cached_costs, cached_curve
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
@@ -81,7 +82,7 @@ class Runtime:
     @classmethod
     def open(
         cls, path: Path | str, threads: int | None = None, slots: int = 1, verify: bool = True,
-        drafter_options: Mapping[str, Mapping[str, Any]] | None = None,
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`, checking every byte of it with `verify`.
 
@@ -95,14 +96,19 @@ class Runtime:
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
         graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
-        engine = open_engine(bundle, graph, threads)
-        verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
+        if device is not None:
+            verifier: Verifier = DeviceVerifier(
+                open_device(bundle, device, threads), manifest.shape, manifest.context, slots, manifest.taps
+            )
+        else:
+            engine = open_engine(bundle, graph, threads)
+            verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots))
+        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots, device))
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
         runtime = cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines)
-        runtime._identity = _identity(bundle, graph, threads, slots)
+        runtime._identity = _identity(bundle, graph, threads, slots, device)
         return runtime
 
     @property
@@ -265,7 +271,7 @@ class _Held:
         self._lock.release()
 
 
-def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int) -> dict[str, str | int]:
+def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int, device: str | None) -> dict[str, str | int]:
     """What a cost curve depends on besides the machine."""
     manifest = bundle.manifest
     return {
@@ -274,4 +280,5 @@ def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int) -> di
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,
         "slots": slots,
+        **({"device": device} if device else {}),
     }

@@ -7,14 +7,14 @@ position of the token, so that any two implementations can be compared token for
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from redraft.errors import UsageError
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.tree import accepted_path
-from redraft.types import DraftTree, FloatArray, Outcome
+from redraft.types import DraftTree, FloatArray, IntArray, Outcome
 
 
 class Sampler(Protocol):
@@ -26,6 +26,14 @@ class Sampler(Protocol):
         logits:   float32[n, V], a row a node; read only, overwritten by the next step.
         position: absolute position of the root, whose next token sits at position + 1.
         """
+
+
+@runtime_checkable
+class OverTokens(Protocol):
+    """A sampler that needs only the verifier's likeliest token at each node, not the logits."""
+
+    def accept(self, node_tokens: IntArray, tree: DraftTree, position: int) -> Outcome:
+        """As `Sampler.judge`, of int64[n]."""
 
 
 class Greedy:

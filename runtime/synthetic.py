@@ -11,7 +11,7 @@ from redraft.runtime.sampler import uniform
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, DraftTree, FloatArray, IntArray, Outcome
 
 LABEL = "[synthetic acceptance] "
 """What the text of such a run begins with."""
@@ -69,7 +69,10 @@ class SyntheticAcceptance:
 
     def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
         """See `Sampler.judge`."""
-        node_tokens = logits.argmax(axis=-1)
+        return self.accept(logits.argmax(axis=-1), tree, position)
+
+    def accept(self, node_tokens: IntArray, tree: DraftTree, position: int) -> Outcome:
+        """See `OverTokens.accept`."""
         path: list[int] = []
         last = 0
         for node, parent in enumerate(tree.parents.tolist()):

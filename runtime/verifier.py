@@ -13,6 +13,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.base import Array, Call, Engine
+from redraft.engines.device import Device
 from redraft.names import VerifierShape
 from redraft.runtime.metrics import Clock
 from redraft.runtime.sequence import Sequence as Request
@@ -21,7 +22,7 @@ from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
 
 PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
-_PREFILL_STEP = 16
+PREFILL_STEP = 16
 
 Features = Mapping[str, FloatArray]
 """Feature rows by tap, float32[n, hidden] each: views that the next call overwrites."""
@@ -33,6 +34,9 @@ class Verifier:
     `capacity` is the number of rows of a slot, `slots` the largest batch, `vocabulary` the number of token ids. `clock`
     collects the time in the engine.
     """
+
+    device: Device | None = None
+    """Where its buffers are, if the host cannot read them."""
 
     def __init__(
         self, engine: Engine, shape: VerifierShape, capacity: int, slots: int = 1, taps: tuple[str, ...] = ()
@@ -76,7 +80,7 @@ class Verifier:
         prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            padded = min(-(-len(chunk) // _PREFILL_STEP) * _PREFILL_STEP, self.capacity - start)
+            padded = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
             self._last = frame = self._frame(1, padded, 1)
             frame.place_chunk(chunk, start)
             frame.live[0] = start + padded

@@ -106,6 +106,14 @@ void turn(Fiber &fiber, bool first) {
   _longjmp(fiber.resume, 1);
 }
 
+void land(const Copy &copy) {
+  if (copy.valid) {
+    memcpy(copy.target, copy.source, 16);
+  } else {
+    memset(copy.target, 0, 16);
+  }
+}
+
 std::vector<int> in_order(int count, std::mt19937 &random) {
   std::vector<int> order(count);
   std::iota(order.begin(), order.end(), 0);
@@ -130,9 +138,14 @@ void run_block(const Position &position, size_t shared_bytes, std::mt19937 &rand
   bool first = true;
   for (int left = position.threads; left > 0; first = false) {
     block.progressed = false;
+    const unsigned resting = chosen_order > 1 && !first ? random() : 0;  // a bit a warp
     for (const int thread : in_order(position.threads, random)) {
       Fiber &fiber = block.fibers[thread];
       if (fiber.done) continue;
+      if (resting >> thread / kWarp & 1) {
+        block.progressed = true;
+        continue;
+      }
       turn(fiber, first);
       left -= fiber.done;
     }
@@ -169,7 +182,12 @@ const Lanes &exchange(const void *given, size_t size) {
 }
 
 void copy_async(void *target, const void *source, bool valid) {
-  block.running->open.push_back(Copy{target, source, valid});
+  const Copy copy{target, source, valid};
+  if (chosen_order % 2 == 1) {
+    land(copy);
+  } else {
+    block.running->open.push_back(copy);
+  }
 }
 
 void commit_copies() {
@@ -180,13 +198,7 @@ void commit_copies() {
 void wait_copies(int pending) {
   std::deque<std::vector<Copy>> &groups = block.running->groups;
   while (groups.size() > static_cast<size_t>(pending)) {
-    for (const Copy &copy : groups.front()) {
-      if (copy.valid) {
-        memcpy(copy.target, copy.source, 16);
-      } else {
-        memset(copy.target, 0, 16);
-      }
-    }
+    for (const Copy &copy : groups.front()) land(copy);
     groups.pop_front();
   }
 }

@@ -3,7 +3,8 @@
 //
 //   barriers        a fiber runs until it reaches a barrier or an operation of its warp, in an order that the test
 //                   chooses, so that a barrier left out shows as a wrong result under some order;
-//   copies          cp.async writes only when a wait covers it, so that a wait left out shows;
+//   copies          cp.async writes at once or only when a wait covers it, as the test chooses: both are allowed, so that
+//                   a wait left out shows, and a copy over what another warp still reads;
 //   shared memory   starts as NaN in every block;
 //   matrix products of 16-bit elements and of TF32, with the operand layout of the PTX ISA, float32 sums;
 //   divergence      a barrier or warp operation that some thread never reaches ends the process with a message.
@@ -39,7 +40,7 @@ extern thread_local Position here;
 void launch(int blocks_x, int blocks_y, int threads, size_t shared_bytes, const std::function<void()> &kernel);
 
 // Order in which fibers take turns in launches of this OS thread: 0 ascending, 1 descending, else shuffled anew from
-// this seed at every round; blocks likewise.
+// this seed at every round, in which half of the warps rest; blocks likewise. Odd orders copy at once, even ones late.
 void set_order(unsigned order);
 
 unsigned char *shared_memory();

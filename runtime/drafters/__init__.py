@@ -16,6 +16,9 @@ DRAFTERS: Mapping[str, str] = {
     "lyanna": "redraft.runtime.drafters.lyanna:LyannaDrafter",
 }
 
+ON_DEVICE: Mapping[str, str] = {"lyanna": "redraft.runtime.drafters.lyanna_device:DeviceLyanna"}
+"""Methods that are another class where the verifier's buffers are a device's."""
+
 
 def load_drafter(
     method: str, verifier: Verifier, options: Mapping[str, Any] | None = None, engines: OpenEngine | None = None
@@ -26,7 +29,8 @@ def load_drafter(
     """
     if method not in DRAFTERS:
         raise UsageError(f"unknown method {method!r}", f"choose one of {', '.join(DRAFTERS)}")
-    module, _, name = DRAFTERS[method].partition(":")
+    known = {**DRAFTERS, **ON_DEVICE} if verifier.device else DRAFTERS
+    module, _, name = known[method].partition(":")
     drafter: Drafter = getattr(import_module(module), name).create(verifier, options or {}, engines)
     return drafter
 

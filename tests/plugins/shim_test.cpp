@@ -38,6 +38,17 @@ void copy(const int *from, int *out, int pending) {
   out[2 * thread_index() + 1] = shared[4 * (kThreads + thread_index()) + 3];
 }
 
+// How far a warp gets ahead of the other, in exchanges.
+void drift(int *out) {
+  int *rounds = reinterpret_cast<int *>(shared_memory());
+  const int warp = thread_index() / kWarp;
+  for (int round = 0; round < 100; ++round) {
+    rounds[warp] = round;
+    shuffle_xor(0.f, 1);
+    if (warp == 0 && rounds[1] >= 0) out[0] = out[0] < round - rounds[1] ? round - rounds[1] : out[0];
+  }
+}
+
 void uneven(int) {
   if (thread_index() > 0) sync_block();
 }
@@ -95,6 +106,7 @@ int main(int, char **arguments) {
   if (name == "wait 0") launch([&] { copy(from, out.data(), 0); });
   if (name == "wait 1") launch([&] { copy(from, out.data(), 1); });
   if (name == "no wait") launch([&] { copy(from, out.data(), 2); });
+  if (name == "drift") launch([&] { drift(out.data()); });
   if (name == "uneven") launch([&] { uneven(0); });
   if (name == "half") products<Half>(cuda_on_cpu::float_to_half, cuda_on_cpu::half_to_float);
   if (name == "bfloat16") products<Bfloat16>(cuda_on_cpu::float_to_bfloat16, cuda_on_cpu::bfloat16_to_float);

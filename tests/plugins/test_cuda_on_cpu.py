@@ -59,6 +59,19 @@ def test_a_missing_wait_shows(run: Run) -> None:
     assert numbers(run("no wait")) == [POISON, POISON] * THREADS
 
 
+def test_copies_may_arrive_at_once(run: Run) -> None:
+    """A copy under way may land before it is waited for: what is read meanwhile must not be its target."""
+    assert numbers(run("no wait", 1)) == [6, 0] * THREADS
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_warps_drift_apart(run: Run, order: int) -> None:
+    """One warp is rounds ahead of the other, unless they meet."""
+    ahead = numbers(run("drift", order))[0]
+    assert ahead > 3
+    assert numbers(run("drift"))[0] <= 1
+
+
 def test_threads_that_do_not_meet_end_the_process(run: Run) -> None:
     done = run("uneven")
     assert done.returncode != 0

@@ -1,0 +1,106 @@
+"""Graphs over buffers of one memory, a device's or the host's: what a step needs that must not come back in between.
+
+Where `redraft.engines.base` has arrays that the host reads and writes, here every tensor is a `Buffer`, each input and
+output is bound by name, and one program's output is the next one's input without a copy. The backends are ONNX Runtime
+(CPU and CUDA) and TensorRT; the runtime's device path is the same over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from redraft.engines.base import Array
+from redraft.names import Dtype, TensorSpec
+
+Run = Callable[[], None]
+"""Work put in order behind what was put before; it may still be under way when the function returns."""
+
+
+class Buffer(Protocol):
+    """Memory of one element type and shape, C-contiguous, at a fixed address."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Element type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins, in the device's memory."""
+
+    def write(self, values: Array) -> None:
+        """Copy from the host, behind all work put in order so far. The array may be reused at once."""
+
+    def read(self) -> Array:
+        """A copy on the host, once all work put in order so far is done: what waits for the device."""
+
+    def part(self, *shape: int) -> Self:
+        """The first elements under another shape, of at most as many; shares the memory. For `bind` only."""
+
+
+class Program(Protocol):
+    """A graph of a bundle, loaded."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it takes, as the manifest says."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it gives."""
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        """The graph over these buffers, one for every input and output; outputs in place share their input's.
+
+        Raises ValueError on a missing or unknown name, or a type or shape that does not fit.
+        """
+
+
+class Device(Protocol):
+    """Memory and loaded programs of one bundle."""
+
+    @property
+    def name(self) -> str:
+        """As users say it: `cpu`, `cuda` …"""
+
+    def empty(self, dtype: Dtype, *shape: int) -> Buffer:
+        """A buffer of zeros."""
+
+    def program(self, graph: str) -> Program:
+        """Load a graph of the bundle. Raises BundleError."""
+
+    def chain(self, runs: Sequence[Run]) -> Run:
+        """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""
+
+
+def numpy_type(dtype: Dtype) -> np.dtype[Any]:
+    """NumPy's type of the same bytes; bfloat16, which it lacks, travels as its bits."""
+    return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:
+    """Raises ValueError where the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
+    names = {spec.name for spec in specs}
+    if set(buffers) != names:
+        wrong = sorted(set(buffers) ^ names)
+        raise ValueError(f"expected buffers for exactly the inputs and outputs; missing or unknown: {', '.join(wrong)}")
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        buffer = buffers[spec.name]
+        fits = len(buffer.shape) == len(spec.shape) and all(
+            found == (sizes.setdefault(dim, found) if isinstance(dim, str) else dim)
+            for dim, found in zip(spec.shape, buffer.shape, strict=True)
+        )
+        if not fits or buffer.dtype != spec.dtype:
+            raise ValueError(
+                f"{spec.name}: expected {spec.dtype}{list(spec.shape)} with {sizes}, found {buffer.dtype}"
+                f"{list(buffer.shape)}"
+            )
+        if spec.in_place_of is not None and buffer.address != buffers[spec.in_place_of].address:
+            raise ValueError(f"{spec.name}: expected the buffer of {spec.in_place_of}")

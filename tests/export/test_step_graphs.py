@@ -1,0 +1,155 @@
+"""The graphs of a step against the NumPy functions that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from redraft import names
+from redraft.export.step_graphs import export_step_graphs
+from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.runtime.sampler import Greedy
+from redraft.runtime.tree import ancestor_mask
+from redraft.types import DraftTree
+
+SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
+
+
+LYANNA = LyannaShape(
+    hidden=12, vocabulary=9, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, token_info="fp16", hot=9, rank=2
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("step")
+    export_step_graphs(SHAPE, LYANNA, out)
+    return out
+
+
+def run(folder: Path, name: str, inputs: dict[str, NDArray]) -> dict[str, NDArray]:
+    session = ort.InferenceSession(str(folder / f"{name}.onnx"), providers=["CPUExecutionProvider"])
+    outputs = [output.name for output in session.get_outputs()]
+    return dict(zip(outputs, session.run(outputs, inputs), strict=True))
+
+
+def random_tree(rng: np.random.Generator, nodes: int, vocabulary: int) -> tuple[NDArray, NDArray]:
+    """Tokens and parents, siblings of different tokens."""
+    while True:
+        parents = np.array([-1, *(rng.integers(0, node) for node in range(1, nodes))])
+        tokens = rng.integers(0, vocabulary, nodes)
+        if len({(p, t) for p, t in zip(parents[1:], tokens[1:], strict=True)}) == nodes - 1:
+            return tokens, parents
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
+def test_layout(folder: Path, nodes: int) -> None:
+    rng = np.random.default_rng(nodes)
+    parents = np.stack([random_tree(rng, nodes, 10**6)[1] for _ in range(3)])
+    past_len = np.array([5, 0, 17])
+    found = run(folder, names.STEP_LAYOUT, {names.TREE_PARENTS: parents, names.PAST_LEN: past_len})
+    masks = np.stack([ancestor_mask(row) for row in parents])
+    np.testing.assert_array_equal(found[names.TREE_MASK], masks)
+    np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + past_len[:, None])
+
+
+def test_layout_of_the_deepest_chain(folder: Path) -> None:
+    parents = np.arange(-1, 64)[None]
+    found = run(folder, names.STEP_LAYOUT, {names.TREE_PARENTS: parents, names.PAST_LEN: np.array([3])})
+    np.testing.assert_array_equal(found[names.POSITIONS][0], np.arange(3, 68))
+
+
+def judged(folder: Path, trees: list[tuple[NDArray, NDArray]], logits: NDArray, counts: NDArray) -> dict[str, NDArray]:
+    return run(folder, names.STEP_ACCEPT, {
+        names.LOGITS: logits, names.TOKEN_IDS: np.stack([tokens for tokens, _ in trees]),
+        names.TREE_PARENTS: np.stack([parents for _, parents in trees]),
+        names.TREE_MASK: np.stack([ancestor_mask(parents) for _, parents in trees]), names.NODES: counts,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 13])
+def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
+    """Over a small vocabulary, so that paths of all lengths occur."""
+    rng = np.random.default_rng(nodes)
+    lengths = set()
+    for _ in range(60):
+        trees = [random_tree(rng, nodes, 4 if nodes < 13 else 9) for _ in range(2)]
+        logits = rng.standard_normal((2, nodes, 9)).astype(np.float32)
+        logits[:, :, 4 if nodes < 13 else 9 :] -= 9
+        counts = np.array([nodes, rng.integers(1, nodes + 1)])
+        found = judged(folder, trees, logits, counts)
+        for b, (tokens, parents) in enumerate(trees):
+            live = counts[b]
+            tree = DraftTree(tokens[:live], parents[:live], np.zeros(live, np.float32))
+            outcome = Greedy().judge(logits[b, :live], tree, 0)
+            kept = 1 + len(outcome.path)
+            lengths.add(kept)
+            assert found[names.KEPT][b] == kept
+            expected = [0, *outcome.path, *range(kept, nodes)]
+            assert found[names.PATH][b].tolist() == expected
+            verdict = found[names.VERDICT][b].tolist()
+            assert verdict == [kept, *expected, *logits[b].argmax(1).tolist()]
+    assert len(lengths) >= min(nodes, 3)
+
+
+def test_rows_of_the_path_are_kept(folder: Path) -> None:
+    rng = np.random.default_rng(3)
+    shape = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
+    caches = {name: rng.standard_normal(shape).astype(np.float32) for name in names.caches(SHAPE)}
+    path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
+    found = run(folder, names.STEP_KEEP, {names.PATH: path, names.PAST_LEN: past_len, **caches})
+    for name, cache in caches.items():
+        expected = cache.copy()
+        expected[0, :, 4:10] = cache[0][:, 4 + path[0]]
+        np.testing.assert_array_equal(found[names.present(name)], expected)
+
+
+def test_feature_rows_of_the_path_wait(folder: Path) -> None:
+    rng = np.random.default_rng(4)
+    features = rng.standard_normal((2, 4, SHAPE.hidden)).astype(np.float32)
+    waiting = rng.standard_normal((2, 9, SHAPE.hidden)).astype(np.float32)
+    path, rows = np.array([[0, 3, 2, 3], [0, 1, 2, 3]]), np.array([0, 5])
+    found = run(folder, names.STEP_COLLECT, {
+        names.FEATURE_ROWS: features, names.PATH: path, names.WAITING: waiting, names.WAITING_ROWS: rows,
+    })[names.present(names.WAITING)]  # fmt: skip
+    np.testing.assert_array_equal(found[0, :4], features[0][path[0]])
+    np.testing.assert_array_equal(found[0, 4:], waiting[0, 4:])
+    np.testing.assert_array_equal(found[1], np.concatenate([waiting[1, :5], features[1]]))
+
+
+@pytest.mark.parametrize(
+    ("graph", "state"),
+    [(names.STEP_MOVE, names.verifier_state(SHAPE)), (names.LYANNA_MOVE, names.lyanna_state(LYANNA))],
+)
+def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
+    sizes = {"B": 4, "C": 7, "W": 6}
+    rng = np.random.default_rng(5)
+    held = {
+        spec.name: rng.standard_normal([sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]).astype(
+            np.float32
+        )
+        for spec in state
+    }
+    found = run(folder, graph, {names.SOURCE_SLOT: np.array([3]), names.TARGET_SLOT: np.array([1]), **held})
+    assert set(found) == {names.present(name) for name in held}
+    for name, values in held.items():
+        np.testing.assert_array_equal(found[names.present(name)], values[[0, 3, 2, 3]])
+
+
+def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
+    contracts = names.step_signatures(SHAPE, LYANNA)
+    assert len(contracts) == 6
+    for name, (inputs, outputs) in contracts.items():
+        model = onnx.load(folder / f"{name}.onnx")
+        onnx.checker.check_model(model, full_check=True)
+        assert [value.name for value in model.graph.input] == [spec.name for spec in inputs]
+        assert [value.name for value in model.graph.output] == [spec.name for spec in outputs]
+
+
+def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
+    assert {names.STEP_COLLECT, names.LYANNA_MOVE}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
