@@ -44,7 +44,7 @@ class _Accept(nn.Module):
         said = logits.argmax(2)  # [B, T]
         nodes = torch.arange(tokens.shape[1])[None]
         root = parents < 0
-        right = (tokens == said.gather(1, parents.clamp(min=0))) & (nodes < count[:, None]) | root
+        right = (tokens == said.gather(1, torch.maximum(parents, torch.tensor(0)))) & (nodes < count[:, None]) | root
         wrong = (mask & ~right[:, None]).long().sum(2)  # ancestors that do not hold
         depths = mask.long().sum(2)
         last = torch.where(wrong == 0, depths, 0).argmax(1, keepdim=True)  # [B, 1]

@@ -75,8 +75,9 @@ def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:
 
 
 def _spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    shape: list[int] = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-    return math.prod(shape) * _ITEM_BYTES[spec.dtype]
+    shape = [sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in spec.shape]  # a sum of symbols is small
+    elements: int = math.prod(shape)
+    return elements * _ITEM_BYTES[spec.dtype]
 
 
 def _tensor_bytes(tensor: onnx.TensorProto) -> int:

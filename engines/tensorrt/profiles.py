@@ -1,4 +1,4 @@
-"""Three optimization profiles a graph: prefill chunks, one token, trees. TensorRT tunes an engine for each of them.
+"""Optimization profiles of every graph: prefill chunks, one token, trees. TensorRT tunes an engine for each of them.
 
 With two profiles, as is the custom, decoding without speculation would run kernels tuned for trees.
 """
@@ -80,6 +80,8 @@ def _symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
             TOKEN: {**common, "B": several, "T": one, "R": one},
             TREE: {**common, "B": several, "T": tree, "R": tree},
         }
+    if graph in (names.STEP_LAYOUT, names.STEP_ACCEPT):
+        return {TOKEN: {"B": several, "T": (1, 1, 1)}, TREE: {"B": several, "T": (2, limits.tree, limits.tree)}}
     rows = min(names.CATCH_UP_ROWS, limits.capacity)
     return {
         PREFILL: {**common, "B": alone, "M": (1, rows, rows)},
