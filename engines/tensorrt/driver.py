@@ -44,9 +44,9 @@ def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
     driver.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
     name = ctypes.create_string_buffer(_NAME_BYTES)
     driver.call("cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
+    capability = _attribute(driver, device, _MAJOR), _attribute(driver, device, _MINOR)
     free_bytes, total_bytes = _memory(driver, device)
-    return Gpu(name.value.decode(), (_attribute(driver, device, _MAJOR), _attribute(driver, device, _MINOR)),
-               free_bytes, total_bytes)  # fmt: skip
+    return Gpu(name.value.decode(), capability, free_bytes, total_bytes)
 
 
 def _attribute(driver: _Driver, device: ctypes.c_int, number: int) -> int:

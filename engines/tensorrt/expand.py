@@ -11,17 +11,23 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from redraft.engines.tensorrt.operators import SINCE, Release
 from redraft.engines.tensorrt.rewrite import Rewriter
 
 
 def expand(model: ir.Model, release: Release) -> None:
-    """Replace every node that came after `release`, in place, where there is a form for it."""
-    for node in list(model.graph):
-        form = _FORMS.get(node.op_type)
-        if form is not None and SINCE[node.op_type] > release:
-            form(Rewriter(model.graph, node), node)
+    """Replace every node that came after `release`, in place, where there is a form for it.
+
+    Types and shapes of values are inferred where the graph does not say them, bodies of functions included.
+    """
+    lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+    if any(node.inputs[0] is None or node.inputs[0].dtype is None for node in lacking):
+        common.ShapeInferencePass()(model)
+        lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+    for node in lacking:
+        _FORMS[node.op_type](Rewriter(model.graph, node), node)
 
 
 def _normalize(to: Rewriter, node: ir.Node) -> None:

@@ -31,13 +31,13 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     Raises BackendError naming the first node that the parser of `release` does not take.
     """
     model = ir.load(folder / file)
+    expand(model, release)
     if attention == "plugin":
         _name_plugin(model)
     else:
         lower_attention(graph, model, release)
     model.functions.clear()
     model.opset_imports.pop(names.TREE_ATTENTION_DOMAIN, None)
-    expand(model, release)
     for tidy in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass()):
         tidy(model)
     proto = ir.serde.serialize_model(model)

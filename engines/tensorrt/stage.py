@@ -23,8 +23,8 @@ from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE)
-"""Graphs that engines are built of. Those that move rows of a buffer in place are not among them: TensorRT promises that
-an output may share an input's memory for KV updates and plugins only, and on a GPU kernels and copies do their work."""
+"""Graphs that engines are built of. Those that move rows of a buffer in place are not among them: TensorRT lets outputs
+share an input's memory for KV updates and plugins only, and on a GPU kernels and copies do their work."""
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes]
 

@@ -1,4 +1,4 @@
-"""A stand-in for TensorRT's Python package that records what Polygraphy and we ask of it: names of the real bindings only.
+"""A stand-in for TensorRT's Python package that records what is asked of it: names of the real bindings only.
 
 Real: names and signatures, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. Not real: everything they do.
 """
@@ -149,7 +149,7 @@ class Network:
 class Fake:
     """The package: `sys.modules["tensorrt"] = Fake(...)`. What was asked of it is in `calls`, `configs` and `flags`.
 
-    inputs: names of the network's inputs and whether each is a shape tensor.   error: what the parser says, if it fails.
+    inputs: the network's inputs, and whether each is a shape tensor.   error: what the parser says, if it fails.
     """
 
     BuilderFlag = BuilderFlag
@@ -160,7 +160,7 @@ class Fake:
     DeviceType = DeviceType
     ILogger = ILogger
     __spec__ = None
-    __path__: list[str] = []
+    __path__ = ()
 
     def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True) -> None:
         self.__version__ = version
@@ -182,13 +182,13 @@ class Fake:
         self.calls.append(("load_library", plugin_path))
         return object() if self.loads else None
 
-    def Builder(self, logger: ILogger) -> Any:  # noqa: N802 (the binding's name)
+    def Builder(self, logger: ILogger) -> Any:
         return SimpleNamespace(
             create_network=self._network, create_builder_config=self._config,
             create_optimization_profile=OptimizationProfile, build_serialized_network=self._build,
         )  # fmt: skip
 
-    def OnnxParser(self, network: Any, logger: ILogger) -> Any:  # noqa: N802
+    def OnnxParser(self, network: Any, logger: ILogger) -> Any:
         return SimpleNamespace(
             parse_from_file=self._parse, num_errors=1 if self.error else 0, get_error=lambda index: self.error
         )
