@@ -56,6 +56,7 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         f"{'every digest holds' if verified else 'digests not checked'}",
         f"model      {manifest.model.architecture} from {manifest.model.source}"
         f"{' (random weights)' if manifest.model.random_weights else ''}",
+        *(f"beware     {caveat}" for caveat in manifest.model.caveats),
         f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
         f"vocabulary {shape.vocabulary}",
         f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, context {manifest.context}",

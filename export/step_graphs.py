@@ -17,7 +17,7 @@ from torch import nn
 from redraft import names
 from redraft.export import passes, tracing
 from redraft.export.verifier import finish
-from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.names import Dtype, LyannaShape, TensorSpec, VerifierShape
 
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
@@ -121,6 +121,12 @@ def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
     return builder.model(name, names.move_inputs(state), names.move_outputs(state))
 
 
+_KINDS: dict[Dtype, int] = {
+    "int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+}  # fmt: skip
+
+
 class _Builder:
     """A graph put together node by node: TensorScatter has no counterpart in torch that could be traced."""
 
@@ -147,8 +153,7 @@ class _Builder:
 
 
 def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
-    kind = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}[spec.dtype]
-    return onnx.helper.make_tensor_value_info(spec.name, kind, spec.shape)
+    return onnx.helper.make_tensor_value_info(spec.name, _KINDS[spec.dtype], spec.shape)
 
 
 def _traced(
