@@ -20,11 +20,12 @@ from redraft.cli import tokenizers
 from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
 from redraft.cli.models import Model
-from redraft.config import RANDOM, BuildConfig, LyannaBuild
+from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def build_bundle(
     texts = {} if config.random_weights else texts
     config = _with_taps(config)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
-    key = _key(digests | _drafter_digests(config) | shape, config, texts)
+    tools = find_tools(config.tensorrt) if config.backend == "tensorrt" else None
+    key = _key(digests | _drafter_digests(config) | shape | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     with BundleWriter(out, model.name, force) as writer:
@@ -59,6 +61,10 @@ def build_bundle(
         options = (*model.options, *options_of(model.build, config))
         manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
+        if tools:
+            from redraft.engines.tensorrt.stage import stage_engines
+
+            manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False
 
@@ -87,7 +93,7 @@ def _stage(
     )
     quiet_export()
     exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)))
-    lyanna = _lyanna(checkpoint, digests, exported, config.lyanna, folder, report) if config.lyanna else None
+    lyanna = _lyanna(checkpoint, digests, exported, _drafter(config), folder, report) if config.lyanna else None
     return Manifest(
         name=model.name,
         model=ModelIdentity(
@@ -150,6 +156,13 @@ def _lyanna(
     assert options.source is not None, "a drafter without a source is none (`choose_lyanna`)"
     identity = Identity.from_digests(checkpoint, digests)
     return export_lyanna(DrafterCheckpoint.open(Path(options.source)), verifier, identity, folder, options, progress)
+
+
+def _drafter(config: BuildConfig) -> LyannaBuild:
+    """The drafter's options. TensorRT has no operator like MatMulNBits: where nothing is said it takes the carrier."""
+    assert config.lyanna is not None
+    chosen = config.lyanna.precision or (config.carrier if config.backend == "tensorrt" else None)
+    return replace(config.lyanna, precision=chosen)
 
 
 def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]:
@@ -225,8 +238,8 @@ def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> 
     from redraft.export.weights import LINK_FROM_BYTES, STORED
 
     linked = set()
-    dtype = STORED[config.precision]
-    if config.precision not in ("int8", "int4") and not config.random_weights:
+    dtype = STORED[config.carrier]
+    if config.precision not in WEIGHT_ONLY and not config.random_weights:
         files = {name: (checkpoint.path / name).stat() for name in checkpoint.files}
         device = folder.stat().st_dev
         linked = {name for name, s in files.items() if s.st_size >= LINK_FROM_BYTES and s.st_dev == device}

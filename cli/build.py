@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redraft.cli.build_options import Backend, Precision, TokenInfo, Weights, choose, choose_lyanna
+from redraft.cli.build_options import (
+    Attention,
+    Backend,
+    Precision,
+    TokenInfo,
+    Weights,
+    choose,
+    choose_lyanna,
+    choose_tensorrt,
+)
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
 from redraft.config import HALVES, BuildConfig
@@ -28,7 +37,9 @@ def build(
     model_path: Annotated[
         Path | None, typer.Option(help="Folder of the recipe's checkpoint, instead of a download.")
     ] = None,
-    precision: Annotated[Precision | None, typer.Option(help="fp32, fp16, bf16, or weight-only int8 or int4.")] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="fp32, fp16, bf16, or weight-only int8, int4 or fp8.")
+    ] = None,
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
     context: Annotated[int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")] = None,
@@ -51,6 +62,14 @@ def build(
             help="KIND=FILE of held-out text to report perplexity on; `none` reports none, as is so in fp16 and bf16."
         ),
     ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="TensorRT: our plugin, or its own layers (10.15 and newer).")
+    ] = None,
+    embed_plugin: Annotated[
+        bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
+    tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
     ] = False,
@@ -65,9 +84,10 @@ def build(
 
         recipe = find_recipe(model)
         config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, context)
-        check_buildable(config.backend)
+        config = replace(config, tensorrt=choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes))
+        check_buildable(config)
         config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
-        texts = held_out(eval_text, config.precision)
+        texts = held_out(eval_text, config)
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)
         out = out or ENGINES / found.name
@@ -76,8 +96,8 @@ def build(
     print_json(summary) if as_json else typer.echo(describe(summary))
 
 
-def held_out(options: list[str] | None, precision: str) -> dict[str, str]:
-    """Text by kind from KIND=FILE options; without any the repository's own, but none in fp16 and bf16.
+def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
+    """Text by kind from KIND=FILE options; without any the repository's own, but none in fp16, bf16 and for TensorRT.
 
     These are what checkpoints are stored in, and of models for which fp32 engines to compare with are too large.
     Raises UsageError and DataError.
@@ -85,7 +105,7 @@ def held_out(options: list[str] | None, precision: str) -> dict[str, str]:
     from redraft.bench.evaluation import held_out_texts
     from redraft.bench.prompts import read_text
 
-    if options == ["none"] or (not options and precision in HALVES):
+    if options == ["none"] or (not options and (config.precision in HALVES or config.backend == "tensorrt")):
         return {}
     if not options:
         return {kind: read_text(path) for kind, path in held_out_texts().items()}
@@ -104,6 +124,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "name": manifest.name,
         "architecture": manifest.model.architecture,
         "precision": manifest.precision,
+        "backend": manifest.backend,
         "random_weights": manifest.model.random_weights,
         "caveats": list(manifest.model.caveats),
         "context": manifest.context,

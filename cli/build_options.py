@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from enum import StrEnum
 from typing import Any
 
-from redraft.config import RANDOM, BuildConfig, LyannaBuild
+from redraft.config import RANDOM, BuildConfig, LyannaBuild, TensorRtBuild
 from redraft.errors import UsageError
 
 NO_DRAFTER = "none"
@@ -22,6 +22,7 @@ class Precision(StrEnum):
     bf16 = "bf16"
     int8 = "int8"
     int4 = "int4"
+    fp8 = "fp8"
 
 
 class TokenInfo(StrEnum):
@@ -38,6 +39,13 @@ class Backend(StrEnum):
 
     onnxruntime = "onnxruntime"
     tensorrt = "tensorrt"
+
+
+class Attention(StrEnum):
+    """Who computes attention in TensorRT engines."""
+
+    plugin = "plugin"
+    native = "native"
 
 
 class Weights(StrEnum):
@@ -80,6 +88,21 @@ def choose_lyanna(
     return replace(chosen, **values)
 
 
+def choose_tensorrt(
+    config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None
+) -> TensorRtBuild:
+    """The recipe's engines with what the command line says instead. Raises UsageError beside another backend."""
+    said = {"attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch}
+    values: dict[str, Any] = {k: v for k, v in {**said, "tree_nodes": tree_nodes}.items() if v is not None}
+    if values and config.backend != "tensorrt":
+        raise UsageError(f"{_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it")
+    return replace(config.tensorrt, **values)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _implied(recipe: BuildConfig, random_weights: bool) -> LyannaBuild | None:
     """The drafter that is built where nothing is said: a random one beside random weights.
 
@@ -112,6 +135,11 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
         options += ["--context", str(config.context)]
     if config.random_weights and not recipe.random_weights:
         options += ["--weights", Weights.random.value]
+    for name in ("attention", "batch", "tree_nodes"):
+        if getattr(config.tensorrt, name) != getattr(recipe.tensorrt, name):
+            options += [_flag(name), str(getattr(config.tensorrt, name))]
+    if config.tensorrt.embed_plugin and not recipe.tensorrt.embed_plugin:
+        options.append(_flag("embed_plugin"))
     return (*options, *_drafter_options(recipe, config))
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from redraft.config import Backend
+from redraft.config import BuildConfig
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 
 _INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
 
 
-def check_buildable(backend: Backend) -> None:
-    """Raise BackendError where engines for `backend` cannot be built here, naming what to install."""
-    if backend != "tensorrt":
+def check_buildable(config: BuildConfig) -> None:
+    """Raise BackendError where engines of this configuration cannot be built here, naming what to install."""
+    if config.backend != "tensorrt":
         return
     if find_spec("tensorrt") is None:
         raise BackendError(
             "backend tensorrt needs TensorRT, which is not installed", f"run `pip install tensorrt`, or {_INSTEAD}"
         )
-    raise BackendError("TensorRT is installed, but this version of redraft writes ONNX graphs only", _INSTEAD)
+    find_tools(config.tensorrt)

@@ -13,6 +13,7 @@ from typing import Any
 from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
+from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError
 from redraft.names import LyannaShape, TensorSpec, VerifierShape, WeightRef
 
@@ -81,6 +82,7 @@ class Manifest:
 
     context:    capacity in tokens.          taps:     feature outputs of the verifier.
     drafters:   default settings by method.  lyanna:   shape of its graphs, where it was built.
+    tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
     tools:      versions of what built the bundle.
     options:    what `redraft build` was told besides the model, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
@@ -102,6 +104,7 @@ class Manifest:
     weights: tuple[WeightRef, ...] = ()
     drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lyanna: LyannaShape | None = None
+    tensorrt: TensorRtRecord | None = None
     quality: Quality | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
@@ -187,5 +190,8 @@ def _check_paths(manifest: Manifest, bundle: Path) -> None:
         if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
             raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", mend)
     used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
+    if built := manifest.tensorrt:
+        used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
+        used |= {built.plugin_file} - {""}
     if missing := sorted(used - set(manifest.files)):
         raise BundleError(f"{bundle}: manifest has no digest of {', '.join(missing)}", mend)

@@ -51,7 +51,7 @@ def export_verifier(
     config = config or BuildConfig()
     progress("trace", 0, 1)
     architecture = support.load_config(checkpoint)
-    shape = support.verifier_shape(architecture, config.context, names.ELEMENTS[config.precision])
+    shape = support.verifier_shape(architecture, config.context, names.ELEMENTS[config.carrier])
     with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
         support.check_taps(config.taps, shape.layers)
         module = tracing.VerifierModule(network, config.taps)
@@ -64,11 +64,15 @@ def export_verifier(
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
     source: AnySource = (
-        weights.RandomSource.write(parameters, out, weights.STORED[config.precision])
+        weights.RandomSource.write(parameters, out, weights.STORED[config.carrier])
         if config.random_weights
         else weights.Source(checkpoint, parameters, tied)
     )
-    refs = weights.place(model, source, out, config.precision, progress)
+    kind = config.weight_only
+    refs = weights.place(
+        model, source, out, config.precision if kind is None else config.carrier, progress,
+        file=config.precision, weight_only=kind,
+    )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
     files = tuple(sorted({ref.file for ref in refs}))

@@ -25,7 +25,7 @@ from onnx_ir.passes import common
 from redraft import names
 from redraft.config import Precision
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export import quantize
+from redraft.export import dequantize, quantize
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, Checkpoint, TensorEntry
 from redraft.export.passes import weights_of
 from redraft.names import WeightRef
@@ -37,8 +37,11 @@ RANDOM_STD = 0.02
 EXPERT_NAMES = {"gate_proj": ("w1",), "up_proj": ("w3",), "down_proj": ("w2",)}
 ONNX_TYPES = {
     "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16, "U8": ir.DataType.UINT8,
+    "I8": ir.DataType.INT8, "I4": ir.DataType.INT4, "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
 }  # fmt: skip
-STORED: dict[Precision, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "int8": "F32", "int4": "F32"}
+STORED: dict[Precision, str] = {
+    "fp32": "F32", "fp16": "F16", "bf16": "BF16", "int8": "F32", "int4": "F32", "fp8": "F16",
+}  # fmt: skip
 """What unquantized weights are stored as by precision."""
 POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
@@ -62,7 +65,13 @@ class Made:
     @property
     def length(self) -> int:
         """Bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+        elements = int(np.prod(self.shape, dtype=np.int64))
+        return elements // 2 if self.dtype == "I4" else elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def stored(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape in the file's header, whose format knows no numbers of four bits."""
+        return ("U8", (self.length,)) if self.dtype == "I4" else (self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -232,8 +241,11 @@ class Beside:
 def place(
     model: ir.Model, source: AnySource, folder: Path, precision: Precision, progress: Progress, *,
     file: str | None = None, logits: str = names.LOGITS, shared: Iterable[WeightRef] = (),
+    weight_only: dequantize.Kind | None = None,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits.
+
+    weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the rest.
 
     A tensor that the checkpoint stores in the type of the precision is used where it lies.
 
@@ -243,6 +255,8 @@ def place(
     """
     there = {ref.initializer: ref for ref in shared}
     made = _quantize_products(model, source, precision, logits) if precision in ("int8", "int4") else []
+    if weight_only:
+        made = [Made(*tensor) for tensor in dequantize.dequantize_products(model, source, weight_only, logits)]
     refs: list[WeightRef] = []
     dtype = STORED[precision]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -300,11 +314,8 @@ def write(
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     offset, header = 0, {}
     for tensor in made:
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [offset, offset + tensor.length],
-        }
+        dtype, shape = tensor.stored
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.length]}
         offset += tensor.length
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 64 + 56)
@@ -395,7 +406,7 @@ def _encoded(slab: NDArray[Any], tensor: Made) -> NDArray[Any]:
             slab = slab.astype(np.float16)
         if not np.isfinite(slab).all():
             raise UnsupportedModelError(f"{tensor.name} has numbers that fp16 cannot hold", "build with bf16 or fp32")
-    elif tensor.dtype == "BF16":
+    elif tensor.dtype == "BF16" and slab.dtype == np.float32:
         slab = slab.astype(ml_dtypes.bfloat16).view(np.uint16)
     return np.ascontiguousarray(slab)
 

@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from redraft.errors import UsageError
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
-"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4: weight-only, everything else in fp32."""
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4, fp8: weight-only, everything else as `carrier`."""
+WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
@@ -69,6 +70,34 @@ class LyannaBuild:
 
 
 @dataclass(frozen=True)
+class TensorRtBuild:
+    """How TensorRT engines are built; nothing else reads it.
+
+    attention:     who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
+    embed_plugin:  make the plugin's library part of the engines instead of a file beside them.
+    batch:         sequences of one call, at most.
+    tree_nodes:    nodes of a tree, its root included, at most.
+    prefill:       prompt tokens of one call, at most.
+    """
+
+    attention: Literal["plugin", "native"] = "plugin"
+    embed_plugin: bool = False
+    batch: int = 1
+    tree_nodes: int = 64
+    prefill: int = 128
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("plugin", "native"):
+            raise UsageError(f"unknown tensorrt.attention {self.attention!r}", "choose plugin or native")
+        if self.embed_plugin and self.attention == "native":
+            raise UsageError("there is no plugin to embed with --attention native", "leave --embed-plugin out")
+        for name, least in (("batch", 1), ("tree_nodes", 2), ("prefill", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"tensorrt.{name} must be a number of at least {least}, not {value!r}")
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """How a bundle is built from a checkpoint.
 
@@ -79,6 +108,7 @@ class BuildConfig:
     context:         capacity in tokens; None takes the model's own limit.
     taps:            feature outputs wanted by drafters (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
+    tensorrt:        how engines of the backend tensorrt are built.
     """
 
     precision: Precision = "fp32"
@@ -87,10 +117,26 @@ class BuildConfig:
     taps: tuple[str, ...] = ()
     random_weights: bool = False
     lyanna: LyannaBuild | None = None
+    tensorrt: TensorRtBuild = TensorRtBuild()
+
+    @property
+    def carrier(self) -> Precision:
+        """Precision of all but weight-only quantized weights: fp32 on ONNX Runtime's CPU, fp16 in TensorRT."""
+        if self.precision not in WEIGHT_ONLY:
+            return self.precision
+        return "fp16" if self.backend == "tensorrt" else "fp32"
+
+    @property
+    def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
+        """How weights are quantized for TensorRT, by DequantizeLinear; ONNX Runtime has an operator of its own."""
+        kinds: dict[str, Literal["int8", "int4", "fp8"]] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+        return kinds.get(self.precision) if self.backend == "tensorrt" else None
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
             raise UsageError(f"unknown precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}")
+        if self.precision == "fp8" and self.backend != "tensorrt":
+            raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
         if self.backend not in get_args(Backend):
             raise UsageError(f"unknown backend {self.backend!r}", f"choose one of {', '.join(get_args(Backend))}")
         if not isinstance(self.taps, tuple) or not all(isinstance(tap, str) for tap in self.taps):

@@ -14,7 +14,7 @@ from redraft.config import Precision, TokenInfo
 
 Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
 ELEMENTS: dict[Precision, Dtype] = {
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32",
+    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32", "fp8": "float16",
 }  # fmt: skip
 """Element type of KV buffers, features and unquantized weights by precision. Logits are float32 always."""
 

@@ -4,6 +4,7 @@ source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
 [shape]                what the model's config.json says: a checkpoint is compared with it, random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
 [build.lyanna]         keys of `redraft.config.LyannaBuild`; its source is named like the model's
+[build.tensorrt]       keys of `redraft.config.TensorRtBuild`
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, LyannaBuild, from_mapping
+from redraft.config import BuildConfig, LyannaBuild, TensorRtBuild, from_mapping
 from redraft.errors import UsageError
 
 _FOLDER = Path(__file__).resolve().parent
@@ -52,9 +53,13 @@ def load_recipe(name: str) -> Recipe:
         raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
     if not isinstance(recipe.shape, dict) or (recipe.shape and not isinstance(recipe.shape.get("model_type"), str)):
         raise UsageError(f"{path}: expected [shape] with `model_type` and the rest of a config.json", "mend the file")
-    build = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()}
+    build: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()
+    }
     if "lyanna" in build:
         build["lyanna"] = _lyanna(build["lyanna"], path)
+    if isinstance(options := build.get("tensorrt"), dict):
+        build["tensorrt"] = from_mapping(TensorRtBuild, options, f"{path}: build.tensorrt")
     config = from_mapping(BuildConfig, build, f"{path}: build")
     return Recipe(path.stem, _resolve(recipe.source, path), recipe.shape, config)
 

@@ -107,7 +107,7 @@ def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precision:
     """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
     dtype = verifier.shape.dtype
-    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
+    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype and precision != "fp8"]
     chosen = options.precision or ("int8" if dtype == "float32" else fitting[0])
     if chosen not in fitting:
         raise UsageError(
@@ -245,7 +245,8 @@ class _Resample(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         steps, nodes = self.shape.steps, names.resample_nodes(self.shape)
         wanted = first_step[:, None] + torch.arange(steps - 1)
-        left = tracing.gather_rows(chain_logits, wanted.clamp(max=steps - 1))  # [B, N - 1, V]
+        wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # ONNX's Clip is for floats only in TensorRT
+        left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
         sizes = [min(names.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
