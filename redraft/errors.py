@@ -31,6 +31,10 @@ class UnsupportedModelError(RedraftError):
     """A model has something that cannot be exported faithfully; the message names it."""
 
 
+class BackendError(RedraftError):
+    """What runs engines is not installed, or cannot run what was asked for."""
+
+
 class BundleError(RedraftError):
     """An engine bundle is missing, damaged, of another version, or being built by another process."""
 
