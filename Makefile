@@ -14,7 +14,7 @@ ENGINES := build/engines/$(NAME)
 
 CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
-NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh
+NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
 .PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu lint format typecheck check-types check-imports \
   typed-tree clean
@@ -32,10 +32,10 @@ demo: install
 	@$(BIN)/redraft build tiny -o build/engines/tiny
 	@$(BIN)/redraft demo --engines build/engines/tiny
 
-# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; LYANNA a drafter's folder, or none; the rest passes
-# through to `redraft build`.
+# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; MODEL_PATH the folder of a recipe's checkpoint; LYANNA
+# a drafter's folder, none or random; WEIGHTS=random needs no checkpoint; the rest passes through to `redraft build`.
 engines: install
-	$(BIN)/redraft build $(or $(MODEL_PATH),$(MODEL)) -o $(ENGINES) \
+	$(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
 	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA))
 

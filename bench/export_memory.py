@@ -1,11 +1,13 @@
 """Memory that exporting and opening a checkpoint takes beyond the libraries, for one that is larger than is allowed.
 
     python -m redraft.bench.export_memory --gigabytes 2
+    python -m redraft.bench.export_memory --recipe vicuna-7b
 
-Writes a Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh
-process and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process
-held once torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped
-into memory count while they are resident.
+With a recipe, `export_recipe` measures the whole of `redraft build` at that model's shape. Otherwise it writes a
+Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh process
+and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process held once
+torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped into
+memory count while they are resident.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from redraft import names
+from redraft.bench import export_recipe
+from redraft.bench.checkpoints import write_shards
 from redraft.bench.command import run
 from redraft.bench.environment import environment
 from redraft.engines.lowering import lower_single
@@ -67,8 +71,10 @@ print(json.dumps({"libraries_bytes": before, "peak_bytes": held["VmHWM"], "resid
 
 
 def main() -> dict[str, Any]:
-    """Write, export, open."""
+    """Write, export, open; with a recipe, write and build."""
     options = _arguments()
+    if options.recipe:
+        return export_recipe.measure(options.recipe, options.folder)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="export-memory-") as folder:
         checkpoint, engines = Path(folder, "checkpoint"), Path(folder, "engines")
         checkpoint.mkdir()
@@ -101,12 +107,7 @@ def write_checkpoint(folder: Path, least_bytes: int) -> tuple[int, int]:
     """Write a random fp32 Llama of at least `least_bytes`, tensor by tensor. Returns its bytes and its layers."""
     layers = -(-max(least_bytes - _bytes(_outer()), 0) // _bytes(_layer(0)))
     tensors = [*_outer().items(), *(item for index in range(layers) for item in _layer(index).items())]
-    shards = _split(tensors)
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, shard)
-    where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    write_shards(folder, dict(tensors), "F32", SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(_config(layers)))
     return _bytes(dict(tensors)), layers
 
@@ -143,30 +144,6 @@ def _layer(index: int) -> dict[str, tuple[int, ...]]:
     return {f"model.layers.{index}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _split(tensors: list[tuple[str, tuple[int, ...]]]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    for name, shape in tensors:
-        if shards[-1] and _bytes(dict(shards[-1])) + _bytes({name: shape}) > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append((name, shape))
-    return shards
-
-
-def _write_shard(path: Path, tensors: list[tuple[str, tuple[int, ...]]]) -> None:
-    header, offset = {}, 0
-    for name, shape in tensors:
-        end = offset + _bytes({name: shape})
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    random = np.random.default_rng(0)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, shape in tensors:
-            file.write((random.standard_normal(shape, np.float32) * np.float32(0.02)).data)
-
-
 def _bytes(tensors: dict[str, tuple[int, ...]]) -> int:
     return sum(4 * int(np.prod(shape)) for shape in tensors.values())
 
@@ -181,6 +158,7 @@ def _measured(program: str, *arguments: Path) -> dict[str, int]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint at least")
+    parser.add_argument("--recipe", help="build this recipe's model instead, with a drafter")
     parser.add_argument("--folder", type=Path, help="where to write it; the system's temporary folder by default")
     return parser.parse_args()
 

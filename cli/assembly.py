@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping
@@ -16,13 +17,15 @@ from redraft import names
 from redraft.bench.command import quiet_export
 from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
+from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
 from redraft.cli.models import Model
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -46,15 +49,22 @@ def build_bundle(
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     config = _with_taps(config)
-    key = _key(digests | _drafter_digests(config), config, texts)
+    shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
+    tools = find_tools(config.tensorrt) if config.backend == "tensorrt" else None
+    key = _key(digests | _drafter_digests(config) | shape | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     with BundleWriter(out, model.name, force) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
         weights = {name: digests[name] for name in checkpoint.files}
-        manifest = replace(manifest, build_key=key, model=replace(manifest.model, weights=weights))
+        options = (*model.options, *options_of(model.build, config))
+        manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
+        if tools:
+            from redraft.engines.tensorrt.stage import stage_engines
+
+            manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False
 
@@ -69,13 +79,21 @@ def _stage(
     checkpoint: Checkpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path, report: Report
 ) -> Manifest:
     """Write every file of a bundle but the manifest, which is returned without digests."""
-    special = tokenizers.copy_text_files(checkpoint.path, folder)
     report("loading the exporter")
-    from redraft.export.verifier import export_verifier  # brings torch: a bundle that is current must not wait for it
+    from redraft.export import support  # brings torch: a bundle that is current must not wait for it
+    from redraft.export.verifier import export_verifier
 
+    architecture = support.load_config(checkpoint)
+    support.check_shape(architecture, model.shape, model.source)
+    stand_in = config.random_weights and not tokenizers.has_tokenizer(checkpoint.path)
+    special = (
+        tokenizers.write_stand_in(folder, architecture.vocab_size)
+        if stand_in
+        else tokenizers.copy_text_files(checkpoint.path, folder)
+    )
     quiet_export()
     exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)))
-    lyanna = _lyanna(checkpoint, digests, exported, config.lyanna, folder, report) if config.lyanna else None
+    lyanna = _lyanna(checkpoint, digests, exported, _drafter(config), folder, report) if config.lyanna else None
     return Manifest(
         name=model.name,
         model=ModelIdentity(
@@ -84,6 +102,8 @@ def _stage(
             model_type=str(checkpoint.config.get("model_type", "unknown")),
             weights={},
             random_weights=config.random_weights,
+            random_drafters=("lyanna",) if lyanna and config.lyanna and config.lyanna.source == RANDOM else (),
+            stand_in_tokenizer=stand_in,
         ),
         backend=config.backend,
         backend_version=metadata.version("onnxruntime"),
@@ -107,12 +127,12 @@ def _stage(
 
 
 def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
-    """The portable graph, and where the model fits the kernels, the one lowered for one sequence."""
+    """The portable graph, and where the model fits the CPU's kernels, the one lowered for one sequence."""
     from redraft.engines.lowering import lower_single
 
     outputs = names.verifier_outputs(exported.shape, exported.taps)
     portable = GraphRecord(exported.graph, names.verifier_inputs(exported.shape), outputs)
-    lowered = lower_single(folder, portable)
+    lowered = lower_single(folder, portable) if exported.shape.dtype == "float32" else None
     return {names.VERIFIER: portable, **({names.VERIFIER_SINGLE: lowered} if lowered else {})}
 
 
@@ -121,12 +141,28 @@ def _lyanna(
     report: Report,
 ) -> LyannaExport:  # fmt: skip
     """The drafter's graphs and tables, after a check that it belongs to this verifier."""
+    from redraft.export import support
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-    from redraft.export.drafters.lyanna_graphs import export_lyanna
+    from redraft.export.drafters.lyanna import beside
+    from redraft.export.drafters.lyanna_graphs import export_lyanna, export_random_lyanna
 
+    def progress(stage: str, done: int, total: int) -> None:
+        report(_stage_line(stage, done, total))
+
+    if options.source == RANDOM:
+        steps = {"steps": options.steps} if options.steps else {}
+        settings = beside(support.load_config(checkpoint), verifier.shape.vocabulary, **steps)
+        return export_random_lyanna(settings, verifier, folder, options, progress)
+    assert options.source is not None, "a drafter without a source is none (`choose_lyanna`)"
     identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
-    drafter = DrafterCheckpoint.open(Path(options.source))
-    return export_lyanna(drafter, verifier, identity, folder, options, lambda *stage: report(_stage_line(*stage)))
+    return export_lyanna(DrafterCheckpoint.open(Path(options.source)), verifier, identity, folder, options, progress)
+
+
+def _drafter(config: BuildConfig) -> LyannaBuild:
+    """The drafter's options. TensorRT has no operator like MatMulNBits: where nothing is said it takes the carrier."""
+    assert config.lyanna is not None
+    chosen = config.lyanna.precision or (config.carrier if config.backend == "tensorrt" else None)
+    return replace(config.lyanna, precision=chosen)
 
 
 def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]:
@@ -139,7 +175,7 @@ def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]
     if shape.steps > 1:
         resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
         graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
-    if lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE):
+    if shape.dtype == "float32" and (lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)):
         graphs[names.LYANNA_DRAFT_SINGLE] = lowered
     return graphs
 
@@ -156,7 +192,7 @@ def _step_graphs(exported: VerifierExport, lyanna: LyannaExport | None, folder: 
 
 def _drafter_digests(config: BuildConfig) -> dict[str, str]:
     """SHA-256 by name of the files of the drafters; those that are missing are found out later."""
-    if not config.lyanna:
+    if not config.lyanna or config.lyanna.source in (None, RANDOM):
         return {}
     paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
     return {f"lyanna {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
@@ -197,16 +233,18 @@ def _tools() -> dict[str, str]:
 
 
 def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> int:
-    """Upper bound of what the weights take: fp32 for all that is converted, nothing for what becomes a hard link."""
-    from redraft.export.weights import LINK_FROM_BYTES
+    """Upper bound of what the weights take: nothing for what becomes a hard link, fp32 for what is quantized."""
+    from redraft.export.checkpoint import ITEM_BYTES
+    from redraft.export.weights import LINK_FROM_BYTES, STORED
 
     linked = set()
-    if config.precision == "fp32" and not config.random_weights:
+    dtype = STORED[config.carrier]
+    if config.precision not in WEIGHT_ONLY and not config.random_weights:
         files = {name: (checkpoint.path / name).stat() for name in checkpoint.files}
         device = folder.stat().st_dev
         linked = {name for name, s in files.items() if s.st_size >= LINK_FROM_BYTES and s.st_dev == device}
-    copied = [e for e in checkpoint.tensors.values() if not (e.file in linked and e.dtype == "F32")]
-    return sum(4 * math.prod(entry.shape) for entry in copied) + SPARE_BYTES
+    copied = [e for e in checkpoint.tensors.values() if not (e.file in linked and e.dtype == dtype)]
+    return sum(ITEM_BYTES[dtype] * math.prod(entry.shape) for entry in copied) + SPARE_BYTES
 
 
 def _stage_line(stage: str, done: int, total: int) -> str:

@@ -72,6 +72,7 @@ def figures(
         "precision": manifest.precision,
         "weights_sha256": dict(manifest.model.weights),
         "random_weights": manifest.model.random_weights,
+        "caveats": list(runtime.caveats),
         "build_key": manifest.build_key,
     }
     synthetic = settings.acceptance is not None
@@ -110,7 +111,8 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def warnings(result: dict[str, Any]) -> Iterator[str]:
-    """What a reader of the figures must know: forced acceptance, differing tokens, looping texts."""
+    """What a reader of the figures must know: random weights, forced acceptance, differing tokens, looping texts."""
+    yield from result["environment"]["model"]["caveats"]
     if result["synthetic_acceptance"]:
         yield "acceptance was forced: the speeds are real, the texts are not"
     for figures in result["methods"].values():

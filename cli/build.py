@@ -2,71 +2,74 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redraft.cli.build_options import (
+    Attention,
+    Backend,
+    Precision,
+    TokenInfo,
+    Weights,
+    choose,
+    choose_lyanna,
+    choose_tensorrt,
+)
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
+from redraft.config import HALVES, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from redraft.config import BuildConfig, LyannaBuild
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
 
 
-class Precision(StrEnum):
-    """Of the matrix products."""
-
-    fp32 = "fp32"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class TokenInfo(StrEnum):
-    """Of Lyanna's drafter."""
-
-    fp16 = "fp16"
-    int8 = "int8"
-    fp8 = "fp8"
-    lowrank = "lowrank"
-
-
-class Backend(StrEnum):
-    """What runs the engines."""
-
-    onnxruntime = "onnxruntime"
-
-
-class Weights(StrEnum):
-    """Where the weights come from."""
-
-    checkpoint = "checkpoint"
-    random = "random"
-
-
 def build(
-    model: Annotated[str, typer.Argument(help="A recipe (tiny), a Hugging Face checkpoint folder, or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A recipe (tiny, vicuna-7b …), a checkpoint folder, or a Hub id.")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The bundle; build/engines/NAME by default.")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="fp32, or weight-only int8 or int4.")] = None,
+    model_path: Annotated[
+        Path | None, typer.Option(help="Folder of the recipe's checkpoint, instead of a download.")
+    ] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="fp32, fp16, bf16, or weight-only int8, int4 or fp8.")
+    ] = None,
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
     context: Annotated[int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")] = None,
     lyanna: Annotated[
-        str | None, typer.Option(help="Folder of a Lyanna drafter for this model; `none` builds without one.")
+        str | None,
+        typer.Option(
+            help="Folder of a Lyanna drafter for this model; `none` builds without one, `random` one for latency work."
+        ),
     ] = None,
     token_info: Annotated[
         TokenInfo | None, typer.Option(help="How Lyanna's token information is kept: a table's type, or its factors.")
     ] = None,
-    eval_text: Annotated[
-        list[str] | None, typer.Option(help="KIND=FILE of held-out text to report perplexity on; `none` reports none.")
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE of Lyanna's drafter: steps, width, nodes, precision, hot_tokens, prune_above."),
     ] = None,
+    eval_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="KIND=FILE of held-out text to report perplexity on; `none` reports none, as is so in fp16 and bf16."
+        ),
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="TensorRT: our plugin, or its own layers (10.15 and newer).")
+    ] = None,
+    embed_plugin: Annotated[
+        bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
+    ] = False,
+    batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
+    tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
     ] = False,
@@ -74,54 +77,35 @@ def build(
 ) -> None:
     """Build engines from a checkpoint. Building the same again does nothing."""
     start = time.monotonic()
-    with progress(quiet=as_json) as report:
+    with progress(quiet=as_json) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         from redraft.cli.assembly import build_bundle
-        from redraft.cli.models import find_model
+        from redraft.cli.models import Place, find_model, find_recipe
+        from redraft.engines.backends import check_buildable
 
-        texts = held_out(eval_text)
-        found = find_model(model, report)
-        config = choose(found.build, precision, backend, weights, context)
-        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info))
+        recipe = find_recipe(model)
+        config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, context)
+        config = replace(config, tensorrt=choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes))
+        check_buildable(config)
+        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
+        texts = held_out(eval_text, config)
+        place = Place(model_path, config.random_weights, Path(scratch))
+        found = find_model(model, recipe, place, report)
         out = out or ENGINES / found.name
         manifest, cached = build_bundle(found, config, out, texts, force, report)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
     print_json(summary) if as_json else typer.echo(describe(summary))
 
 
-def choose(
-    recipe: BuildConfig, precision: Precision | None, backend: Backend | None, weights: Weights, context: int | None
-) -> BuildConfig:
-    """The recipe's configuration with what the command line says instead."""
-    return replace(
-        recipe,
-        precision=precision.value if precision else recipe.precision,
-        backend=backend.value if backend else recipe.backend,
-        context=recipe.context if context is None else context,
-        random_weights=weights is Weights.random or recipe.random_weights,
-    )
+def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
+    """Text by kind from KIND=FILE options; without any the repository's own, but none in fp16, bf16 and for TensorRT.
 
-
-def choose_lyanna(config: BuildConfig, source: str | None, token_info: TokenInfo | None) -> LyannaBuild | None:
-    """The recipe's drafter with what the command line says instead. None where there is none, or none can fit."""
-    from redraft.config import LyannaBuild
-
-    if source == "none" or (config.random_weights and source is None):
-        chosen = None
-    else:
-        chosen = config.lyanna if source is None else replace(config.lyanna or LyannaBuild(source), source=source)
-    if token_info is None:
-        return chosen
-    if chosen is None:
-        raise UsageError("--token-info is for a Lyanna drafter, and none is built", "give --lyanna DIR")
-    return replace(chosen, token_info=token_info.value)
-
-
-def held_out(options: list[str] | None) -> dict[str, str]:
-    """Text by kind from KIND=FILE options; the repository's own without any. Raises UsageError and DataError."""
+    These are what checkpoints are stored in, and of models for which fp32 engines to compare with are too large.
+    Raises UsageError and DataError.
+    """
     from redraft.bench.evaluation import held_out_texts
     from redraft.bench.prompts import read_text
 
-    if options == ["none"]:
+    if options == ["none"] or (not options and (config.precision in HALVES or config.backend == "tensorrt")):
         return {}
     if not options:
         return {kind: read_text(path) for kind, path in held_out_texts().items()}
@@ -140,7 +124,9 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "name": manifest.name,
         "architecture": manifest.model.architecture,
         "precision": manifest.precision,
+        "backend": manifest.backend,
         "random_weights": manifest.model.random_weights,
+        "caveats": list(manifest.model.caveats),
         "context": manifest.context,
         "drafters": list(manifest.drafters),
         "token_info": token_info(manifest),
@@ -163,15 +149,15 @@ def token_info(manifest: Manifest) -> dict[str, Any] | None:
 def describe(summary: dict[str, Any]) -> str:
     """The summary as lines."""
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
-    random = ", random weights" if summary["random_weights"] else ""
     lines = [
         f"{summary['bundle']}: {did}",
-        f"  {summary['architecture']}, {summary['precision']}{random}, context {summary['context']}, "
+        f"  {summary['architecture']}, {summary['precision']}, context {summary['context']}, "
         f"{summary['bytes'] / 1e6:.1f} MB",
     ]
     if info := summary["token_info"]:
         size = f"{info['bytes'] / 1e6:.1f} MB"
         lines.append(f"  Lyanna drafter, token information of {info['hot_tokens']} tokens in {info['form']}, {size}")
+    lines += [f"  {caveat}" for caveat in summary["caveats"]]
     for kind, value in (summary["perplexity"] or {}).items():
         exact = summary["perplexity_fp32"][kind]
         compared = "" if summary["precision"] == "fp32" else f" (fp32 {exact:.3f}, {100 * (value / exact - 1):+.2f} %)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -37,6 +37,12 @@ def progress(quiet: bool = False) -> Iterator[Report]:
             yield lambda message: status.update(message)
     else:
         yield _Lines()
+
+
+def print_caveats(caveats: Iterable[str]) -> None:
+    """What to beware of, on the standard error, a line each."""
+    for caveat in caveats:
+        print(f"beware: {caveat}", file=sys.stderr)
 
 
 def _ignore(message: str) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from redraft.cli.console import print_json
+from redraft.cli.console import print_caveats, print_json
 from redraft.cli.options import Engines, Json, NewTokens, Threads
 
 PROMPT = """class Vector:
@@ -39,12 +39,15 @@ def demo(
     settings = Settings(SamplingParams(max_tokens=max_new_tokens))
     with Runtime.open(engines, threads=threads) as runtime:
         best = runtime.default_method
+        caveats = runtime.caveats
         runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)
         methods = summarise(runs, gap_finder(runtime, settings))
     plain, fast = methods[PLAIN], methods[best]
     if as_json:
-        print_json({"prompt": prompt, "text": runs[0].generations[PLAIN].text, "methods": methods})
+        text = runs[0].generations[PLAIN].text
+        print_json({"caveats": list(caveats), "prompt": prompt, "text": text, "methods": methods})
         return
+    print_caveats(caveats)
     texts = [runs[0].generations[method].text for method in (PLAIN, best)]
     _print_side_by_side(prompt, texts, [f"plain, {_rate(plain)}", f"{best}, {_rate(fast)}"])
     if fast["prompts"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import platform
 import shutil
@@ -17,6 +16,7 @@ import typer
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
 from redraft.cli.console import print_json
+from redraft.errors import BackendError
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
@@ -118,6 +118,31 @@ def _cache_folder() -> Finding:
 
 
 def _accelerators() -> Iterator[Finding]:
-    for name, library in (("CUDA driver", "cuda"), ("TensorRT library", "nvinfer")):
-        found = ctypes.util.find_library(library)
-        yield Finding(name, "ok" if found else "absent", found or "not found; the CPU path does not need it")
+    """The GPU, TensorRT and its plugin, none of which the CPU path needs. TensorRT is not loaded without a driver."""
+    from redraft.engines.tensorrt.driver import find_gpu
+    from redraft.engines.tensorrt.plugin import FOLDER, library_name
+    from redraft.engines.tensorrt.target import find_target
+
+    try:
+        gpu = find_gpu()
+    except BackendError as error:
+        yield Finding("GPU", "absent", error.message, error.mend)
+        yield Finding("TensorRT", "absent", _package_version("tensorrt") or "not installed")
+    else:
+        capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
+        memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
+        yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
+        try:
+            yield Finding("TensorRT", "ok", find_target(lambda: gpu).version)
+        except BackendError as error:
+            yield Finding("TensorRT", "absent", error.message, error.mend)
+    plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
+    yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
+                  None if plugins else "run `make plugins TENSORRT_ROOT=dir`")  # fmt: skip
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from redraft.cli.console import print_json
+from redraft.cli.console import print_caveats, print_json
 from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_budget
 from redraft.errors import UsageError
 
@@ -64,8 +64,10 @@ def generate(
         ids = encode(runtime, text, chat)
         if as_json:
             found = runtime.generate([ids], params, method, size, trace=file)[0]
-            print_json({"method": method or runtime.default_method, **found.to_json()})
+            chosen = method or runtime.default_method
+            print_json({"method": chosen, "caveats": list(runtime.caveats), **found.to_json()})
             return
+        print_caveats(runtime.caveats)
         for chunk in runtime.stream(ids, params, method, size, file):
             typer.echo(chunk, nl=False)
             sys.stdout.flush()

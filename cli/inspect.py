@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from redraft.names import TOKEN_INFO
 if TYPE_CHECKING:
     from redraft.engines import Bundle
     from redraft.engines.manifest import Manifest
+    from redraft.engines.tensorrt.records import TensorRtRecord
 
 
 def inspect(
@@ -29,11 +31,13 @@ def inspect(
 
 
 def as_object(bundle: Bundle) -> dict[str, Any]:
-    """The manifest, and where it lies."""
+    """The manifest, where it lies, and commands of other tools by what they are for."""
     from redraft.engines.records import to_json
+    from redraft.engines.tensorrt.commands import commands
 
     values: dict[str, Any] = to_json(bundle.manifest)
-    return {"bundle": str(bundle.path), **values}
+    others = {command.purpose: str(command) for command in commands(bundle.path, bundle.manifest)}
+    return {"bundle": str(bundle.path), **values, "commands": others}
 
 
 def token_info_bytes(manifest: Manifest) -> int:
@@ -42,7 +46,9 @@ def token_info_bytes(manifest: Manifest) -> int:
 
 
 def as_lines(bundle: Bundle, verified: bool) -> list[str]:
-    """The manifest for reading: one fact a line."""
+    """The manifest for reading: one fact a line, then commands of other tools."""
+    from redraft.engines.tensorrt.commands import commands
+
     manifest, shape = bundle.manifest, bundle.manifest.shape
     size = sum(file.size for file in manifest.files.values())
     lines = [
@@ -50,6 +56,7 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         f"{'every digest holds' if verified else 'digests not checked'}",
         f"model      {manifest.model.architecture} from {manifest.model.source}"
         f"{' (random weights)' if manifest.model.random_weights else ''}",
+        *(f"beware     {caveat}" for caveat in manifest.model.caveats),
         f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
         f"vocabulary {shape.vocabulary}",
         f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, context {manifest.context}",
@@ -69,5 +76,17 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         shown = ", ".join(spec.name for spec in graph.inputs if not spec.name.startswith("kv."))
         buffers = sum(spec.name.startswith("kv.") for spec in graph.inputs)
         lines.append(f"graph      {name} ({graph.file}): {shown}, {buffers} buffers")
+    if built := manifest.tensorrt:
+        lines += _tensorrt_lines(built)
     lines += [f"file       {name}  {file.size} bytes  {file.sha256[:16]}" for name, file in manifest.files.items()]
-    return [*lines, *(f"built by   {name} {version}" for name, version in manifest.tools.items())]
+    lines += [f"built by   {name} {version}" for name, version in manifest.tools.items()]
+    for command in commands(bundle.path, manifest):
+        lines += [f"command    {command.purpose}", f"           {command}"]
+    return lines
+
+
+def _tensorrt_lines(built: TensorRtRecord) -> Iterator[str]:
+    plugin = f"plugin {built.plugin_file or 'in the engines'} {built.plugin[:16]}" if built.plugin else "no plugin"
+    yield f"tensorrt   {built.version} on {built.gpu} ({built.compute_capability}), {plugin}"
+    for graph, engine in built.engines.items():
+        yield f"engine     {graph} ({engine.file}): profiles {', '.join(p.name for p in engine.profiles)}"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from redraft.cli.console import Report
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from redraft.engines.recipes import Recipe
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
@@ -16,34 +22,73 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint on disk, the name that a bundle of it takes, and how its recipe builds it.
+    """A checkpoint on disk, and the name that a bundle of it takes.
 
-    source: what the user named, so that an error can repeat the command.
+    source: what the user named, and `options` where it is, so that an error can repeat the command.
+    build:  how its recipe builds it.
+    shape:  what its recipe expects of config.json; empty where there is none.
     """
 
     name: str
     source: str
     path: Path
-    build: BuildConfig
+    build: BuildConfig = field(default_factory=BuildConfig)
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
 
-def find_model(model: str, report: Report) -> Model:
-    """Resolve what the user named, downloading a Hugging Face id.
+@dataclass(frozen=True)
+class Place:
+    """Where a recipe's checkpoint comes from.
+
+    path:    a folder that has it, instead of the recipe's own source.
+    random:  only its shape is needed: nothing is downloaded for a recipe that says it.
+    scratch: an empty folder, for a config.json made of that shape.
+    """
+
+    path: Path | None
+    random: bool
+    scratch: Path
+
+
+def find_recipe(model: str) -> Recipe | None:
+    """The recipe that the user named, None where it is a folder or an id. Raises UsageError for a wrong recipe."""
+    from redraft.engines.recipes import load_recipe, recipe_names
+
+    named = not Path(model).is_dir() and (model in recipe_names() or model.endswith(".toml"))
+    return load_recipe(model) if named else None
+
+
+def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
+    """The checkpoint of a recipe or of what else the user named, downloading a Hugging Face id.
 
     Raises UsageError where it is none of the three, CheckpointError where the download fails.
     """
-    from redraft.engines.recipes import load_recipe, recipe_names
+    from redraft.engines.recipes import recipe_names
 
+    if recipe is not None:
+        options = ("--model-path", str(place.path)) if place.path else ()
+        return Model(recipe.name, model, _checkpoint(recipe, place, report), recipe.build, recipe.shape, options)
+    if place.path is not None:
+        raise UsageError(f"--model-path is for a recipe, and {model!r} is none", "give the folder as MODEL itself")
     if Path(model).is_dir():
-        return Model(Path(model).resolve().name, model, Path(model), BuildConfig())
-    if model in recipe_names() or model.endswith(".toml"):
-        recipe = load_recipe(model)
-        path = Path(recipe.source) if Path(recipe.source).is_dir() else _download(recipe.source, report)
-        return Model(recipe.name, model, path, recipe.build)
+        return Model(Path(model).resolve().name, model, Path(model))
     if HUB_ID.fullmatch(model):
-        return Model(model.rpartition("/")[2], model, _download(model, report), BuildConfig())
+        return Model(model.rpartition("/")[2], model, _download(model, report))
     known = ", ".join(recipe_names())
     raise UsageError(f"no model {model!r}", f"give a checkpoint folder, a Hugging Face id, or a recipe ({known})")
+
+
+def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
+    """The folder of a recipe's checkpoint; of its bare shape where that is enough."""
+    if place.path is not None:
+        return place.path
+    if Path(recipe.source).is_dir():
+        return Path(recipe.source)
+    if place.random and recipe.shape:
+        (place.scratch / "config.json").write_text(json.dumps(dict(recipe.shape)), encoding="utf-8")
+        return place.scratch
+    return _download(recipe.source, report)
 
 
 def _download(hub_id: str, report: Report) -> Path:
@@ -61,5 +106,5 @@ def _download(hub_id: str, report: Report) -> Path:
     except (LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"no folder {hub_id!r} here, and the Hugging Face Hub cannot be reached",
-            "download the model elsewhere and give its folder",
+            "download the model elsewhere and give its folder; with a recipe, --model-path DIR or --weights random",
         ) from error

@@ -20,6 +20,9 @@ FILES = (
 )
 
 
+OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Ids that begin, end and pad a text; None and empty where the checkpoint names none."""
@@ -27,6 +30,27 @@ class SpecialTokens:
     bos: int | None
     eos: tuple[int, ...]
     pad: int | None
+
+
+def has_tokenizer(checkpoint: Path) -> bool:
+    """Whether a checkpoint's folder has anything that a tokenizer can be made of."""
+    return any((checkpoint / name).is_file() for name in (*FILES[:2], *OLDER_FILES))
+
+
+def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
+    """Put a tokenizer of `vocabulary` ids into `bundle` that makes a token of each byte; other ids read `<|id|>`.
+
+    There is no end of text: a model with random weights has none to find.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"<|{token}|>" for token in range(len(alphabet), vocabulary))][:vocabulary]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(bundle / names.TOKENIZER_FILE))
+    return SpecialTokens(None, (), None)
 
 
 def copy_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:

@@ -48,7 +48,8 @@ class Bundle:
 
     def error(self, message: str) -> BundleError:
         """An error about this bundle, with the command that rebuilds it."""
-        return BundleError(f"{self.path}: {message}", rebuild_command(self.path, self.manifest.model.source))
+        command = rebuild_command(self.path, self.manifest.model.source, self.manifest.options)
+        return BundleError(f"{self.path}: {message}", command)
 
 
 def open_bundle(path: Path | str, verify: bool = True) -> Bundle:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
+from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError
 from redraft.names import LyannaShape, TensorSpec, VerifierShape, WeightRef
 
@@ -26,6 +28,8 @@ class ModelIdentity:
 
     source:  what the user named: a recipe, a directory or a Hub id.
     weights: SHA-256 of every weight file of the checkpoint, by file name.
+    random_weights, random_drafters: what has random weights: the verifier, drafters by name.
+    stand_in_tokenizer: the tokenizer is not the model's: a token a byte.
     """
 
     source: str
@@ -33,6 +37,18 @@ class ModelIdentity:
     model_type: str
     weights: Mapping[str, str]
     random_weights: bool = False
+    random_drafters: tuple[str, ...] = ()
+    stand_in_tokenizer: bool = False
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What every output made with the bundle must say of it."""
+        random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
+        said = {
+            f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
+            "stand-in tokenizer: a token a byte, ids above 255 in words": self.stand_in_tokenizer,
+        }
+        return tuple(caveat for caveat, true in said.items() if true)
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,9 @@ class Manifest:
 
     context:    capacity in tokens.          taps:     feature outputs of the verifier.
     drafters:   default settings by method.  lyanna:   shape of its graphs, where it was built.
+    tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
     tools:      versions of what built the bundle.
+    options:    what `redraft build` was told besides the model, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
     files:      every file of the bundle but the manifest; filled in when the bundle is committed.
     """
@@ -86,16 +104,18 @@ class Manifest:
     weights: tuple[WeightRef, ...] = ()
     drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lyanna: LyannaShape | None = None
+    tensorrt: TensorRtRecord | None = None
     quality: Quality | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     build_key: str = ""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
 
-def rebuild_command(out: Path, source: str = "MODEL") -> str:
+def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = ()) -> str:
     """The command that mends a bundle which cannot be used."""
-    return f"run `redraft build {source} -o {out} --force`"
+    return f"run `{shlex.join(['redraft', 'build', source, '-o', str(out), *options, '--force'])}`"
 
 
 def dump_manifest(manifest: Manifest) -> str:
@@ -138,13 +158,11 @@ def load_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{path}: expected a JSON object, found {type(values).__name__}", rebuild_command(bundle))
     found = values.get("schema_version")
     if found != SCHEMA_VERSION:
-        raise BundleError(
-            f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", rebuild_command(bundle, _source(values))
-        )
+        raise BundleError(f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", _rebuild(bundle, values))
     try:
         manifest = from_json(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
     except RecordError as error:
-        raise BundleError(f"{path}: {error}", rebuild_command(bundle, _source(values))) from None
+        raise BundleError(f"{path}: {error}", _rebuild(bundle, values)) from None
     if values.get(_DIGEST) != signed(values)[_DIGEST]:
         raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)
@@ -155,19 +173,25 @@ def _build(out: Path) -> str:
     return f"run `redraft build MODEL -o {out}`"
 
 
-def _source(values: dict[str, Any]) -> str:
-    model = values.get("model")
+def _rebuild(out: Path, values: dict[str, Any]) -> str:
+    """The same from what can be read of a manifest that is not in order."""
+    model, options = values.get("model"), values.get("options")
     source = model.get("source") if isinstance(model, dict) else None
-    return source if isinstance(source, str) and source else "MODEL"
+    if not (isinstance(source, str) and source):
+        return rebuild_command(out)
+    return rebuild_command(out, source, [str(option) for option in options] if isinstance(options, list) else ())
 
 
 def _check_paths(manifest: Manifest, bundle: Path) -> None:
     """Refuse names that would reach outside the bundle, and graphs or weights that no digest covers."""
-    mend = rebuild_command(bundle, manifest.model.source)
+    mend = rebuild_command(bundle, manifest.model.source, manifest.options)
     for name in manifest.files:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
             raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", mend)
     used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
+    if built := manifest.tensorrt:
+        used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
+        used |= {built.plugin_file} - {""}
     if missing := sorted(used - set(manifest.files)):
         raise BundleError(f"{bundle}: manifest has no digest of {', '.join(missing)}", mend)

@@ -13,6 +13,7 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.huge_pages import huge_pages
+from redraft.errors import BundleError
 from redraft.names import TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -51,6 +52,10 @@ def load_session(
     """The graph as a session on a provider, its signature checked. Raises BundleError, as `open_engine`."""
     record = bundle.graph(graph)
     _check_version(bundle)
+    if bundle.manifest.precision == "bf16":
+        raise BundleError(
+            f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16", "build it with --precision fp16 or fp32"
+        )
     try:
         with huge_pages():
             path, options = str(bundle.path / record.file), _options(threads, log)

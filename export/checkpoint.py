@@ -20,7 +20,19 @@ from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
 
-ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "BOOL": 1,
+}
 STORAGE = {"F64": "<f8", "I64": "<i8", "F32": "<f4", "I32": "<i4", "BF16": "<u2", "F16": "<f2", "U8": "u1", "I8": "i1"}
 AUXILIARY_TENSORS = ("mtp.",)
 """Prefixes of tensors that belong to a checkpoint without being part of the verifier."""

@@ -144,8 +144,8 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
         if module is not None and apply is not None and not hasattr(module, "layer_types"):
             tables = RotaryTables(module, max_positions, None)
             if tables.rotates_halves(apply):
-                model.register_buffer("rotary_cos", tables.half_cos, persistent=False)
-                model.register_buffer("rotary_sin", tables.half_sin, persistent=False)
+                model.register_buffer("rotary_cos", tables.half_cos.to(model.dtype), persistent=False)
+                model.register_buffer("rotary_sin", tables.half_sin.to(model.dtype), persistent=False)
                 stack.enter_context(mock.patch.object(module, "forward", lambda x, position_ids: (position_ids, None)))
                 stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", _apply_by(model)))
         yield
@@ -189,7 +189,8 @@ class UnrolledExperts(nn.Module):
         for index, expert in enumerate(self.experts):
             share = torch.where(chosen == index, weights, torch.zeros_like(weights)).sum(-1, keepdim=True)
             gate, up = expert.gate_proj(x), expert.up_proj(x)  # type: ignore[operator]
-            total = total + share * expert.down_proj(self.activation(gate) * up)  # type: ignore[operator]
+            weighted = share * expert.down_proj(self.activation(gate) * up)  # type: ignore[operator]
+            total = total + weighted.to(x.dtype)  # router weights may be fp32 beside halves
         return total
 
 

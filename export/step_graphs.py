@@ -17,7 +17,7 @@ from torch import nn
 from redraft import names
 from redraft.export import passes, tracing
 from redraft.export.verifier import finish
-from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.names import Dtype, LyannaShape, TensorSpec, VerifierShape
 
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
@@ -44,7 +44,7 @@ class _Accept(nn.Module):
         said = logits.argmax(2)  # [B, T]
         nodes = torch.arange(tokens.shape[1])[None]
         root = parents < 0
-        right = (tokens == said.gather(1, parents.clamp(min=0))) & (nodes < count[:, None]) | root
+        right = (tokens == said.gather(1, torch.maximum(parents, torch.tensor(0)))) & (nodes < count[:, None]) | root
         wrong = (mask & ~right[:, None]).long().sum(2)  # ancestors that do not hold
         depths = mask.long().sum(2)
         last = torch.where(wrong == 0, depths, 0).argmax(1, keepdim=True)  # [B, 1]
@@ -128,6 +128,12 @@ def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
     return builder.model(name, names.move_inputs(state), names.move_outputs(state))
 
 
+_KINDS: dict[Dtype, int] = {
+    "int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16,
+    "bfloat16": onnx.TensorProto.BFLOAT16,
+}  # fmt: skip
+
+
 class _Builder:
     """A graph put together node by node: TensorScatter has no counterpart in torch that could be traced."""
 
@@ -160,8 +166,7 @@ class _Builder:
 
 
 def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
-    kind = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}[spec.dtype]
-    return onnx.helper.make_tensor_value_info(spec.name, kind, spec.shape)
+    return onnx.helper.make_tensor_value_info(spec.name, _KINDS[spec.dtype], spec.shape)
 
 
 def _traced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -10,8 +11,10 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint import Checkpoint
-from redraft.names import TREE_ATTENTION, VerifierShape
+from redraft.names import TREE_ATTENTION, Dtype, VerifierShape
 
+_NO_SHAPE = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling"}
+"""Fields of a recipe's shape that are not compared as they are: rotary ones are, in their newer spelling."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su", "yarn_dynamic")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 DECODERS_ONLY = "redraft exports decoder-only models whose attention goes through transformers' attention interface"
@@ -34,6 +37,29 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
         ) from error
     _check_config(config, kind)
     return config
+
+
+def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError naming the first field of a recipe's shape that a checkpoint has otherwise.
+
+    Defaults count, and old and new spellings of one field are the same. How long a text may be is no part of the shape.
+    """
+    if not expected:
+        return
+    kind = expected["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", f"mend [shape] of recipe {source}")
+    wanted = CONFIG_MAPPING[kind].from_dict(dict(expected)).to_dict()
+    values = found.to_dict()
+    rope = {"rope_parameters"} if {"rope_theta", "rope_scaling"} & set(expected) else set()
+    fields = ["model_type", *sorted(rope | set(expected) - {"model_type", *_NO_SHAPE})]
+    for field in fields:
+        if values.get(field) != wanted.get(field):
+            raise CheckpointError(
+                f"the checkpoint is not what recipe {source} is for: {field} is {values.get(field)!r}, "
+                f"expected {wanted.get(field)!r}",
+                "give that model's folder, or build the folder without the recipe",
+            )
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:
@@ -68,7 +94,7 @@ def _rope_types(parameters: Any) -> list[str]:
     return nested + ([parameters["rope_type"]] if "rope_type" in parameters else [])
 
 
-def verifier_shape(config: PretrainedConfig, context: int | None) -> VerifierShape:
+def verifier_shape(config: PretrainedConfig, context: int | None, dtype: Dtype = "float32") -> VerifierShape:
     """Buffer shapes from the configuration. Raises UsageError when `context` passes the model's own limit."""
     limit = int(config.max_position_embeddings)
     if context is not None and context > limit:
@@ -85,7 +111,26 @@ def verifier_shape(config: PretrainedConfig, context: int | None) -> VerifierSha
         int(config.hidden_size),
         int(config.vocab_size),
         context or limit,
+        dtype,
     )
+
+
+def rope_theta(config: Any) -> float:
+    """Base of the rotary embedding; of the full-attention layers, where kinds of layers have their own."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def norm_eps(config: Any) -> float:
+    """Epsilon of the norms."""
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    return next((float(v) for name in names if (v := getattr(config, name, None))), 1e-5)
+
+
+def logit_scale(config: Any) -> float:
+    """What the head's product is multiplied by: Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
+    return float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1))
 
 
 def check_taps(taps: tuple[str, ...], layers: int) -> None:

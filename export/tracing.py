@@ -23,11 +23,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from redraft import names
 from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export import modules, tree_attention
-from redraft.names import TensorSpec
+from redraft.names import Dtype, TensorSpec
 
 INTERFACE = "redraft_tree"
 HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "output_attentions", "is_causal"}
 OPSET = 24
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TRACED_NODES = 4
 TRACED_BATCH = 2
 TRACED_CAPACITY = 16
@@ -143,7 +144,7 @@ class VerifierModule(nn.Module):
         current = _Pass(tree_mask, positions, past_len, live, output_rows, caches)
         token = _CURRENT.set(current)
         try:
-            logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits
+            logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits.float()
         finally:
             _CURRENT.reset(token)
         presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
@@ -172,10 +173,10 @@ def _collect(tap: str) -> Any:
 
 
 @contextmanager
-def empty_model(config: PretrainedConfig, max_positions: int) -> Iterator[nn.Module]:
+def empty_model(config: PretrainedConfig, max_positions: int, dtype: Dtype = "float32") -> Iterator[nn.Module]:
     """The architecture with uninitialized weights, whose pages are never touched, and single operators put in."""
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=INTERFACE, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=INTERFACE, dtype=TORCH[dtype]).eval()
         model.tie_weights()
         modules.unroll_experts(model)
     model.requires_grad_(False)
@@ -188,7 +189,7 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
     """Export to an ONNX model whose weights are not read. Names and order of inputs and outputs as in the contract."""
     batch, nodes, capacity = TRACED_BATCH, TRACED_NODES, TRACED_CAPACITY
     b, t, r, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
-    cache = torch.zeros(batch, shape.kv_heads, capacity, shape.head_dim)
+    cache = torch.zeros(batch, shape.kv_heads, capacity, shape.head_dim, dtype=TORCH[shape.dtype])
     args = (
         torch.ones(batch, nodes, dtype=torch.long),
         torch.arange(nodes).repeat(batch, 1),

@@ -51,8 +51,8 @@ def export_verifier(
     config = config or BuildConfig()
     progress("trace", 0, 1)
     architecture = support.load_config(checkpoint)
-    shape = support.verifier_shape(architecture, config.context)
-    with tracing.empty_model(architecture, shape.max_positions) as network:
+    shape = support.verifier_shape(architecture, config.context, names.ELEMENTS[config.carrier])
+    with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
         support.check_taps(config.taps, shape.layers)
         module = tracing.VerifierModule(network, config.taps)
         model = tracing.trace(module, shape)
@@ -63,8 +63,16 @@ def export_verifier(
     progress("trace", 1, 1)
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
-    source = weights.RandomSource(parameters) if config.random_weights else weights.Source(checkpoint, parameters, tied)
-    refs = weights.place(model, source, out, config.precision, progress)
+    source: AnySource = (
+        weights.RandomSource.write(parameters, out, weights.STORED[config.carrier])
+        if config.random_weights
+        else weights.Source(checkpoint, parameters, tied)
+    )
+    kind = config.weight_only
+    refs = weights.place(
+        model, source, out, config.precision if kind is None else config.carrier, progress,
+        file=config.precision, weight_only=kind,
+    )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
     files = tuple(sorted({ref.file for ref in refs}))

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from redraft import names
+from redraft.config import Precision
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export import quantize
+from redraft.export import dequantize, quantize
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, Checkpoint, TensorEntry
 from redraft.export.passes import weights_of
 from redraft.names import WeightRef
@@ -32,9 +35,20 @@ SLAB_BYTES = 16 << 20
 LINK_FROM_BYTES = 256 << 20
 RANDOM_STD = 0.02
 EXPERT_NAMES = {"gate_proj": ("w1",), "up_proj": ("w3",), "down_proj": ("w2",)}
-ONNX_TYPES = {"F32": ir.DataType.FLOAT, "U8": ir.DataType.UINT8}
+ONNX_TYPES = {
+    "F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16, "U8": ir.DataType.UINT8,
+    "I8": ir.DataType.INT8, "I4": ir.DataType.INT4, "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+}  # fmt: skip
+STORED: dict[Precision, str] = {
+    "fp32": "F32", "fp16": "F16", "bf16": "BF16", "int8": "F32", "int4": "F32", "fp8": "F16",
+}  # fmt: skip
+"""What unquantized weights are stored as by precision."""
+POOL = ("random.normal", "random.ones", "random.zeros")
+POOL_SHIFT, POOL_SHIFTS = 256, 1024
+"""Random matrices begin at multiples of so many numbers, at so many places."""
+_POOL_BLOCK = 1 << 20
 Progress = Callable[[str, int, int], None]
-AnySource: TypeAlias = "Source | RandomSource | ModuleSource"
+AnySource: TypeAlias = "Source | RandomSource | Beside"
 Slabs = Iterator[NDArray[Any]]
 
 
@@ -51,16 +65,26 @@ class Made:
     @property
     def length(self) -> int:
         """Bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+        elements = int(np.prod(self.shape, dtype=np.int64))
+        return elements // 2 if self.dtype == "I4" else elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def stored(self) -> tuple[str, tuple[int, ...]]:
+        """Type and shape in the file's header, whose format knows no numbers of four bits."""
+        return ("U8", (self.length,)) if self.dtype == "I4" else (self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint's tensors by the names of the module's parameters."""
+    """The checkpoint's tensors by the names of the module's parameters.
+
+    prefix: what the names of its files get in a bundle, where another checkpoint may have files of the same names.
+    """
 
     checkpoint: Checkpoint
     parameters: dict[str, tuple[int, ...]]
     tied: dict[str, str]
+    prefix: str = ""
 
     def entry(self, parameter: str) -> TensorEntry:
         """The stored tensor of a parameter. Raises CheckpointError when it is missing or of another shape."""
@@ -98,6 +122,14 @@ class Source:
         """Where the checkpoint has the parameter."""
         return self.entry(parameter)
 
+    def link(self, parameter: str, folder: Path) -> str:
+        """Put the file that has the parameter below `folder`, once; its path there."""
+        shard = self.entry(parameter).file
+        file = f"{FOLDER}/{self.prefix}{shard}"
+        if not (folder / file).exists():
+            _link(self.checkpoint.path / shard, folder / file)
+        return file
+
     def slabs(self, parameter: str) -> Slabs:
         """The parameter in fp32, a few rows at a time."""
         mapped = self.checkpoint.memmap(self.entry(parameter).name)
@@ -108,75 +140,136 @@ class Source:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Random weights of the same shapes, each tensor a function of its name: for latency work only."""
+    """Random weights, for latency work only: every tensor is a piece of one pool, so that few bytes are written.
+
+    Pieces begin at different places, so that no two matrices of a model are the same numbers.
+    pool: where normal numbers, ones and zeros lie, `POOL` in this order.
+    """
 
     parameters: dict[str, tuple[int, ...]]
+    pool: tuple[WeightRef, ...]
+
+    @classmethod
+    def write(
+        cls, parameters: dict[str, tuple[int, ...]], folder: Path, dtype: str, file: str = "random"
+    ) -> RandomSource:
+        """Write the pool to `folder`/weights/`file`.safetensors, large enough for the largest parameter."""
+        matrices = [math.prod(shape) for shape in parameters.values() if len(shape) > 1]
+        vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
+        sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
+        made = [
+            Made(name, dtype, (size,), (), partial(_random_slabs, name, 0, (size,)))
+            for name, size in zip(POOL, sizes, strict=True)
+        ]
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        return cls(parameters, tuple(write(made, folder, f"{FOLDER}/{file}.safetensors")))
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Nowhere."""
-        return None
+        """Its piece of the pool; of no tensor's name."""
+        kind, begin = self._piece(parameter)
+        ref, shape = self.pool[POOL.index(kind)], self.parameters[parameter]
+        item_bytes = ITEM_BYTES[ref.dtype]
+        length = math.prod(shape) * item_bytes
+        return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """The pool's file, which is there already."""
+        return self.pool[0].file
 
     def slabs(self, parameter: str) -> Slabs:
-        """Norm gains are one, the rest is normal with standard deviation 0.02."""
-        shape = self.parameters[parameter]
-        generator = np.random.default_rng(list(parameter.encode()))
-        for rows in _row_slices(shape, 4):
-            part = (rows.stop - rows.start, *shape[1:])
-            if len(shape) == 1:
-                yield np.full(part, 0.0 if parameter.endswith("bias") else 1.0, np.float32)
-            else:
-                yield generator.standard_normal(part, np.float32) * np.float32(RANDOM_STD)
+        """Norm gains are one, biases zero, the rest is normal with standard deviation 0.02; fp32."""
+        return _random_slabs(*self._piece(parameter), self.parameters[parameter])
+
+    def _piece(self, parameter: str) -> tuple[str, int]:
+        """Which part of the pool, and the first of its numbers."""
+        if len(self.parameters[parameter]) > 1:
+            return POOL[0], list(self.parameters).index(parameter) % POOL_SHIFTS * POOL_SHIFT
+        return POOL[2] if parameter.endswith("bias") else POOL[1], 0
+
+
+def _random_slabs(kind: str, begin: int, shape: tuple[int, ...]) -> Slabs:
+    """Numbers `begin` onward of a part of the pool, as rows of `shape`."""
+    row = math.prod(shape[1:])
+    for rows in _row_slices(shape, 4):
+        part = (rows.stop - rows.start, *shape[1:])
+        if kind == POOL[0]:
+            yield _normal(begin + rows.start * row, begin + rows.stop * row).reshape(part)
+        else:
+            yield np.full(part, POOL.index(kind) == 1, np.float32)
+
+
+def _normal(begin: int, end: int) -> NDArray[np.float32]:
+    """Numbers `begin` to `end` of an endless normal sequence, drawn a block at a time."""
+    first = begin // _POOL_BLOCK
+    blocks = [
+        np.random.default_rng(block).standard_normal(_POOL_BLOCK, np.float32)
+        for block in range(first, -(-end // _POOL_BLOCK))
+    ]
+    drawn = np.concatenate(blocks)[begin - first * _POOL_BLOCK : end - first * _POOL_BLOCK]
+    drawn *= np.float32(RANDOM_STD)
+    return drawn
 
 
 @dataclass(frozen=True)
-class ModuleSource:
-    """A drafter's own tensors, held in memory, beside parameters that the verifier's graph has placed already."""
+class Beside:
+    """A drafter's own parameters, beside those of its verifier, which its graph uses too."""
 
-    tensors: Mapping[str, NDArray[np.float32]]
-    beside: AnySource
+    own: AnySource
+    verifier: AnySource
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name."""
-        return {**self.beside.parameters, **{name: tensor.shape for name, tensor in self.tensors.items()}}
+        return {**self.verifier.parameters, **self.own.parameters}
+
+    def _of(self, parameter: str) -> AnySource:
+        return self.own if parameter in self.own.parameters else self.verifier
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Where the verifier's checkpoint has the parameter, if it does."""
-        return None if parameter in self.tensors else self.beside.stored(parameter)
+        """Where the checkpoint that has the parameter has it."""
+        return self._of(parameter).stored(parameter)
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """See `Source.link`."""
+        return self._of(parameter).link(parameter, folder)
 
     def slabs(self, parameter: str) -> Slabs:
         """The parameter in fp32."""
-        return iter([self.tensors[parameter]]) if parameter in self.tensors else self.beside.slabs(parameter)
+        return self._of(parameter).slabs(parameter)
 
 
 def place(
-    model: ir.Model, source: AnySource, folder: Path, precision: str, progress: Progress, *,
+    model: ir.Model, source: AnySource, folder: Path, precision: Precision, progress: Progress, *,
     file: str | None = None, logits: str = names.LOGITS, shared: Iterable[WeightRef] = (),
+    weight_only: dequantize.Kind | None = None,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits.
+
+    weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the rest.
+
+    A tensor that the checkpoint stores in the type of the precision is used where it lies.
 
     file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits.
     shared: what another graph of the bundle has placed already, used again where it has the same name.
     Returns where the parameters that were placed now lie.
     """
     there = {ref.initializer: ref for ref in shared}
-    made = _quantize_products(model, source, precision, logits) if precision != "fp32" else []
+    made = _quantize_products(model, source, precision, logits) if precision in ("int8", "int4") else []
+    if weight_only:
+        made = [Made(*tensor) for tensor in dequantize.dequantize_products(model, source, weight_only, logits)]
     refs: list[WeightRef] = []
+    dtype = STORED[precision]
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
     for name in _parameters(model, source.parameters):
         entry = source.stored(name)
-        if name not in there and entry is not None and entry.dtype == "F32":
-            refs.append(
-                WeightRef(name, f"{FOLDER}/{entry.file}", entry.offset, entry.length, "F32", entry.shape, (entry.name,))
-            )
+        sources = (entry.name,) if entry and entry.name else ()
+        if name not in there and entry is not None and entry.dtype == dtype:
+            file_there = source.link(name, folder)
+            refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape, sources))
         else:
-            slabs = partial(source.slabs, name)
-            made.append(Made(name, "F32", source.parameters[name], (entry.name,) if entry else (), slabs))
+            made.append(Made(name, dtype, source.parameters[name], sources, partial(source.slabs, name)))
     used = [there[tensor.name] for tensor in made if tensor.name in there]
     made = [tensor for tensor in made if tensor.name not in there]
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    if isinstance(source, Source):
-        for shard in sorted({Path(ref.file).name for ref in refs}):
-            _link(source.checkpoint.path / shard, folder / FOLDER / shard)
     if made:
         refs += write(made, folder, f"{FOLDER}/{file or precision}.safetensors", progress)
     for ref in (*refs, *used):
@@ -221,11 +314,8 @@ def write(
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     offset, header = 0, {}
     for tensor in made:
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [offset, offset + tensor.length],
-        }
+        dtype, shape = tensor.stored
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.length]}
         offset += tensor.length
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 64 + 56)
@@ -236,7 +326,7 @@ def write(
             progress("weights", index, len(made))
             begin = stream.tell()
             for slab in tensor.slabs():
-                stream.write(np.ascontiguousarray(slab).data)
+                stream.write(_encoded(slab, tensor).data)
             assert stream.tell() - begin == tensor.length, tensor.name
             refs.append(WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape, tensor.sources))
     progress("weights", len(made), len(made))
@@ -244,7 +334,7 @@ def write(
     return refs
 
 
-def _quantize_products(model: ir.Model, source: AnySource, precision: str, output: str) -> list[Made]:
+def _quantize_products(model: ir.Model, source: AnySource, precision: Precision, output: str) -> list[Made]:
     """Replace products over stored weights by MatMulNBits; the logits' product keeps 8 bits at int4."""
     made: list[Made] = []
     logits = next(value for value in model.graph.outputs if value.name == output).producer()
@@ -307,6 +397,18 @@ def _row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
     step = max(1, SLAB_BYTES // row_bytes)
     for begin in range(0, rows, step):
         yield slice(begin, min(rows, begin + step))
+
+
+def _encoded(slab: NDArray[Any], tensor: Made) -> NDArray[Any]:
+    """The slab in the tensor's type, contiguous. Raises UnsupportedModelError for numbers that fp16 cannot hold."""
+    if tensor.dtype == "F16" and slab.dtype == np.float32:
+        with np.errstate(over="ignore"):
+            slab = slab.astype(np.float16)
+        if not np.isfinite(slab).all():
+            raise UnsupportedModelError(f"{tensor.name} has numbers that fp16 cannot hold", "build with bf16 or fp32")
+    elif tensor.dtype == "BF16" and slab.dtype == np.float32:
+        slab = slab.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return np.ascontiguousarray(slab)
 
 
 def _as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:

@@ -8,10 +8,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 from redraft.errors import UsageError
 
-Precision = Literal["fp32", "int8", "int4"]
-Backend = Literal["onnxruntime"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
+"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4, fp8: weight-only, everything else as `carrier`."""
+WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
+HALVES: tuple[Precision, ...] = ("fp16", "bf16")
+Backend = Literal["onnxruntime", "tensorrt"]
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
 """How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+RANDOM = "random"
+"""In place of a drafter's folder: one of the verifier's shape with random weights, for latency work only."""
 T = TypeVar("T")
 
 
@@ -28,32 +33,33 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 class LyannaBuild:
     """How a Lyanna drafter is built.
 
-    source:      the drafter's folder.
+    source:      the drafter's folder, or RANDOM; None where a recipe has none: only the other settings then count.
     steps:       hidden states of a chain; None takes what it was trained for.
     width:       children of a node, and nodes that go on at each level.
     nodes:       largest tree that a draft gives, its root not counted.
     token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
-    precision:   of the drafter's products; int8 is less to read between two verifications.
+    precision:   of the drafter's products. None: int8, which is less to read between two verifications, and fp16 or
+                 bf16 beside a verifier of that precision, whose features, embedding and head it reads.
     hot_tokens:  tokens that have token information where the vocabulary is larger than `prune_above` (§6.1).
     """
 
-    source: str
+    source: str | None = None
     steps: int | None = None
     width: int = 4
     nodes: int = 32
     token_info: TokenInfo = "fp16"
-    precision: Precision = "int8"
+    precision: Precision | None = None
     hot_tokens: int = 32_768
     prune_above: int = 40_000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source, str) or not self.source:
+        if self.source is not None and (not isinstance(self.source, str) or not self.source):
             raise UsageError(f"lyanna.source must name a drafter's folder, not {self.source!r}")
         if self.token_info not in get_args(TokenInfo):
             raise UsageError(
                 f"unknown lyanna.token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
             )
-        if self.precision not in get_args(Precision):
+        if self.precision is not None and self.precision not in get_args(Precision):
             raise UsageError(
                 f"unknown lyanna.precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}"
             )
@@ -61,6 +67,34 @@ class LyannaBuild:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"lyanna.{name} must be a positive number, not {value!r}")
+
+
+@dataclass(frozen=True)
+class TensorRtBuild:
+    """How TensorRT engines are built; nothing else reads it.
+
+    attention:     who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
+    embed_plugin:  make the plugin's library part of the engines instead of a file beside them.
+    batch:         sequences of one call, at most.
+    tree_nodes:    nodes of a tree, its root included, at most.
+    prefill:       prompt tokens of one call, at most.
+    """
+
+    attention: Literal["plugin", "native"] = "plugin"
+    embed_plugin: bool = False
+    batch: int = 1
+    tree_nodes: int = 64
+    prefill: int = 128
+
+    def __post_init__(self) -> None:
+        if self.attention not in ("plugin", "native"):
+            raise UsageError(f"unknown tensorrt.attention {self.attention!r}", "choose plugin or native")
+        if self.embed_plugin and self.attention == "native":
+            raise UsageError("there is no plugin to embed with --attention native", "leave --embed-plugin out")
+        for name, least in (("batch", 1), ("tree_nodes", 2), ("prefill", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"tensorrt.{name} must be a number of at least {least}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +108,7 @@ class BuildConfig:
     context:         capacity in tokens; None takes the model's own limit.
     taps:            feature outputs wanted by drafters (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
+    tensorrt:        how engines of the backend tensorrt are built.
     """
 
     precision: Precision = "fp32"
@@ -82,10 +117,26 @@ class BuildConfig:
     taps: tuple[str, ...] = ()
     random_weights: bool = False
     lyanna: LyannaBuild | None = None
+    tensorrt: TensorRtBuild = TensorRtBuild()
+
+    @property
+    def carrier(self) -> Precision:
+        """Precision of all but weight-only quantized weights: fp32 on ONNX Runtime's CPU, fp16 in TensorRT."""
+        if self.precision not in WEIGHT_ONLY:
+            return self.precision
+        return "fp16" if self.backend == "tensorrt" else "fp32"
+
+    @property
+    def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
+        """How weights are quantized for TensorRT, by DequantizeLinear; ONNX Runtime has an operator of its own."""
+        kinds: dict[str, Literal["int8", "int4", "fp8"]] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+        return kinds.get(self.precision) if self.backend == "tensorrt" else None
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
             raise UsageError(f"unknown precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}")
+        if self.precision == "fp8" and self.backend != "tensorrt":
+            raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
         if self.backend not in get_args(Backend):
             raise UsageError(f"unknown backend {self.backend!r}", f"choose one of {', '.join(get_args(Backend))}")
         if not isinstance(self.taps, tuple) or not all(isinstance(tap, str) for tap in self.taps):

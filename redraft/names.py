@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from redraft.config import TokenInfo
+from redraft.config import Precision, TokenInfo
 
 Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
+ELEMENTS: dict[Precision, Dtype] = {
+    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32", "int4": "float32", "fp8": "float16",
+}  # fmt: skip
+"""Element type of KV buffers, features and unquantized weights by precision. Logits are float32 always."""
+
 Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
@@ -125,7 +130,7 @@ def features(tap: str) -> str:
 
 @dataclass(frozen=True)
 class VerifierShape:
-    """What a verifier's buffers need to know of the model."""
+    """What a verifier's buffers need to know of the model. `dtype` is theirs and that of its features."""
 
     layers: int
     kv_heads: int
@@ -133,6 +138,7 @@ class VerifierShape:
     hidden: int
     vocabulary: int
     max_positions: int
+    dtype: Dtype = "float32"
 
 
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
@@ -149,7 +155,7 @@ def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
         TensorSpec(PAST_LEN, "int64", ("B",)),
         TensorSpec(LIVE, "int64", (1,)),
         TensorSpec(OUTPUT_ROWS, "int64", ("B", "R")),
-        *(TensorSpec(cache, "float32", ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
+        *(TensorSpec(cache, shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
     )
 
 
@@ -157,9 +163,9 @@ def verifier_outputs(shape: VerifierShape, taps: tuple[str, ...]) -> tuple[Tenso
     """Outputs of the verifier's graph, in order: logits, features by tap, then the KV buffers, updated in place."""
     return (
         TensorSpec(LOGITS, "float32", ("B", "R", shape.vocabulary)),
-        *(TensorSpec(features(tap), "float32", ("B", "T", shape.hidden)) for tap in taps),
+        *(TensorSpec(features(tap), shape.dtype, ("B", "T", shape.hidden)) for tap in taps),
         *(
-            TensorSpec(present(cache), "float32", ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
+            TensorSpec(present(cache), shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
             for cache in caches(shape)
         ),
     )
@@ -171,7 +177,7 @@ class LyannaShape:
 
     steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
     hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
-    rank:  d, of the low-rank form.
+    rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
     """
 
     hidden: int
@@ -184,6 +190,7 @@ class LyannaShape:
     token_info: TokenInfo
     hot: int
     rank: int
+    dtype: Dtype = "float32"
 
 
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
@@ -221,14 +228,14 @@ def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """
     cache = ("B", shape.kv_heads, "C", shape.head_dim)
     return (
-        TensorSpec(FEATURE_ROWS, "float32", ("B", "M", shape.hidden)),
+        TensorSpec(FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
         TensorSpec(TOKENS, "int64", ("B", "M")),
         TensorSpec(POSITIONS, "int64", ("B", "M")),
         TensorSpec(PENDING, "int64", ("B",)),
         TensorSpec(PAST_LEN, "int64", ("B",)),
         TensorSpec(LIVE, "int64", (1,)),
-        TensorSpec(key_cache(0), "float32", cache),
-        TensorSpec(value_cache(0), "float32", cache),
+        TensorSpec(key_cache(0), shape.dtype, cache),
+        TensorSpec(value_cache(0), shape.dtype, cache),
         *token_info_tables(shape),
     )
 
@@ -243,8 +250,8 @@ def lyanna_draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     return (
         *_tree_outputs(shape.nodes),
         TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(present(key_cache(0)), "float32", cache, in_place_of=key_cache(0)),
-        TensorSpec(present(value_cache(0)), "float32", cache, in_place_of=value_cache(0)),
+        TensorSpec(present(key_cache(0)), shape.dtype, cache, in_place_of=key_cache(0)),
+        TensorSpec(present(value_cache(0)), shape.dtype, cache, in_place_of=value_cache(0)),
     )
 
 
@@ -314,16 +321,16 @@ def step_keep_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
 def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the collecting graph: a call's feature rows, its path, and what waits already, W rows of which some."""
     return (
-        TensorSpec(FEATURE_ROWS, "float32", ("B", "F", shape.hidden)),
+        TensorSpec(FEATURE_ROWS, shape.dtype, ("B", "F", shape.hidden)),
         TensorSpec(PATH, "int64", ("B", "T")),
-        TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
+        TensorSpec(WAITING, shape.dtype, ("B", "W", shape.hidden)),
         TensorSpec(WAITING_ROWS, "int64", ("B",)),
     )
 
 
 def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Output of the collecting graph: feature row path[i] at row waiting_rows + i, in place; W holds T rows more."""
-    return (TensorSpec(present(WAITING), "float32", ("B", "W", shape.hidden), in_place_of=WAITING),)
+    return (TensorSpec(present(WAITING), shape.dtype, ("B", "W", shape.hidden), in_place_of=WAITING),)
 
 
 Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
@@ -358,17 +365,17 @@ def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """What a verifier keeps by slot."""
     dims = ("B", shape.kv_heads, "C", shape.head_dim)
-    return tuple(TensorSpec(cache, "float32", dims) for cache in caches(shape))
+    return tuple(TensorSpec(cache, shape.dtype, dims) for cache in caches(shape))
 
 
 def lyanna_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """What a Lyanna drafter keeps by slot."""
     dims = ("B", shape.kv_heads, "C", shape.head_dim)
     return (
-        TensorSpec(key_cache(0), "float32", dims),
-        TensorSpec(value_cache(0), "float32", dims),
+        TensorSpec(key_cache(0), shape.dtype, dims),
+        TensorSpec(value_cache(0), shape.dtype, dims),
         TensorSpec(CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(WAITING, "float32", ("B", "W", shape.hidden)),
+        TensorSpec(WAITING, shape.dtype, ("B", "W", shape.hidden)),
     )
 
 

@@ -117,6 +117,11 @@ class Runtime:
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
         return "lyanna" if lyanna else "ngram"
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What every output must say of the bundle: random weights, a tokenizer that is not the model's."""
+        return self._engines.bundle.manifest.model.caveats if self._engines is not None else ()
+
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
         self.__dict__.pop("verifier", None)
@@ -142,12 +147,11 @@ class Runtime:
         Raises UsageError for what cannot be done, before anything is computed.
         """
         forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
-        cycle = self._cycle(method or self.default_method, budget, forced)
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
-        cycle.record = no_record if trace is None else TraceWriter(trace)
-        requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
         with self._running():
+            cycle = self._cycle(method or self.default_method, budget, forced, trace)
+            requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
             for _ in scheduler.run(cycle, requests):
                 pass
         return [self._generation(request, forced is not None) for request in requests]
@@ -156,9 +160,12 @@ class Runtime:
         self, prompt: Prompt, params: SamplingParams = GREEDY, method: str | None = None, budget: Budget | None = None,
         trace: IO[str] | None = None,
     ) -> Iterator[str]:  # fmt: skip
-        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text."""
-        cycle = self._cycle(method or self.default_method, budget, None)
-        cycle.record = no_record if trace is None else TraceWriter(trace)
+        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text.
+
+        Raises as `generate` does, here and not with the first chunk.
+        """
+        with self._running():
+            cycle = self._cycle(method or self.default_method, budget, None, trace)
         request = self._request(prompt, params, None, False)
         request.text = request.text or TextStream(self.text, request.tokens)
         return self._chunks(cycle, request, request.text)
@@ -191,13 +198,19 @@ class Runtime:
     def _running(self) -> _Held:
         return _Held(self._busy)
 
-    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
+    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
+        """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
+        cycle = self._planned(method, budget, forced)
+        cycle.record = no_record if trace is None else TraceWriter(trace)
+        return cycle
+
+    def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
         drafter = self._drafter(method)
         if method == "none":
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
         if forced is not None:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
-            adaptive: Controller = Adaptive(self.curve, self.verifier.clock)
+            adaptive: Controller = Adaptive(self.curve)
         else:
             drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
@@ -220,7 +233,7 @@ class Runtime:
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""
         costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
-        return Adaptive(self.curve, self.verifier.clock, drafter.drafts, costs)
+        return Adaptive(self.curve, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
         ids = self.encode(prompt)

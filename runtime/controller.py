@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, log
 from typing import Protocol
@@ -9,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from redraft.runtime.cost import CostCurve
-from redraft.runtime.metrics import Clock
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import merge, prune
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
@@ -38,20 +38,19 @@ class Controller(Protocol):
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """The part worth verifying of what the lookup found and what was made to plan, at least the root."""
 
+    def timed(self, ms: Mapping[Source, float]) -> None:
+        """How long making the trees of this step took, for the whole batch, by the sources that made any."""
+
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """`tree` was verified with this outcome. Called after plain steps too."""
 
 
 class FixedBudget:
-    """The same budget at every step; with NO_SPECULATION, plain decoding.
+    """The same budget at every step, resampling what can be; with NO_SPECULATION, plain decoding."""
 
-    Steps that are left over are resampled where more than `threshold` remain (Lyanna, Algorithm 2); None never does.
-    """
-
-    def __init__(self, budget: Budget, drafts: bool = True, threshold: int | None = 0) -> None:
+    def __init__(self, budget: Budget, drafts: bool = True) -> None:
         self._budget = budget
         self._drafts = drafts
-        self._threshold = threshold
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -59,13 +58,16 @@ class FixedBudget:
 
     def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
         """See `Controller.plan`."""
-        if self._threshold is not None and remaining > self._threshold:
+        if remaining:
             return Source.RESAMPLE
         return Source.FRESH if self._drafts else Source.LOOKUP
 
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         return prune(found if made is None else made, self._budget.nodes)
+
+    def timed(self, ms: Mapping[Source, float]) -> None:
+        """See `Controller.timed`."""
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
@@ -131,10 +133,10 @@ class Record:
 class Pace:
     """What the controller keeps for one sequence.
 
-    plan:     where this step's tree comes from.
+    plan:     where this step's tree comes from; NONE where nothing was planned.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.   found_gain: the lookup's.
-    waiting:  steps still to pause.   pause: length of the latest pause.   drafted: this step speculates.
+    waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
 
@@ -142,11 +144,10 @@ class Pace:
     gain: dict[tuple[Source, int], float]
     offered: tuple[Source, DraftTree] | None = None
     found_gain: float = 0.0
-    plan: Source = Source.LOOKUP
+    plan: Source = Source.NONE
     remaining: int = 0
     waiting: int = 0
     pause: int = 0
-    drafted: bool = False
     since_fresh: int = 0
     patience: int = 1
 
@@ -168,13 +169,13 @@ class Adaptive:
     twice as long each time, and then tries again. A new request starts with the experience of all requests before it.
     """
 
-    def __init__(self, curve: CostCurve, clock: Clock, drafts: bool = True, costs: Costs | None = None) -> None:
+    def __init__(self, curve: CostCurve, drafts: bool = True, costs: Costs | None = None) -> None:
         """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
         self._table = curve.table_ms
-        self._clock = clock
         self._drafts = drafts
         costs = costs or Costs()
-        self._made_ms = {Source.LOOKUP: 0.0, Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
+        self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
+        self._step_ms: Mapping[Source, float] = {}
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._plain_rate = 1 / self._table[1]
         self._all = Experience(tokens=1.0, ms=self._table[1])
@@ -184,8 +185,8 @@ class Adaptive:
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         pace = self._pace(seq)
-        pace.drafted = pace.waiting == 0
-        if pace.drafted:
+        pace.plan = Source.NONE
+        if pace.waiting == 0:
             return self._full
         pace.waiting -= 1
         return NO_SPECULATION
@@ -198,11 +199,11 @@ class Adaptive:
         pace.found_gain = self._best(found, rate)[1]
         best, plan = pace.found_gain, Source.LOOKUP
         if remaining:
-            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._extra_ms(Source.RESAMPLE)
+            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._made_ms[Source.RESAMPLE]
             if gain > best:
                 best, plan = gain, Source.RESAMPLE
         if self._drafts:
-            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._extra_ms(Source.FRESH)
+            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._made_ms[Source.FRESH]
             pace.since_fresh += 1
             if gain > best or pace.since_fresh > pace.patience:
                 plan = Source.FRESH
@@ -221,19 +222,25 @@ class Adaptive:
             self._learn_gain(pace, plan, gain, rate)
         return prune(tree, nodes)
 
+    def timed(self, ms: Mapping[Source, float]) -> None:
+        """See `Controller.timed`."""
+        self._step_ms = ms
+        for source, known_ms in self._made_ms.items():
+            # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
+            taken_ms = min(ms.get(source, known_ms), _OUTLIER * max(known_ms, _LEAST_MS))
+            self._made_ms[source] += _FAST * (taken_ms - known_ms)
+
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
         pace: Pace = seq.control
-        if not pace.drafted:
+        if pace.plan is Source.NONE:
             return
         if pace.offered is not None:
             source, made = pace.offered
             self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
-        proposal_ms, known_ms = self._clock.proposal * 1e3, self._made_ms[pace.plan]
-        # A call that was interrupted says nothing of its cost, and one mistaken for dear would not be tried again soon.
-        self._made_ms[pace.plan] += _FAST * (min(proposal_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
+        proposal_ms = sum([self._step_ms.get(source, 0.0) for source in {Source.LOOKUP, pace.plan}])
         ms = self._table[len(tree.tokens)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
@@ -249,7 +256,7 @@ class Adaptive:
         for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
             known[key] = known.get(key, gain) + weight * (gain - known.get(key, gain))
         if plan is Source.FRESH:
-            pays = gain - rate * self._extra_ms(Source.FRESH) > pace.found_gain
+            pays = gain - rate * self._made_ms[Source.FRESH] > pace.found_gain
             pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
 
     def _best(self, tree: DraftTree, rate: float) -> tuple[int, float]:
@@ -264,10 +271,6 @@ class Adaptive:
             if gain > best:
                 best, nodes = gain, count
         return nodes, best
-
-    def _extra_ms(self, source: Source) -> float:
-        """What making a tree of this source lately took beyond looking one up."""
-        return max(self._made_ms[source] - self._made_ms[Source.LOOKUP], 0.0)
 
     def _rate(self, pace: Pace) -> float:
         return max(pace.experience.tokens / pace.experience.ms, self._plain_rate)

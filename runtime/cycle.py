@@ -73,16 +73,21 @@ class Cycle:
         resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
         resampled_at = time.perf_counter()
         drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
-        ended = time.perf_counter()
+        self._book(plans, looked_up - started, resampled_at - looked_up, time.perf_counter() - resampled_at)
         trees = []
         for slot, seq in enumerate(batch):
             made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
             tree = self.controller.choose(seq, plans[slot], found[slot], made)
             trees.append(prune(tree, budgets[slot].nodes))  # of two sources: each fits the rows that are left, not both
-        self.clock.resample += resampled_at - looked_up
-        self.clock.draft += ended - resampled_at + looked_up - started
-        self.clock.proposal = ended - started
         return plans, trees
+
+    def _book(self, plans: list[Source], lookup: float, resample: float, draft: float) -> None:
+        """Tell clock and controller what the trees of a step took, in seconds."""
+        self.clock.draft += lookup + draft
+        self.clock.resample += resample
+        taken = {Source.LOOKUP: lookup, Source.RESAMPLE: resample, Source.FRESH: draft}
+        self.controller.timed({source: seconds * 1e3 for source, seconds in taken.items()
+                               if source is Source.LOOKUP or source in plans})  # fmt: skip
 
     def _made(
         self, make: Make, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]

@@ -11,7 +11,7 @@ class Clock:
     """Seconds spent decoding since the runtime was opened, by stage; a request takes differences of it.
 
     draft, resample: making trees, a drafter's own engine calls included.   verify: inside the verifier's engine call.
-    total:           whole steps.   engine: inside any engine call.   proposal: how long the latest trees took to make.
+    total:           whole steps.   engine: inside any engine call.
     """
 
     draft: float = 0.0
@@ -19,11 +19,10 @@ class Clock:
     verify: float = 0.0
     engine: float = 0.0
     total: float = 0.0
-    proposal: float = 0.0
 
     def copy(self) -> Clock:
         """The readings of now."""
-        return Clock(self.draft, self.resample, self.verify, self.engine, self.total, self.proposal)
+        return Clock(self.draft, self.resample, self.verify, self.engine, self.total)
 
 
 @dataclass(slots=True)

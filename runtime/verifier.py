@@ -50,7 +50,7 @@ class Verifier:
         self._symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
         self._frames: dict[tuple[int, int, int], _Frame] = {}
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
-        self._kv = np.zeros((2 * shape.layers, slots, shape.kv_heads, capacity, shape.head_dim), dtype=np.float32)
+        self._kv = np.zeros((2 * shape.layers, slots, shape.kv_heads, capacity, shape.head_dim), dtype=shape.dtype)
         for layer in range(shape.layers):
             engine.bind(names.key_cache(layer), self._kv[2 * layer])
             engine.bind(names.value_cache(layer), self._kv[2 * layer + 1])

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.train.method import DrafterObjective
+from redraft.train.verifier_model import autocast_beside
 
 _ROWS_AT_ONCE = 8
 WIDTH = 4
@@ -49,14 +50,22 @@ def greedy_sharpness(objective: DrafterObjective, rows: NDArray[np.integer[Any]]
     totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
     for begin in range(0, len(rows), _ROWS_AT_ONCE):
         tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(objective.verifier.device)
-        logits, drafts = objective.drafts(tokens)
-        count = tokens.shape[1] - objective.lookahead
-        for step, predicted in enumerate(drafts):
-            said = logits[:, step + 1 : count + step + 1].argmax(-1)[:, first::_EVERY, None]
-            some = predicted[:, first::_EVERY].float()
-            for index, factor in enumerate(SHARPNESS):
-                totals[index] += (some * factor).log_softmax(-1).gather(-1, said).double().sum().cpu()
+        with autocast_beside(objective.verifier):
+            totals += _log_probabilities(objective, tokens, first)
     return SHARPNESS[int(totals.argmax())]
+
+
+def _log_probabilities(objective: DrafterObjective, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    """Sums over positions and depths of the log probability of what the verifier says, by factor of SHARPNESS."""
+    totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
+    logits, drafts = objective.drafts(tokens)
+    count = tokens.shape[1] - objective.lookahead
+    for step, predicted in enumerate(drafts):
+        said = logits[:, step + 1 : count + step + 1].argmax(-1)[:, first::_EVERY, None]
+        some = predicted[:, first::_EVERY].float()
+        for index, factor in enumerate(SHARPNESS):
+            totals[index] += (some * factor).log_softmax(-1).gather(-1, said).double().sum().cpu()
+    return totals
 
 
 class _Tally:
@@ -90,7 +99,7 @@ def acceptance_of(objective: DrafterObjective, texts: Iterable[tuple[NDArray[np.
     top, wide = _Tally(objective.lookahead), _Tally(objective.lookahead)
     for rows, first in texts:
         tokens = torch.from_numpy(rows.astype(np.int64)).to(objective.verifier.device)
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
+        with autocast_beside(objective.verifier):
             _count(objective, tokens, first, top, wide)
     return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
 

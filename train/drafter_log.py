@@ -37,30 +37,35 @@ class DrafterLog:
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step; a line of losses (means since the last line) and acceptance where it is due.
-
-        The last line of a run also says how much to sharpen the drafter's distribution.
-        """
+        """Show one step; where it is due, a line of losses (means since the last line), acceptance and sharpness."""
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)
         for name, value in step.metrics.items():
             self._losses[name].append(value)
-        if step.step % self._every and step.step != step.steps:
-            return
+        if step.step % self._every == 0 or step.step == step.steps:
+            self._measure(step.step, step.steps)
+
+    def finish(self, steps: int) -> None:
+        """Measure the last of `steps` steps where the run that took it ended before that was done."""
+        if all(line["step"] < steps for line in read_progress(self._path)):
+            self._measure(steps, steps)
+
+    def _measure(self, step: int, steps: int) -> None:
         found = {
             kind: conditional_acceptance(self._objective, rows, self._first) for kind, rows in self._held_out.items()
         }
-        losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
-        acceptance = {kind: asdict(value) for kind, value in found.items()}
-        line = {"step": step.step, "steps": step.steps, "losses": losses, "acceptance": acceptance}
-        if step.step == step.steps:
-            rows = np.concatenate(list(self._held_out.values()))
-            line["sharpness"] = greedy_sharpness(self._objective, rows, self._first)
+        line = {
+            "step": step,
+            "steps": steps,
+            "losses": {name: sum(values) / len(values) for name, values in self._losses.items()},
+            "acceptance": {kind: asdict(value) for kind, value in found.items()},
+            "sharpness": greedy_sharpness(self._objective, np.concatenate(list(self._held_out.values())), self._first),
+        }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._losses.clear()
-        self._report.acceptance(step.step, found)
+        self._report.acceptance(step, found)
 
     def _drop_from(self, step: int) -> None:
         """Forget lines of steps that are taken again, after the checkpoint that was resumed."""

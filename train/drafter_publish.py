@@ -40,19 +40,29 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
     config = method.config(**facts.config)
     module = method.module(config)
     module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
-    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= int(state["step"])]
+    measured = _last_measurement(run, facts.method, int(state["step"]))
     training = {
         "recipe": recipe.to_dict(),
         "step": int(state["step"]),
         "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in data_facts(run).items()},
-        "measured": {key: lines[-1][key] for key in ("step", "acceptance")} if lines else {},
+        "measured": {key: measured[key] for key in ("step", "acceptance")},
     }
-    if lines and "sharpness" in lines[-1]:
-        config = replace(config, sharpness=lines[-1]["sharpness"])
+    config = replace(config, sharpness=measured["sharpness"])
     save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
     (out / "README.md").write_text(card, encoding="utf-8")
     return training
+
+
+def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
+    """The line of progress that says how sharp the drafter of this step is, or an earlier one."""
+    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "sharpness" in line]
+    if not lines:
+        raise TrainingError(
+            f"the run in {run} was never measured up to step {step}",
+            f"go on with `redraft train {method} … --out {run} --resume`, which measures",
+        )
+    return lines[-1]
 
 
 def _counts(run: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -70,7 +80,7 @@ def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], p
         if recipe.optimizer == "muon"
         else f"Adam (learning rate {recipe.lr})"
     )
-    measured = training["measured"].get("acceptance", {})
+    measured = training["measured"]["acceptance"]
     depths = max((len(kind["top"]) for kind in measured.values()), default=0)
     return _TEMPLATE.read_text(encoding="utf-8").format(
         **{**values["self_text"], **values},
@@ -83,7 +93,7 @@ def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], p
         decay_percent=100 * recipe.decay_share,
         table="\n".join(f"    {name} = {json.dumps(value)}" for name, value in values["drafter"].items()),
         data="\n".join(_data_row(kind, training["data"][kind]) for kind in recipe.weights),
-        measured_step=training["measured"].get("step", "no"),
+        measured_step=training["measured"]["step"],
         width=WIDTH,
         head="".join(f" depth {d} |" for d in range(1, depths + 1)),
         rule="---|" * depths,

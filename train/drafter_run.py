@@ -4,7 +4,7 @@ run.json             method, configuration, verifier and data digests (RunFacts)
 data.json            of every kind: documents, tokens of every stream, names of the held-out documents
 texts/               token streams and rows that the verifier wrote
 token_counts.npy     int64 [V], over all streams
-progress.jsonl       step, losses and held-out acceptance, a line each measurement
+progress.jsonl       step, losses, held-out acceptance and sharpness, a line each measurement
 checkpoint.pt        as the loop writes it
 """
 
@@ -134,10 +134,12 @@ def train_drafter(
     recipe = recipe.for_data(sum(map(len, streams.values())))
     plan = BatchPlan(streams, recipe.stream_weights(), recipe.seed, objective.lookahead)
     log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report)
-    return train(
+    ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,
     )  # fmt: skip
+    log.finish(recipe.steps)
+    return ran
 
 
 def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:

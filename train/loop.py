@@ -43,8 +43,9 @@ def train(
 ) -> int:
     """Run from the first step, or from `out`'s checkpoint, to `recipe.steps`; returns the steps run here.
 
-    `identity` names the data; a checkpoint of other data or another recipe (its length aside) is refused with
-    TrainingError. A loss that is not finite raises TrainingError and leaves the last checkpoint as it is.
+    `identity` names the data; a checkpoint of other data or another recipe is refused with TrainingError, and one of
+    another length where the steps so far would have gone otherwise: once the decay has begun, from the first step on
+    with a decay_share of 1. A loss that is not finite raises TrainingError and leaves the last checkpoint as it is.
     """
     if resume:
         first, optimizers = _resume(objective, recipe, out, identity)
@@ -67,10 +68,11 @@ def train(
         optimizers.step(recipe.lr_factor(step))
         done = step + 1
         seconds = time.perf_counter() - started
+        if done == recipe.steps:  # before the report, which may measure, and fail
+            save_checkpoint(out, _state(objective, optimizers, recipe, identity, done))
         report(StepReport(done, recipe.steps, recipe.lr_factor(step), metrics, recipe.batch_tokens, seconds))
         if done % checkpoint_every == 0 and done < recipe.steps:
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done))
-    save_checkpoint(out, _state(objective, optimizers, recipe, identity, recipe.steps))
     return recipe.steps - first
 
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
+from redraft.export import support
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity
-from redraft.export.support import load_config
 from redraft.names import TOKENIZER_FILE
 
 _HEAD_TOLERANCE = 0.02  # relative to the largest logit; weights may be bf16
@@ -61,21 +61,8 @@ class VerifierModel:
 
     @property
     def logit_scale(self) -> float:
-        """What the head's product is multiplied by: Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
-        return float(getattr(self.config, "logit_scale", None) or 1 / (getattr(self.config, "logits_scaling", 0) or 1))
-
-    @property
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding; of the full-attention layers, where kinds of layers have their own."""
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        parameters = parameters.get("full_attention", parameters)
-        return float(parameters.get("rope_theta") or getattr(self.config, "rope_theta", None) or 10000.0)
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of its norms."""
-        names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-        return next((float(v) for name in names if (v := getattr(self.config, name, None))), 1e-5)
+        """What the head's product is multiplied by."""
+        return support.logit_scale(self.config)
 
 
 def open_verifier(path: Path, device: str) -> VerifierModel:
@@ -85,7 +72,7 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
     where logits are not its LM head's product with its features times a constant.
     """
     checkpoint = Checkpoint.open(path)
-    load_config(checkpoint)  # refuses what cannot be exported anyway
+    support.load_config(checkpoint)  # refuses what cannot be exported anyway
     tokenizer = _tokenizer(path)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
@@ -113,6 +100,11 @@ def _tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(
             f"{path / TOKENIZER_FILE} cannot be read ({error})", "save the model's fast tokenizer there"
         ) from None
+
+
+def autocast_beside(verifier: Any) -> torch.autocast:
+    """Products in bf16 where the verifier is: what is trained or measured beside it has its parameters in fp32."""
+    return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
 
 def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

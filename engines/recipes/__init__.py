@@ -1,8 +1,10 @@
 """Recipes: which checkpoint a name stands for, and how its bundle is built. One TOML file a model, or one of your own.
 
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
+[shape]                what the model's config.json says: a checkpoint is compared with it, random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
 [build.lyanna]         keys of `redraft.config.LyannaBuild`; its source is named like the model's
+[build.tensorrt]       keys of `redraft.config.TensorRtBuild`
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, LyannaBuild, from_mapping
+from redraft.config import BuildConfig, LyannaBuild, TensorRtBuild, from_mapping
 from redraft.errors import UsageError
 
 _FOLDER = Path(__file__).resolve().parent
@@ -23,10 +25,11 @@ _ASSET = "asset:"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build. `source` is a directory where it names one, else a Hub id."""
+    """What to build. `source` is a directory where it names one, else a Hub id; `shape` is empty where it says none."""
 
     name: str
     source: str
+    shape: Mapping[str, Any] = field(default_factory=dict)
     build: BuildConfig = field(default_factory=BuildConfig)
 
 
@@ -48,22 +51,30 @@ def load_recipe(name: str) -> Recipe:
     recipe = from_mapping(_File, values, str(path))
     if not isinstance(recipe.source, str) or not recipe.source or not isinstance(recipe.build, dict):
         raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
-    build = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()}
+    if not isinstance(recipe.shape, dict) or (recipe.shape and not isinstance(recipe.shape.get("model_type"), str)):
+        raise UsageError(f"{path}: expected [shape] with `model_type` and the rest of a config.json", "mend the file")
+    build: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()
+    }
     if "lyanna" in build:
         build["lyanna"] = _lyanna(build["lyanna"], path)
-    return Recipe(path.stem, _resolve(recipe.source, path), from_mapping(BuildConfig, build, f"{path}: build"))
+    if isinstance(options := build.get("tensorrt"), dict):
+        build["tensorrt"] = from_mapping(TensorRtBuild, options, f"{path}: build.tensorrt")
+    config = from_mapping(BuildConfig, build, f"{path}: build")
+    return Recipe(path.stem, _resolve(recipe.source, path), recipe.shape, config)
 
 
 def _lyanna(values: Any, path: Path) -> LyannaBuild:
-    if not isinstance(values, dict) or not isinstance(values.get("source"), str):
-        raise UsageError(f"{path}: expected [build.lyanna] with the drafter's folder as `source`", "mend the file")
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: expected a table [build.lyanna]", "mend the file")
     found = from_mapping(LyannaBuild, values, f"{path}: build.lyanna")
-    return replace(found, source=_resolve(found.source, path))
+    return replace(found, source=_resolve(found.source, path)) if found.source else found
 
 
 @dataclass(frozen=True)
 class _File:
     source: Any = None
+    shape: Any = field(default_factory=dict)
     build: Any = field(default_factory=dict)
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from redraft.config import from_mapping
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.checkpoint import Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.layer import LayerConfig
+from redraft.export.weights import AnySource, Source
 from redraft.names import TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
@@ -104,31 +105,57 @@ class DrafterCheckpoint:
             )
 
     def load(self, module: torch.nn.Module) -> torch.Tensor:
-        """Fill `module` in fp32 from the weights; returns the token counts, int64 [V].
+        """Fill `module` in fp32 from the weights; returns the token counts, int64 [V]. Raises as `open_weights`."""
+        source, counts = self.open_weights({name: tuple(t.shape) for name, t in module.state_dict().items()})
+        for name, tensor in module.state_dict().items():
+            fill(tensor, source, name)
+        return counts
 
-        Raises CheckpointError listing keys that are missing or surplus, or naming a shape or number that does not fit.
+    def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
+        """Where the parameters of these shapes lie, their names behind `stem`, and the token counts, int64 [V].
+
+        Reads all weights once, none whole. Raises CheckpointError listing keys that are missing or surplus, or naming a
+        shape or number that does not fit.
         """
         file = self.path / WEIGHTS_FILE
         try:
-            found = load_file(str(file))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", "train or download it again") from None
-        expected = {name: tuple(t.shape) for name, t in module.state_dict().items()}
-        expected[TOKEN_COUNTS] = (int(self.config["vocab_size"]),)
-        problems = [f"{word} {', '.join(keys)}" for word, keys in (
-            ("missing", sorted(set(expected) - set(found))), ("surplus", sorted(set(found) - set(expected))),
-        ) if keys]  # fmt: skip
-        problems += [
-            f"{name} is {list(found[name].shape)}, expected {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and tuple(found[name].shape) != shape
-        ]
-        problems += [f"{name} holds a number that is not finite" for name, t in found.items() if not t.isfinite().all()]
+            entries = {entry.name: entry for entry in read_header(file)}
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}", "train or download it again") from None
+        expected = {**shapes, TOKEN_COUNTS: (int(self.config["vocab_size"]),)}
+        problems = list(_differences(entries, expected))
+        named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
+        parameters = {f"{stem}{name}": shape for name, shape in shapes.items()}
+        source = Source(Checkpoint(self.path, {}, named), parameters, {}, stem)
+        if not problems:
+            endless = [name for name in shapes if not _finite(source, f"{stem}{name}")]
+            problems = [f"{name} holds a number that is not finite" for name in endless]
         if problems:
             raise CheckpointError(f"{file}: {'; '.join(problems)}", "give the drafter that its config.json describes")
-        counts = found.pop(TOKEN_COUNTS)
-        module.load_state_dict({name: tensor.float() for name, tensor in found.items()})
-        return counts.long()
+        counts = torch.from_numpy(np.array(source.checkpoint.memmap(f"{stem}{TOKEN_COUNTS}")))
+        return source, counts.long()
+
+
+def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
+    """Copy a parameter into `tensor`, a few rows at a time."""
+    row = 0
+    for slab in source.slabs(parameter):
+        tensor[row : row + len(slab)] = torch.from_numpy(slab)
+        row += len(slab)
+
+
+def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """What does not fit about the tensors of a file."""
+    for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
+        if keys:
+            yield f"{word} {', '.join(sorted(keys))}"
+    for name, shape in expected.items():
+        if name in found and found[name].shape != shape:
+            yield f"{name} is {list(found[name].shape)}, expected {list(shape)}"
+
+
+def _finite(source: Source, parameter: str) -> bool:
+    return all(np.isfinite(slab).all() for slab in source.slabs(parameter))
 
 
 def save_drafter(

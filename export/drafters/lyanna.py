@@ -14,11 +14,13 @@ The chain's states are normalized on their way in and out, so that h_i lies wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
+from redraft.export import support
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 
 METHOD = "lyanna"
@@ -45,6 +47,30 @@ class LyannaConfig(LayerConfig):
         super().__post_init__()
         if min(self.rank, self.steps) < 1:
             raise CheckpointError(f"a drafter's rank and steps must be positive, not {self.rank} and {self.steps}")
+
+
+def beside(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig:
+    """A drafter's configuration: the sizes of a verifier of this transformers configuration, and what `own` says.
+
+    A size of 0 in `own` is the verifier's.
+    """
+    heads = int(verifier.num_attention_heads)
+    sizes: dict[str, Any] = dict(
+        intermediate_size=int(getattr(verifier, "intermediate_size", None) or 4 * verifier.hidden_size),
+        heads=heads,
+        kv_heads=int(getattr(verifier, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(verifier, "head_dim", None) or verifier.hidden_size // heads),
+    )
+    sizes |= {name: own.pop(name) or size for name, size in sizes.items() if name in own}
+    return LyannaConfig(
+        hidden_size=int(verifier.hidden_size),
+        vocab_size=vocab_size,
+        rope_theta=support.rope_theta(verifier),
+        rms_norm_eps=support.norm_eps(verifier),
+        logit_scale=support.logit_scale(verifier),
+        **sizes,
+        **own,
+    )
 
 
 class TokenInfo(nn.Module):

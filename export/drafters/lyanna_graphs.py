@@ -9,33 +9,33 @@ The head and the embedding are the verifier's own bytes.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.config import LyannaBuild
-from redraft.errors import CheckpointError
+from redraft.config import LyannaBuild, Precision
+from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import token_info
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
 from redraft.export.drafters.lyanna import METHOD, TAP, LyannaConfig, LyannaDrafter
 from redraft.export.drafters.token_tree import emit_token_tree, token_tree
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weights import ModuleSource, Progress, place
-from redraft.names import LyannaShape, WeightRef
+from redraft.export.weights import STORED, AnySource, Beside, Progress, RandomSource, place
+from redraft.names import Dtype, LyannaShape, WeightRef
 
 DRAFT = f"{names.LYANNA_DRAFT}.onnx"
 RESAMPLE = f"{names.LYANNA_RESAMPLE}.onnx"
 _TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
+_STEM = f"{METHOD}."
+"""What the names of a drafter's parameters and files begin with in a bundle."""
 _TRACED_ROWS = 3
 _TRACED_CAPACITY = 16
 
@@ -69,30 +69,90 @@ def export_lyanna(
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
     if TAP not in verifier.taps:
         raise CheckpointError(f"the verifier's graph has no feature {TAP!r}", f'add "{TAP}" to the taps of its recipe')
-    module = LyannaDrafter(settings).eval().requires_grad_(False)
-    counts = drafter.load(module)
-    shape = lyanna_shape(settings, options)
+    module = empty_drafter(settings, verifier.shape.dtype)
+    source, counts = drafter.open_weights(parameter_shapes(module), _STEM)
+    return _export(module, source, counts, verifier, out, options, progress)
+
+
+def export_random_lyanna(
+    settings: LyannaConfig,
+    verifier: VerifierExport,
+    out: Path,
+    options: LyannaBuild,
+    progress: Progress = lambda stage, done, total: None,
+) -> LyannaExport:
+    """The graphs of a drafter of this shape with random weights, every token as frequent: for latency work only."""
+    module = empty_drafter(settings, verifier.shape.dtype)
+    shapes = {f"{_STEM}{name}": shape for name, shape in parameter_shapes(module).items()}
+    dtype = STORED[drafter_precision(options, verifier)]
+    source = RandomSource.write(shapes, out, dtype, f"{_STEM}random")
+    return _export(module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
+
+
+def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
+    """The module with uninitialized weights, whose pages are never touched; its token information is in fp32."""
+    with torch.device("meta"):
+        module = LyannaDrafter(settings)
+        module.to(tracing.TORCH[dtype])
+        if module.token_info is not None:
+            module.token_info.to(torch.float32)
+    return module.to_empty(device="cpu").eval().requires_grad_(False)
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precision:
+    """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
+    dtype = verifier.shape.dtype
+    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype and precision != "fp8"]
+    chosen = options.precision or ("int8" if dtype == "float32" else fitting[0])
+    if chosen not in fitting:
+        raise UsageError(
+            f"a drafter in {chosen} cannot read the features of a verifier in {dtype}",
+            f"choose lyanna.precision {' or '.join(fitting)}",
+        )
+    return chosen
+
+
+def _export(
+    module: LyannaDrafter, source: AnySource, counts: torch.Tensor, verifier: VerifierExport, out: Path,
+    options: LyannaBuild, progress: Progress,
+) -> LyannaExport:  # fmt: skip
+    precision = drafter_precision(options, verifier)
+    shape = replace(lyanna_shape(module.config, options), dtype=verifier.shape.dtype)
+    if module.token_info is not None:
+        for name, tensor in module.token_info.state_dict().items():
+            fill(tensor, source, f"{_STEM}token_info.{name}")
     progress("token information", 0, 1)
-    embedding = np.concatenate(list(verifier.source.slabs(verifier.embedding)))
+    embedding = verifier.source.slabs(verifier.embedding)
     tables = token_info.write(token_info.make_tables(module, embedding, counts, shape), out)
     progress("trace drafter", 0, 1)
-    weights = _export_draft(module, verifier, shape, out, options.precision, progress)
+    weights = _export_draft(module, source, verifier, shape, out, precision, progress)
     if shape.steps > 1:
         _export_resample(shape, out)
     return LyannaExport(shape, DRAFT, RESAMPLE, weights, tables)
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """What the graphs will take and give."""
+    """What the graphs will take and give. Raises CheckpointError for more steps than the drafter was trained for."""
+    steps = options.steps or config.steps
+    if steps > config.steps:
+        raise CheckpointError(
+            f"the drafter {options.source} was trained for {config.steps} steps, not {steps}",
+            f"build it with steps={config.steps} at most",
+        )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        steps=options.steps or config.steps,
+        steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, names.tree_size(options.steps or config.steps, options.width)),
+        nodes=min(options.nodes + 1, names.tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,
@@ -102,9 +162,9 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
 class _GraphRotary(nn.Module):
     """Rotation as one operator over precomputed tables of `rows` positions."""
 
-    def __init__(self, rotary: Any, rows: int) -> None:
+    def __init__(self, rotary: Any, rows: int, dtype: torch.dtype) -> None:
         super().__init__()
-        cos, sin = rotary.tables(torch.arange(rows))
+        cos, sin = (table.to(dtype) for table in rotary.tables(torch.arange(rows)))
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
@@ -114,16 +174,22 @@ class _GraphRotary(nn.Module):
 
 
 class _Draft(nn.Module):
-    """The draft graph's computation; inputs and outputs in the order of `names.lyanna_draft_inputs` and `_outputs`."""
+    """The draft graph's computation; inputs and outputs in the order of `names.lyanna_draft_inputs` and `_outputs`.
+
+    Takes `drafter` over and changes it.
+    """
 
     def __init__(self, drafter: LyannaDrafter, shape: LyannaShape, positions: int) -> None:
         super().__init__()
-        self.drafter = copy.deepcopy(drafter)
+        self.drafter = drafter
         self.drafter.token_info = None
-        self.drafter.layer.rotary = _GraphRotary(self.drafter.layer.rotary, positions)  # type: ignore[assignment]
+        rotary = _GraphRotary(self.drafter.layer.rotary, positions, tracing.TORCH[shape.dtype])
+        self.drafter.layer.rotary = rotary  # type: ignore[assignment]
         modules.replace_rms_norms(self.drafter)
-        size = (shape.vocabulary, shape.hidden)
-        self.embedding, self.head = (nn.Parameter(torch.empty(size), requires_grad=False) for _ in range(2))
+        size, dtype = (shape.vocabulary, shape.hidden), tracing.TORCH[shape.dtype]
+        self.embedding, self.head = (
+            nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) for _ in range(2)
+        )
         self.shape = shape
 
     def forward(
@@ -161,7 +227,7 @@ class _Draft(nn.Module):
             chain.append(hidden)
             past = past + 1
         states, scale = torch.cat(chain, dim=1), config.logit_scale * config.sharpness
-        logits = F.linear(states if scale == 1.0 else states * scale, self.head)  # [B, N, V], in one product
+        logits = F.linear(states if scale == 1.0 else states * scale, self.head).float()  # [B, N, V], in one product
         roots = tokens.gather(1, last)[:, 0]
         tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)
         return (*tree, logits, *caches)
@@ -179,23 +245,25 @@ class _Resample(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         steps, nodes = self.shape.steps, names.resample_nodes(self.shape)
         wanted = first_step[:, None] + torch.arange(steps - 1)
-        left = tracing.gather_rows(chain_logits, wanted.clamp(max=steps - 1))  # [B, N - 1, V]
+        wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # ONNX's Clip is for floats only in TensorRT
+        left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
         sizes = [min(names.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
 
 def _export_draft(
-    module: LyannaDrafter, verifier: VerifierExport, shape: LyannaShape, out: Path, precision: str,
-    progress: Progress,
+    module: LyannaDrafter, own: AnySource, verifier: VerifierExport, shape: LyannaShape, out: Path,
+    precision: Precision, progress: Progress,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
-    cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim)
+    dtype = tracing.TORCH[shape.dtype]
+    cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim, dtype=dtype)
     rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
     b, m, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("M", 1), ("C", 2)))
     args = (
-        torch.zeros(2, _TRACED_ROWS, shape.hidden), rows, rows.clone(), torch.full((2,), 2), torch.full((2,), 1),
-        torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
+        torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
+        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
     fixed: list[dict[int, Any]] = [{} for _ in names.token_info_tables(shape)]
@@ -203,11 +271,10 @@ def _export_draft(
     model = tracing.trace_graph(
         graph, args, dynamic, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape), _TRANSLATIONS
     )
-    tensors = {name: tensor.numpy() for name, tensor in graph.drafter.state_dict().items()}
     shared = {"embedding": verifier.embedding, "head": verifier.head}
     passes.simplify(model)
-    _rename(model, {**{f"drafter.{name}": f"{METHOD}.{name}" for name in tensors}, **shared})
-    source = ModuleSource({f"{METHOD}.{name}": tensor for name, tensor in tensors.items()}, verifier.source)
+    _rename(model, {**{f"drafter.{name.removeprefix(_STEM)}": name for name in own.parameters}, **shared})
+    source = Beside(own, verifier.source)
     refs = place(
         model, source, out, precision, progress, file=METHOD, logits=names.CHAIN_LOGITS, shared=verifier.weights
     )

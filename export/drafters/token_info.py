@@ -6,7 +6,7 @@ columns are pruned; the gain and the drafter's sharpness are folded in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from redraft import names
 from redraft.export import weights
 from redraft.export.drafters.lyanna import METHOD, LyannaDrafter
+from redraft.export.weights import Slabs
 from redraft.names import LyannaShape, TensorSpec, WeightRef
 
 FILE = f"{weights.FOLDER}/{METHOD}.token_info.safetensors"
@@ -31,20 +32,23 @@ _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int
 
 
 def make_tables(
-    drafter: LyannaDrafter, embedding: NDArray[np.float32], counts: torch.Tensor, shape: LyannaShape
-) -> dict[str, NDArray[Any]]:
-    """The tensors of `names.token_info_tables` by name, for embeddings [V, n] and token counts [V].
+    drafter: LyannaDrafter, embedding: Slabs, counts: torch.Tensor, shape: LyannaShape
+) -> tuple[weights.Made, ...]:
+    """The tensors of `names.token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
 
+    Memory follows neither V·n nor H·H: of the embedding the factors are kept, a table comes in slabs as it is written.
     A drafter without token information adds zeros.
     """
     hot = hot_tokens(counts, shape.hot)
-    tables = dict(zip((spec.name for spec in names.token_info_tables(shape)), _forms(drafter, embedding, hot, shape),
-                      strict=False))  # fmt: skip
+    forms = _forms(drafter, embedding, hot, shape)
     if shape.hot < shape.vocabulary:
         index = np.full(shape.vocabulary, shape.hot, np.int64)
         index[hot] = np.arange(shape.hot)
-        tables[f"{names.TOKEN_INFO}index"] = index
-    return tables
+        forms.append(partial(iter, [index]))
+    return tuple(
+        weights.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
+        for spec, slabs in zip(names.token_info_tables(shape), forms, strict=True)
+    )
 
 
 def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
@@ -54,31 +58,46 @@ def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
 
 
 def _forms(
-    drafter: LyannaDrafter, embedding: NDArray[np.float32], hot: NDArray[np.int64], shape: LyannaShape
-) -> list[NDArray[Any]]:
+    drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
+) -> list[Callable[[], Slabs]]:
     """The tensors that hold the values, in the order of `names.token_info_tables`, cold row and column appended."""
     left, right = _factors(drafter, embedding, hot, shape)
     if shape.hot < shape.vocabulary:
         left, right = np.pad(left, ((0, 1), (0, 0))), np.pad(right, ((0, 0), (0, 1)))
     if shape.token_info == "lowrank":
-        return [left, right]
-    slabs = [_stored(left[begin : begin + _SLAB_TOKENS] @ right, shape) for begin in range(0, len(left), _SLAB_TOKENS)]
-    return [np.concatenate(parts) for parts in zip(*slabs, strict=True)]
+        return [partial(iter, [left]), partial(iter, [right])]
+
+    def slabs(part: int) -> Slabs:
+        return (
+            _stored(left[begin : begin + _SLAB_TOKENS] @ right, shape)[part]
+            for begin in range(0, len(left), _SLAB_TOKENS)
+        )
+
+    return [partial(slabs, part) for part in range(1 if shape.token_info == "fp16" else 2)]
 
 
 def _factors(
-    drafter: LyannaDrafter, embedding: NDArray[np.float32], hot: NDArray[np.int64], shape: LyannaShape
+    drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Two factors of the hot part of the normalized table: [H, d] and [d, H]."""
     info = drafter.token_info
     if info is None:
         return np.zeros((shape.hot, shape.rank), np.float32), np.zeros((shape.rank, shape.hot), np.float32)
     down, up, gain = (p.detach().float().numpy() for p in (info.down.weight, info.up.weight, info.norm.weight))
-    left = embedding[hot] @ down.T  # [H, d]
+    left = np.concatenate([rows @ down.T for rows in _hot_rows(embedding, hot)])  # [H, d]
     mean_square = np.einsum("td,de,te->t", left, up.T @ up, left, optimize=True) / len(up)  # over the vocabulary
     left /= np.sqrt(mean_square + drafter.config.rms_norm_eps)[:, None]
     right = np.ascontiguousarray((up[hot] * gain[hot, None]).T) * np.float32(drafter.config.sharpness)
     return left.astype(np.float32), right
+
+
+def _hot_rows(embedding: Slabs, hot: NDArray[np.int64]) -> Slabs:
+    """The rows of each slab whose tokens are hot; `hot` is in order."""
+    begin = 0
+    for slab in embedding:
+        first, last = np.searchsorted(hot, (begin, begin + len(slab)))
+        yield slab[hot[first:last] - begin]
+        begin += len(slab)
 
 
 def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[Any], ...]:
@@ -102,11 +121,7 @@ def _example(spec: TensorSpec) -> torch.Tensor:
     return torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape])
 
 
-def write(tables: Mapping[str, NDArray[Any]], folder: Path) -> tuple[WeightRef, ...]:
+def write(tables: Sequence[weights.Made], folder: Path) -> tuple[WeightRef, ...]:
     """Write the tables to `folder`/FILE; where each lies in it."""
     (folder / weights.FOLDER).mkdir(parents=True, exist_ok=True)
-    made = [
-        weights.Made(name, _STORED[str(table.dtype)], table.shape, (), partial(iter, [table]))
-        for name, table in tables.items()
-    ]
-    return tuple(weights.write(made, folder, FILE))
+    return tuple(weights.write(list(tables), folder, FILE))

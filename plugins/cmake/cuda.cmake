@@ -11,7 +11,7 @@ if(CXX_MISSING)
   set(CUDA_MISSING "${CXX_MISSING}")
   return()
 elseif(NOT NVCC)
-  set(CUDA_MISSING "nvcc was not found; install the CUDA toolkit 12 or newer, or name its compiler in CUDACXX")
+  set(CUDA_MISSING "nvcc was not found, install the CUDA toolkit 12 or newer, or name its compiler in CUDACXX")
   return()
 endif()
 

@@ -3,8 +3,8 @@
 # spills, shared memory) in FOLDER/SOURCE.txt, so that it is there after a build that had nothing left to compile.
 folder=$1
 shift
-for source; do :; done  # the source is the last argument
-report=$folder/$(basename "$source" .cu).txt
+for object; do :; done  # CMake names the object last
+report=$folder/$(basename "$object" .cu.o).txt
 mkdir -p "$folder"
 "$@" 2>"$report.part"
 status=$?

@@ -12,7 +12,7 @@ else()
             PATHS /usr/include/x86_64-linux-gnu /usr/include/aarch64-linux-gnu /usr/local/tensorrt/include)
 endif()
 if(NOT TENSORRT_INCLUDE_DIR)
-  set(TENSORRT_MISSING "NvInferRuntime.h was not found; install TensorRT's headers (libnvinfer-headers-dev, or the tar \
+  set(TENSORRT_MISSING "NvInferRuntime.h was not found, install TensorRT's headers (libnvinfer-headers-dev, or the tar \
 file) and name their folder: make plugins TENSORRT_ROOT=dir")
   return()
 endif()

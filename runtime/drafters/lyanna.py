@@ -93,7 +93,7 @@ class LyannaDrafter(Drafter):
         self.beside_lookup = self.config.lookup
         self.shape = shape
         capacity = verifier.capacity + CATCH_UP + shape.steps
-        self._kv = np.zeros((2, verifier.slots, shape.kv_heads, capacity, shape.head_dim), np.float32)
+        self._kv = np.zeros((2, verifier.slots, shape.kv_heads, capacity, shape.head_dim), shape.dtype)
         self._chain_logits = np.zeros((verifier.slots, shape.steps, shape.vocabulary), np.float32)
         self._draft_engine, self._resample_engine = draft_engine, resample_engine
         draft_engine.bind(names.key_cache(0), self._kv[0])

@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from tests.export.drafters.tiny import arrays
 from torch import nn
 
 from redraft import names
@@ -68,7 +69,7 @@ class FakeVerifier(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
 
     def get_input_embeddings(self):
         return self.embed
@@ -112,7 +113,7 @@ def tables_of(exact, counts, **shape):
     sizes = dict(hidden=HIDDEN, vocabulary=VOCABULARY, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, rank=3)
     made = LyannaShape(**sizes, **shape)
     embedding = exact.verifier.embed.weight.detach().numpy()
-    return list(make_tables(exact.drafter, embedding, counts, made).values())
+    return list(arrays(make_tables(exact.drafter, iter([embedding]), counts, made)).values())
 
 
 def test_all_tokens_hot_is_the_drafter_itself(verifier, exact, tokens):
@@ -169,11 +170,10 @@ def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
 @pytest.fixture
 def texts(verifier, tmp_path):
     """A stream that counts upwards, so that there is something to learn."""
-    config = SimpleNamespace(num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4)
-    found = SimpleNamespace(
-        config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, rope_theta=1e4, norm_eps=1e-5, logit_scale=1.0,
-        model=verifier,
-    )  # fmt: skip
+    config = SimpleNamespace(
+        num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4, hidden_size=HIDDEN
+    )
+    found = SimpleNamespace(config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, model=verifier)
     stream = np.arange(400, dtype=np.uint16) % VOCABULARY
     counts = np.bincount(stream, minlength=VOCABULARY)
     return Texts(tmp_path, found, RECIPE, "x", {"a": stream}, {"a": stream[:48].reshape(4, 12)}, counts, Lines())

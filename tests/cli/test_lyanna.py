@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redraft.cli.assembly import _drafter_digests
-from redraft.cli.build import TokenInfo, choose_lyanna
+from redraft.cli.build_options import Precision, TokenInfo, Weights, choose, choose_lyanna, options_of
 from redraft.config import BuildConfig, LyannaBuild
 from redraft.engines import open_bundle
 from redraft.engines.manifest import signed
@@ -24,6 +24,7 @@ from .conftest import WORDS, write_checkpoint
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 STEPS = 3
+NODES = ("--drafter-option", "nodes=31")
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +43,7 @@ def drafted(redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path_factory:
     """A bundle with that drafter, its token information in int8; not to be written to."""
     out = tmp_path_factory.mktemp("engines") / "drafted"
     result = redraft("build", checkpoint, "-o", out, "--lyanna", drafter, "--token-info", "int8", "--eval-text", "none",
-                     "--json")  # fmt: skip
+                     "--json", *NODES)  # fmt: skip
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["token_info"] == {"form": "int8", "hot_tokens": 32, "bytes": 32 * 32 + 4 * 32}
@@ -80,14 +81,14 @@ def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
 
 def test_inspect_tells_of_the_drafter(redraft: Redraft, drafted: Path) -> None:
     shown = redraft("inspect", drafted).stdout
-    assert "lyanna     3 steps, 4 wide, 32 nodes; token information of 32 tokens in int8" in shown
+    assert "lyanna     3 steps, 4 wide, 31 nodes; token information of 32 tokens in int8" in shown
     assert "drafters   ngram, lyanna" in shown
     assert "graph      lyanna.draft.single" in shown
 
 
 def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, drafter: Path, drafted: Path) -> None:
     again = redraft("build", checkpoint, "-o", drafted, "--lyanna", drafter, "--token-info", "int8", "--eval-text",
-                    "none", "--json")  # fmt: skip
+                    "none", "--json", *NODES)  # fmt: skip
     assert json.loads(again.stdout)["cached"] is True
 
 
@@ -120,15 +121,16 @@ def ref(values: dict[str, Any], name: str = "token_info.table") -> dict[str, Any
     return next(ref for ref in values["weights"] if ref["initializer"] == name)
 
 
-def test_a_flipped_byte_of_the_table(refused: Refused, copy: Path) -> None:
-    """The whole file is table: no check but the digest can see it."""
+def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter: Path, copy: Path) -> None:
+    """The whole file is table: no check but the digest can see it. The command that mends it builds the same again."""
     file = copy / "weights" / "lyanna.token_info.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
     assert "lyanna.token_info.safetensors: expected SHA-256" in line
-    assert "run `redraft build" in line
+    told = f"--lyanna {drafter} --token-info int8 --drafter-option nodes=31 --force`"
+    assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {told}")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, copy: Path) -> None:
         (lambda m: m["lyanna"].update(token_info="fp3"), "manifest.lyanna.token_info: expected one of"),
         (lambda m: m["lyanna"].update(steps=4), "graph lyanna.draft: expected chain_logits float32[B,4,32]"),
         (lambda m: m["lyanna"].update(nodes=20), "graph lyanna.draft: expected tree.tokens int64[B,20]"),
+        (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
         (lambda m: m["graphs"].pop("lyanna.draft"), "expected a graph 'lyanna.draft'"),
         (lambda m: m["graphs"].pop("lyanna.resample"), "expected a graph 'lyanna.resample'"),
         (
@@ -238,6 +241,63 @@ def test_token_info_without_a_drafter(refused: Refused, checkpoint: Path, tmp_pa
     assert "--token-info" in refused("build", checkpoint, "--token-info", "fp3", status=2)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "depth=3",
+            "--drafter-option 'depth=3': expected KEY=VALUE; keys are steps, width, nodes, precision, hot_tokens",
+        ),
+        ("source=x", "expected KEY=VALUE"),
+        ("token_info=fp8", "expected KEY=VALUE"),
+        ("nodes", "--drafter-option 'nodes': expected KEY=VALUE"),
+        ("nodes=", "--drafter-option 'nodes=': expected KEY=VALUE"),
+        ("nodes=0", "lyanna.nodes must be a positive number, not 0"),
+        ("nodes=many", "lyanna.nodes must be a positive number, not 'many'"),
+        ("precision=fp8", "unknown lyanna.precision 'fp8'"),
+    ],
+)
+def test_an_option_of_the_drafter_that_does_not_fit(option: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        choose_lyanna(BuildConfig(), "mine", None, [option])
+    assert message in str(error.value)
+
+
+def test_an_option_without_a_drafter(refused: Refused, checkpoint: Path) -> None:
+    line = refused("build", checkpoint, "--drafter-option", "nodes=3", status=2)
+    assert "--drafter-option is for a Lyanna drafter, and none is built; give --lyanna DIR" in line
+
+
+OWN = LyannaBuild("recipes", steps=3, nodes=12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        (BuildConfig(), BuildConfig()),
+        (BuildConfig(), BuildConfig(precision="int4", context=64, random_weights=True)),
+        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=OWN)),
+        (BuildConfig(lyanna=OWN), BuildConfig()),
+        (BuildConfig(lyanna=OWN), BuildConfig(random_weights=True)),
+        (BuildConfig(lyanna=OWN), BuildConfig(random_weights=True, lyanna=OWN)),
+        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=replace(OWN, source="mine", token_info="int8"))),
+        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=LyannaBuild("recipes", steps=2, nodes=32, precision="fp32"))),
+        (BuildConfig(), BuildConfig(lyanna=LyannaBuild("mine", 2, 3, 5, "lowrank", "fp32", 7, 9))),
+    ],
+)
+def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
+    told = options_of(recipe, config)
+    values = dict(zip(told[::2], told[1::2], strict=True))
+    some = [value for flag, value in zip(told[::2], told[1::2], strict=True) if flag == "--drafter-option"]
+    precision, form, context = (values.get(flag) for flag in ("--precision", "--token-info", "--context"))
+    weights = Weights(values.get("--weights", "checkpoint"))
+    found = choose(
+        recipe, Precision(precision) if precision else None, None, weights, int(context) if context else None
+    )
+    lyanna = choose_lyanna(found, values.get("--lyanna"), TokenInfo(form) if form else None, some)
+    assert replace(found, lyanna=lyanna) == config
+
+
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
     recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3, nodes=12))
     assert choose_lyanna(recipe, None, None) == recipe.lyanna
@@ -245,8 +305,20 @@ def test_the_command_line_overrides_the_recipes_drafter() -> None:
     assert choose_lyanna(recipe, "mine", None) == LyannaBuild("mine", steps=3, nodes=12)
     assert choose_lyanna(recipe, None, TokenInfo.fp8) == LyannaBuild("recipes", steps=3, nodes=12, token_info="fp8")
     assert choose_lyanna(BuildConfig(), "mine", None) == LyannaBuild("mine")
-    random = replace(recipe, random_weights=True)
-    assert choose_lyanna(random, None, None) is None
+    settings = BuildConfig(lyanna=LyannaBuild(steps=3))
+    assert choose_lyanna(settings, None, None) is None
+    assert choose_lyanna(settings, "mine", None) == LyannaBuild("mine", steps=3)
+
+
+def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
+    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3), random_weights=True)
+    assert choose_lyanna(recipe, None, None) == LyannaBuild("random", steps=3)
+    assert choose_lyanna(recipe, "none", None) is None
+    assert choose_lyanna(BuildConfig(random_weights=True), None, None) is None
+
+
+def test_token_info_needs_a_drafter() -> None:
+    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3))
     with pytest.raises(UsageError, match="none is built"):
         choose_lyanna(recipe, "none", TokenInfo.fp8)
 

@@ -1,11 +1,16 @@
 """Recipes: the packaged ones load, and a file that does not fit is refused by name."""
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from redraft.config import BuildConfig, LyannaBuild
-from redraft.engines import recipes
+from redraft.engines import backends, recipes
+from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import load_recipe, recipe_names
-from redraft.errors import UsageError
+from redraft.errors import BackendError, UsageError
+from redraft.export.drafters.lyanna import beside
+from redraft.export.drafters.lyanna_graphs import lyanna_shape
 
 
 def test_packaged_recipes_load():
@@ -39,12 +44,13 @@ def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, source"),
+        ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, shape, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
         ('source = "x"\n[build]\nprecision = "fp8"\n', "unknown precision 'fp8'"),
-        ('source = "x"\n[build]\nlyanna = "y"\n', "expected [build.lyanna] with the drafter's folder as `source`"),
-        ('source = "x"\n[build.lyanna]\nsteps = 2\n', "expected [build.lyanna] with the drafter's folder"),
-        ('source = "x"\n[build.lyanna]\nsource = 3\n', "expected [build.lyanna] with the drafter's folder"),
+        ('source = "x"\n[build]\nlyanna = "y"\n', "expected a table [build.lyanna]"),
+        ('source = "x"\n[build.lyanna]\nsource = 3\n', "lyanna.source must name a drafter's folder"),
+        ('source = "x"\nshape = 3\n', "expected [shape] with `model_type`"),
+        ('source = "x"\n[shape]\nhidden_size = 64\n', "expected [shape] with `model_type`"),
         ('source = "x"\n[build.lyanna]\nsource = ""\n', "lyanna.source must name a drafter's folder"),
         ('source = "x"\n[build.lyanna]\nsource = "y"\ndepth = 2\n', "build.lyanna: unknown key depth; known keys"),
         ('source = "x"\n[build.lyanna]\nsource = "y"\ntoken_info = "fp4"\n', "unknown lyanna.token_info 'fp4'"),
@@ -75,3 +81,46 @@ def test_the_embedded_model_is_missed_by_name_where_only_the_wheel_is_installed(
     monkeypatch.setattr(recipes, "_ASSETS", tmp_path)
     with pytest.raises(UsageError, match="it comes with the repository, not with the wheel; work in a clone"):
         load_recipe("tiny")
+
+
+PARAMETERS = {
+    "vicuna-7b": 6.74, "llama-2-7b": 6.74, "llama-2-13b": 13.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6,
+    "qwen2-7b": 7.62, "qwen3-8b": 8.19, "mixtral-8x7b": 46.7,
+}  # fmt: skip
+"""Published, in billions."""
+
+
+def test_every_recipe_but_the_embedded_models_has_a_published_size():
+    assert set(recipe_names()) == {"tiny", *PARAMETERS}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_recipes_shape_has_the_published_number_of_parameters(name):
+    recipe = load_recipe(name)
+    config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e9:.3g}" == f"{PARAMETERS[name]:.3g}"
+    assert type(model).__name__ == recipe.shape["architectures"][0]
+    assert recipe.build.context <= recipe.shape["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_budget_and_hot_tokens_are_the_papers(name):
+    """Three deep, four wide, twelve verified; of more than 40 K tokens, the 32 K most frequent are hot."""
+    recipe = load_recipe(name)
+    config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
+    options = recipe.build.lyanna
+    shape = lyanna_shape(beside(config, config.vocab_size, steps=options.steps), options)
+    assert (shape.steps, shape.width, shape.nodes - 1) == (3, 4, 12)
+    assert shape.hot == options.hot_tokens == {32000: 32000}.get(config.vocab_size, 32768)
+    assert options.source is None
+
+
+def test_without_tensorrt_its_backend_names_what_to_install(monkeypatch):
+    check_buildable("onnxruntime")
+    for found, message in ((None, "which is not installed; run `pip install tensorrt`, or build with --backend"),
+                           (object(), "writes ONNX graphs only; build with --backend onnxruntime")):  # fmt: skip
+        monkeypatch.setattr(backends, "find_spec", lambda name, found=found: found)
+        with pytest.raises(BackendError, match=message):
+            check_buildable("tensorrt")

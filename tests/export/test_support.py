@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError, UsageError
-from redraft.export import tracing
+from redraft.export import support, tracing
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.verifier import export_verifier
 
@@ -80,6 +80,38 @@ def test_invalid_config_is_one_line(tmp_path):
     with pytest.raises(RedraftError) as caught:
         export_config(tmp_path, {"model_type": "llama", "hidden_size": "wide"})
     assert "\n" not in str(caught.value)
+
+
+SHAPE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "rope_theta": 5e5}
+
+
+def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
+    """Newer files nest what rotates; how long a text may be does not matter."""
+    nested = {"rope_type": "default", "rope_theta": 5e5}
+    values = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": nested}
+    found = support.load_config(Checkpoint(Path("x"), values | {"max_position_embeddings": 99}, {}))
+    support.check_shape(found, SHAPE | {"max_position_embeddings": 4096}, "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_size": 96}, "hidden_size is 96, expected 64"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, expected 2"),
+        ({"rope_theta": 1e4}, "rope_parameters is "),
+        ({"model_type": "qwen2"}, "model_type is 'qwen2', expected 'llama'"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused_by_the_field(change, field):
+    found = support.load_config(Checkpoint(Path("x"), SHAPE | change, {}))
+    with pytest.raises(CheckpointError, match=f"not what recipe mine is for: {field}"):
+        support.check_shape(found, SHAPE, "mine")
+
+
+def test_a_recipes_unknown_architecture_is_named():
+    found = support.load_config(Checkpoint(Path("x"), SHAPE, {}))
+    with pytest.raises(UnsupportedModelError, match=r"knows no architecture .nosuch.; mend \[shape\] of recipe mine"):
+        support.check_shape(found, {"model_type": "nosuch"}, "mine")
 
 
 def test_config_only_checkpoint_opens_for_random_weights(tmp_path):

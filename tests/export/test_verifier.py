@@ -20,8 +20,10 @@ from redraft.export.verifier import VerifierExport, export_verifier
 from .models import ARCHITECTURES, write_checkpoint
 
 TOLERANCE = 1e-4
+HALF_TOLERANCE = 8e-2
 CAPACITY = 64
-GARBAGE = 1e4
+GARBAGE = {"float32": 1e4, "float16": 1e2}
+"""Finite scores come of it: what is hidden is hidden by an added minus infinity."""
 
 
 class Graph:
@@ -42,7 +44,8 @@ class Graph:
         generator = np.random.default_rng(1)
         caches = [n(layer) for layer in range(export.shape.layers) for n in (names.key_cache, names.value_cache)]
         size = (batch, export.shape.kv_heads, CAPACITY, export.shape.head_dim)
-        self.caches = {n: (generator.standard_normal(size) * GARBAGE).astype(np.float32) for n in caches}
+        dtype = export.shape.dtype
+        self.caches = {n: (generator.standard_normal(size) * GARBAGE[dtype]).astype(dtype) for n in caches}
         self.past = np.zeros(batch, np.int64)
 
     def call(self, tokens: np.ndarray, parents: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -104,7 +107,9 @@ def exported(request, tmp_path_factory):
     return source, out, export_verifier(Checkpoint.open(source), out, BuildConfig(taps=("last", "1")))
 
 
-def check_against_transformers(source: Path, graph: Graph, lengths: tuple[int, ...], nodes: int) -> None:
+def check_against_transformers(
+    source: Path, graph: Graph, lengths: tuple[int, ...], nodes: int, tolerance: float = TOLERANCE
+) -> None:
     generator = np.random.default_rng(0)
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32).eval()
     prompts = [generator.integers(3, 97, n).tolist() for n in lengths]
@@ -118,17 +123,17 @@ def check_against_transformers(source: Path, graph: Graph, lengths: tuple[int, .
             path = prompt + tokens[b, path_to(parents[b], node)].tolist()
             with torch.no_grad():
                 expected = model(torch.tensor([path]), output_hidden_states=True)
-            np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=tolerance, rtol=0)
             if not graph.taps:
                 continue
             np.testing.assert_allclose(
                 found[names.features("last")][b, node],
                 expected.hidden_states[-1][0, -1],
-                atol=TOLERANCE,
-                rtol=TOLERANCE,
+                atol=tolerance,
+                rtol=tolerance,
             )
             np.testing.assert_allclose(
-                found[names.features("1")][b, node], expected.hidden_states[2][0, -1], atol=TOLERANCE, rtol=TOLERANCE
+                found[names.features("1")][b, node], expected.hidden_states[2][0, -1], atol=tolerance, rtol=tolerance
             )
 
 
@@ -141,6 +146,26 @@ def test_random_trees_equal_transformers(exported, lengths):
 def test_one_node_equals_transformers(exported):
     source, out, export = exported
     check_against_transformers(source, Graph(out, export, 1), (17,), nodes=2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
+    """KV buffers and features are fp16, logits are not; norms with an offset and experts have casts of their own."""
+    source = write_checkpoint(tmp_path / "model", architecture, dtype=torch.float16)
+    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", taps=("last", "1")))
+    check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
+
+
+def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
+    """ONNX Runtime has no kernels to run it: the checker infers the type of every value."""
+    source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="bf16", taps=("last",)))
+    onnx.checker.check_model(str(tmp_path / export.graph), full_check=True)
+    graph = onnx.load(tmp_path / export.graph, load_external_data=False).graph
+    found = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    assert found.pop(names.LOGITS) == onnx.TensorProto.FLOAT
+    floating = {kind for name, kind in found.items() if name.startswith(("kv.", "features."))}
+    assert floating == {onnx.TensorProto.BFLOAT16}
 
 
 def test_reference_evaluator_agrees(tmp_path):

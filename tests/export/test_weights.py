@@ -31,16 +31,19 @@ def initializers(out: Path) -> dict[str, np.ndarray]:
     return {t.name: to_array(t, str(out)) for t in onnx.load(out / "verifier.onnx").graph.initializer}
 
 
-def test_fp32_weights_are_the_checkpoint_s_own_bytes(tmp_path):
-    source = write_checkpoint(tmp_path / "model", "llama", shard_size="100KB")
-    done = export(source, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_weights_of_the_precision_are_the_checkpoint_s_own_bytes(tmp_path, precision, dtype):
+    source = write_checkpoint(tmp_path / "model", "llama", shard_size="50KB", dtype=dtype)
+    done = export(source, tmp_path / "out", precision=precision)
     checkpoint, graph = Checkpoint.open(source), initializers(tmp_path / "out")
     assert set(done.weight_files) == {f"weights/{file}" for file in checkpoint.files}
     assert {ref.source for ref in done.weights} == {(name,) for name in checkpoint.tensors}
     for ref in done.weights:
         entry = checkpoint.tensors[ref.source[0]]
         assert (ref.file, ref.offset, ref.length) == (f"weights/{entry.file}", entry.offset, entry.length)
-        np.testing.assert_array_equal(graph[ref.initializer], checkpoint.memmap(entry.name))
+        assert graph[ref.initializer].tobytes() == checkpoint.memmap(entry.name).tobytes()
 
 
 def test_large_shards_are_hard_links(tmp_path, monkeypatch):
@@ -58,6 +61,26 @@ def test_bf16_is_converted_exactly(tmp_path):
     assert len(done.weights) == len(stored)
     for name, tensor in stored.items():
         np.testing.assert_array_equal(graph[name], tensor.float().numpy())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_fp32_is_rounded_to_halves(tmp_path, precision):
+    source = write_checkpoint(tmp_path / "model", "llama")
+    done = export(source, tmp_path / "out", precision=precision)
+    stored, graph = load_torch(source / "model.safetensors"), initializers(tmp_path / "out")
+    assert done.weight_files == (f"weights/{precision}.safetensors",)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(graph[name].astype(np.float32), tensor.to(dtype).float().numpy())
+
+
+def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    tensors = load_torch(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight has numbers that fp16 cannot hold"):
+        export(source, tmp_path / "out", precision="fp16")
 
 
 def test_written_file_is_safetensors(tmp_path):
@@ -137,5 +160,21 @@ def test_random_weights_need_no_shard_and_repeat(tmp_path):
         assert all(ref.source == () for ref in done.weights)
         contents.append((tmp_path / name / done.weight_files[0]).read_bytes())
     assert contents[0] == contents[1]
-    std = initializers(tmp_path / "first")["model.layers.0.mlp.up_proj.weight"].std()
-    assert 0.9 * weights.RANDOM_STD < std < 1.1 * weights.RANDOM_STD
+    graph = initializers(tmp_path / "first")
+    assert 0.9 * weights.RANDOM_STD < graph["model.layers.0.mlp.up_proj.weight"].std() < 1.1 * weights.RANDOM_STD
+    assert (graph["model.norm.weight"] == 1).all()
+    assert not np.array_equal(graph["model.layers.0.mlp.up_proj.weight"], graph["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_random_weights_are_pieces_of_one_pool_and_read_back_the_same(tmp_path):
+    """What is written does not grow with the layers; slabs, of which tables are made, are what the graph has."""
+    source = write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=5, tie_word_embeddings=False)
+    done = export(source, tmp_path / "out", random_weights=True, precision="fp16")
+    assert done.weight_files == ("weights/random.safetensors",)
+    largest = max(ref.length for ref in done.weights)
+    pool = (tmp_path / "out/weights/random.safetensors").stat().st_size
+    assert pool < largest + 2 * weights.POOL_SHIFT * weights.POOL_SHIFTS + 4096
+    graph = initializers(tmp_path / "out")
+    assert (graph["model.layers.4.self_attn.q_proj.bias"] == 0).all()
+    for name in ("model.layers.3.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        np.testing.assert_array_equal(np.concatenate(list(done.source.slabs(name))).astype(np.float16), graph[name])

@@ -83,7 +83,7 @@ def test_nodes_past_a_trees_count_are_neither_seen_nor_written(kernels: Kernels,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("window", [1, 5, 64, 70, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows(kernels: Kernels, dtype: str, window: int, causal: bool) -> None:
     assert_right(kernels, random_case(10, dtype, 64, [200, 3, 64], 20, (2, 1), causal=causal, window=window))
@@ -118,6 +118,16 @@ def test_equal_values_come_out_as_they_are(kernels: Kernels, dtype: str) -> None
     case.value_cache[:, :, :300] = 3
     case.v[:] = 3
     np.testing.assert_allclose(run(kernels, case)[0].astype(np.float64), 3, rtol=1e-6 if dtype == "float32" else 4e-3)
+
+
+def test_a_node_that_sees_nothing_gives_zero(kernels: Kernels) -> None:
+    """Not even itself: no tree is like that, but a mask can be."""
+    case = random_case(20, "float16", 64, [0], 3)
+    assert case.mask is not None
+    case.mask[0, 1] = False
+    out, _, _ = run(kernels, case)
+    assert not out[0, 1].any()
+    assert np.isfinite(out).all()
 
 
 def test_a_mask_of_bytes_is_the_same_as_a_mask_of_bits(kernels: Kernels) -> None:

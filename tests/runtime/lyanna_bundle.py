@@ -23,6 +23,6 @@ def write_lyanna_bundle(folder: Path, **options: object) -> Path:
     config = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, sharpness=1.0, logit_scale=1.0)
     drafter = write_drafter(folder / "drafter", checkpoint, config)
     lyanna = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": WIDTH, **options})
-    model = Model("little", str(checkpoint.path), checkpoint.path, BuildConfig())
+    model = Model("little", str(checkpoint.path), checkpoint.path)
     build_bundle(model, BuildConfig(lyanna=lyanna), folder / "engines", {}, False, lambda message: None)
     return folder / "engines"

@@ -14,7 +14,6 @@ import pytest
 from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget, Record
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.cycle import fit
-from redraft.runtime.metrics import Clock
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
@@ -46,9 +45,9 @@ def outcome(tree: DraftTree, accepted: int) -> Outcome:
     return Outcome(tree.tokens, path, OTHER, (*path, OTHER))
 
 
-def lookup_only(curve: CostCurve, clock: Clock | None = None) -> Adaptive:
+def lookup_only(curve: CostCurve) -> Adaptive:
     """The controller of n-grams alone."""
-    return Adaptive(curve, clock or Clock(), drafts=False)
+    return Adaptive(curve, drafts=False)
 
 
 def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
@@ -108,14 +107,14 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
 
 
 def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
-    clock = Clock(proposal=1.0)
-    controller, seq = lookup_only(CURVE, clock), sequence()
+    controller, seq = lookup_only(CURVE), sequence()
+    controller.timed({Source.LOOKUP: 1000.0})
     run(controller, seq, chain(0.9), accepted=1, steps=200)
     assert run(controller, seq, chain(0.9), accepted=1, steps=100) < 10
 
 
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
-    controller = Adaptive(CURVE, Clock())
+    controller = Adaptive(CURVE)
     for _ in range(60):
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
     fresh = sequence()
@@ -124,7 +123,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
 
 
 def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
-    controller, seq = Adaptive(FREE, Clock()), sequence()
+    controller, seq = Adaptive(FREE), sequence()
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
     controller._table = CURVE.table_ms
@@ -173,7 +172,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
     """A controller that has seen two-token drafts of a good drafter and one-token ones resampled from it, one left."""
-    controller, seq = Adaptive(FREE, Clock(), costs=costs), sequence()
+    controller, seq = Adaptive(FREE, costs=costs), sequence()
     for plan, remaining, tree in ((Source.RESAMPLE, 1, chain(0.5)), (Source.FRESH, 0, chain(0.9, 0.9))):
         controller.plan(seq, root_only(0), remaining)
         controller.choose(seq, plan, root_only(0), tree)
@@ -206,7 +205,7 @@ def test_without_a_drafter_nothing_is_drafted_afresh() -> None:
 
 
 def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
-    controller, seq = Adaptive(FREE, Clock(), costs=Costs(fresh_ms=10.0)), sequence()
+    controller, seq = Adaptive(FREE, costs=Costs(fresh_ms=10.0)), sequence()
     tried = []
     for step in range(200):
         if controller.plan(seq, root_only(0), 0) is Source.FRESH:
@@ -228,7 +227,7 @@ def test_gains_of_one_request_serve_the_next() -> None:
 
 
 def test_what_was_made_is_merged_with_what_was_found() -> None:
-    controller, seq = Adaptive(FREE, Clock()), sequence()
+    controller, seq = Adaptive(FREE), sequence()
     controller.plan(seq, root_only(0), 0)
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     assert controller.choose(seq, Source.FRESH, found, made).tokens.tolist() == [0, 7, 8]
@@ -236,17 +235,58 @@ def test_what_was_made_is_merged_with_what_was_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "remaining", "expected"),
-    [(0, 1, Source.RESAMPLE), (0, 0, Source.FRESH), (1, 1, Source.FRESH), (1, 2, Source.RESAMPLE),
-     (None, 3, Source.FRESH)],
-)  # fmt: skip
-def test_a_fixed_budget_resamples_where_more_than_the_threshold_remain(
-    threshold: int | None, remaining: int, expected: Source
-) -> None:
-    controller = FixedBudget(Budget(4, 2, 2), threshold=threshold)
-    assert controller.plan(sequence(), root_only(0), remaining) is expected
-    lookup = FixedBudget(Budget(4, 2, 2), drafts=False, threshold=None)
-    assert lookup.plan(sequence(), root_only(0), remaining) is Source.LOOKUP
+    ("drafts", "remaining", "expected"),
+    [(True, 1, Source.RESAMPLE), (True, 0, Source.FRESH), (False, 0, Source.LOOKUP)],
+)
+def test_a_fixed_budget_resamples_what_can_be(drafts: bool, remaining: int, expected: Source) -> None:
+    assert FixedBudget(Budget(4, 2, 2), drafts).plan(sequence(), root_only(0), remaining) is expected
+
+
+# --- what making trees costs -----------------------------------------------------------------------------------------
+
+
+def step(controller: Adaptive, batch: list[Sequence], ms: dict[Source, float]) -> None:
+    """One in which every sequence speculates and nothing is kept."""
+    for seq in batch:
+        controller.budget(seq)
+        drafted(controller, seq, chain(0.9))
+    controller.timed(ms)
+    for seq in batch:
+        controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
+
+
+def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
+    known = []
+    for sequences in (1, 4):
+        controller = Adaptive(FREE, costs=Costs(fresh_ms=1.0))
+        step(controller, [sequence() for _ in range(sequences)], {Source.LOOKUP: 0.5, Source.FRESH: 2.0})
+        known.append(controller._made_ms[Source.FRESH])
+    assert known[0] == known[1] == pytest.approx(1.0 + 1 / 32)
+
+
+def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
+    """A fresh draft of another sequence of the batch says nothing of what looking up is worth here."""
+    controller, seq, other = Adaptive(FREE), sequence(), sequence()
+    for one, plan in ((seq, Source.LOOKUP), (other, Source.FRESH)):
+        controller.budget(one)
+        controller.plan(one, root_only(0), 0)
+        one.control.plan = plan
+    before = seq.control.experience.ms
+    controller.timed({Source.LOOKUP: 1.0, Source.FRESH: 100.0})
+    for one in (seq, other):
+        controller.observe(one, chain(0.9), outcome(chain(0.9), 1))
+    assert seq.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 1.0 - before) / 32)
+    assert other.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 101.0 - before) / 32)
+
+
+def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
+    """The controller would have speculated; the end of the text or of the buffer left no room, so nothing was made."""
+    controller, seq = Adaptive(FREE), sequence()
+    step(controller, [seq], {Source.LOOKUP: 0.1, Source.FRESH: 0.1})
+    before = (seq.control.experience.tokens, seq.control.experience.ms, dict(controller._made_ms))
+    assert controller.budget(seq).nodes
+    controller.observe(seq, chain(), outcome(chain(), 0))
+    assert (seq.control.experience.tokens, seq.control.experience.ms, controller._made_ms) == before
 
 
 # --- promises and what came of them ----------------------------------------------------------------------------------
@@ -301,10 +341,10 @@ def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -
 
 
 def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
-    controller, seq = Adaptive(FREE, Clock()), sequence()
+    controller, seq = Adaptive(FREE), sequence()
     for _ in range(100):
-        drafted(controller, seq, chain(0.9))
         controller.budget(seq)
+        drafted(controller, seq, chain(0.9))
         controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
     controller._table = CURVE.table_ms
     assert len(controller.choose(seq, Source.LOOKUP, chain(0.9), None)) == 2

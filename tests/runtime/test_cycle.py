@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -18,7 +19,7 @@ from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Features, Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, DraftTree, Outcome, Source
 
 from .fakes import SHAPE, FakeEngine, mixing_rule, plain
 
@@ -101,9 +102,56 @@ def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypat
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     verifier = Verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
-    cycle = Cycle(verifier, Wide(verifier), Adaptive(free, verifier.clock), NgramDrafter(verifier))
+    cycle = Cycle(verifier, Wide(verifier), Adaptive(free), NgramDrafter(verifier))
     prompt = [97 + i % 3 for i in range(30)]
     request = Sequence(list(prompt), 30, 80, frozenset(), Greedy())
     for _ in scheduler.run(cycle, [request]):
         pass
     assert request.tokens == [97 + i % 3 for i in range(80)]
+
+
+class Slow(NgramDrafter):
+    """Time moves by a second where it looks up or guesses, by three where it resamples."""
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        self.now += 1.0
+        return super().draft(batch, budgets)
+
+    def remaining(self, seq: Sequence) -> int:
+        return seq.prompt_length % 2
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+        self.now += 2.0
+        return self.draft(batch, budgets)
+
+    now = 0.0
+
+
+class Timed(FixedBudget):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(Budget(3, 3, 1))
+        self.told: list[dict[Source, float]] = []
+
+    def timed(self, ms: Mapping[Source, float]) -> None:
+        self.told.append(dict(ms))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "made"),
+    [((4, 6), {Source.FRESH: 1000.0}), ((3, 5), {Source.RESAMPLE: 3000.0}),
+     ((3, 4), {Source.FRESH: 1000.0, Source.RESAMPLE: 3000.0})],
+)  # fmt: skip
+def test_a_step_tells_how_long_each_source_took(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[Source, float]
+) -> None:
+    verifier = Verifier(FakeEngine(), SHAPE, 400, slots=2)
+    drafter, lookup, controller = Slow(verifier), Slow(verifier), Timed()
+    monkeypatch.setattr(time, "perf_counter", lambda: drafter.now + lookup.now)
+    cycle, batch = Cycle(verifier, drafter, controller, lookup), []
+    for length in lengths:
+        scheduler.admit(cycle, batch, Sequence([97] * length, length, 60, frozenset(), Greedy()))
+    cycle.step(batch)
+    assert controller.told == [{Source.LOOKUP: 1000.0, **made}]
+    assert cycle.clock.draft + cycle.clock.resample == sum(controller.told[0].values()) / 1000

@@ -320,3 +320,21 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
         for seq in (late, early):
             scheduler.admit(cycle, batch, seq)
         check_state(runtime, reference, batch)
+
+
+@pytest.mark.parametrize("refused", ["generate", "stream"])
+def test_a_second_generation_is_refused_before_anything_is_measured(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Measuring what drafts cost overwrites KV rows: with a request running, it would change the text of that one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = [5, 6, 7, 8] * 23
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+        running = runtime.stream(prompt, PARAMS, "none")
+        next(running)
+        runtime.verifier._kv[:] = kept = np.random.default_rng(0).random(runtime.verifier._kv.shape, np.float32)
+        with pytest.raises(UsageError, match="still running"):
+            runtime.generate([[5]], PARAMS) if refused == "generate" else next(runtime.stream([5], PARAMS))
+        assert np.array_equal(runtime.verifier._kv, kept)
+        running.close()
+        assert runtime.generate([[5]], PARAMS)

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from redraft.train.acceptance import acceptance_of, conditional_acceptance
+from redraft.export.drafters.lyanna import LyannaConfig
+from redraft.train.acceptance import SHARPNESS, acceptance_of, conditional_acceptance, greedy_sharpness
+from redraft.train.batches import Batch
+from redraft.train.objectives.lyanna import LyannaObjective
 
 VOCAB = 12
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2}  # fmt: skip
 TEXT = [0, 1, 2, 3, 4, 5, 6]
 SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
 
@@ -28,7 +34,9 @@ def objective(drafts, said=SAID):
         steps = (torch.stack([logits(c) for c in step])[None].expand(len(tokens), -1, -1) for step in drafts)
         return torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()[None].expand(len(tokens), -1, -1), steps
 
-    return SimpleNamespace(lookahead=2, drafts=both, verifier=SimpleNamespace(device=torch.device("cpu")))
+    return SimpleNamespace(
+        lookahead=2, drafts=both, verifier=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    )
 
 
 # Five starts. Depth 1 from start p predicts p + 2, depth 2 predicts p + 3.
@@ -63,3 +71,22 @@ def test_texts_of_several_lengths_are_counted_together():
     found = acceptance_of(short, [(np.array([TEXT]), 0), (np.array([TEXT, TEXT]), 4)])
     assert found.starts == (7, 5)
     assert found.top == pytest.approx((5 / 7, 1 / 5))
+
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
+    """As training does on a GPU: products of both take the verifier's type, in every measurement."""
+    torch.manual_seed(0)
+    verifier = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.bfloat16).eval().requires_grad_(False)
+    config = LyannaConfig(hidden_size=16, vocab_size=VOCAB, intermediate_size=16, heads=2, kv_heads=2, head_dim=8,
+                          rank=2, steps=2)  # fmt: skip
+    own = LyannaObjective(verifier, config)
+    own.to(device)
+    rows = np.array([TEXT, TEXT[::-1]])
+    assert conditional_acceptance(own, rows, 0).starts[0] == 10
+    assert greedy_sharpness(own, rows, 0) in SHARPNESS
+    loss, _ = own.loss(Batch(torch.from_numpy(rows), ("text", "text")))
+    assert torch.isfinite(loss)

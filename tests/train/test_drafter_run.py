@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.train.acceptance import SHARPNESS
 from redraft.train.checkpoint import NAME, load_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
@@ -191,6 +192,30 @@ def test_published_drafter_loads_as_it_was_trained(finished, published, verifier
     assert f"{measured['top'][0]:.3f} / {measured['wide'][0]:.3f}" in card
     assert "{" not in card
     assert json.loads((published / "config.json").read_text())["training"]["recipe"]["steps"] == 8
+
+
+def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    lines = read_progress(run / PROGRESS)
+    assert all(line["sharpness"] in SHARPNESS for line in lines)
+    lines[-1]["step"] += 1  # measured after the checkpoint
+    lines[-2]["sharpness"] = SHARPNESS[5]
+    (run / PROGRESS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish_drafter(run, tmp_path / "published")
+    assert DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig).sharpness == SHARPNESS[5]
+
+
+def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
+    """At a sharpness of 1 its trees would be too wide, and nobody would know why it is slow."""
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    (run / PROGRESS).unlink()
+    with pytest.raises(TrainingError, match=r"never measured up to step 8; go on .* --resume"):
+        publish_drafter(run, tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+    assert go(verifier_folder, two, run, resume=True) == 0
+    publish_drafter(run, tmp_path / "published")
+    (line,), whole = read_progress(run / PROGRESS), read_progress(finished[0] / PROGRESS)[-1]
+    assert (line["step"], line["acceptance"], line["sharpness"]) == (8, whole["acceptance"], whole["sharpness"])
 
 
 def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):

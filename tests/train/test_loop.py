@@ -120,6 +120,12 @@ def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypa
     assert load_checkpoint(tmp_path)["step"] == 4
 
 
+def test_steps_are_not_lost_where_reporting_the_last_one_fails(recipe, tmp_path):
+    """A report may measure, and that may fail, after hours of training."""
+    go(recipe, tmp_path, stop_after=recipe.steps)
+    assert load_checkpoint(tmp_path)["step"] == recipe.steps
+
+
 @pytest.mark.parametrize("content", [None, b"damaged"])
 def test_missing_or_damaged_checkpoint_is_refused(recipe, tmp_path, content):
     if content:

@@ -15,7 +15,7 @@ from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
-from redraft.train.verifier_model import verifier_states
+from redraft.train.verifier_model import autocast_beside, verifier_states
 
 
 class ChainAttention:
@@ -130,7 +130,7 @@ class LyannaObjective(nn.Module):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
         device = self.verifier.device
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+        with autocast_beside(self.verifier):
             mse, ce, hits = self._losses(batch.tokens.to(device))
         weights = self._step_weight ** torch.arange(len(mse), device=device)
         total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()

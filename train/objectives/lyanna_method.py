@@ -9,7 +9,7 @@ import torch
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import METHOD as NAME
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -49,22 +49,16 @@ class LyannaRecipe(DrafterRecipe):
 
 def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
     """The drafter's configuration: the verifier's own sizes where the recipe leaves them open."""
-    table, config = recipe.drafter, verifier.config
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    return LyannaConfig(
-        hidden_size=verifier.hidden_size,
-        vocab_size=verifier.vocab_size,
-        intermediate_size=table.intermediate_size
-        or int(getattr(config, "intermediate_size", None) or 4 * verifier.hidden_size),
-        heads=table.heads or heads,
-        kv_heads=table.kv_heads or kv_heads,
-        head_dim=table.head_dim or int(getattr(config, "head_dim", None) or verifier.hidden_size // heads),
-        rope_theta=verifier.rope_theta,
-        rms_norm_eps=verifier.norm_eps,
+    table = recipe.drafter
+    return beside(
+        verifier.config,
+        verifier.vocab_size,
+        intermediate_size=table.intermediate_size,
+        heads=table.heads,
+        kv_heads=table.kv_heads,
+        head_dim=table.head_dim,
         rank=table.rank,
         steps=table.chain,
-        logit_scale=verifier.logit_scale,
         first_token=table.first_token,
         token_info=table.token_info,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,18 +13,32 @@ import pytest
 import torch
 
 from redraft import names
-from redraft.config import LyannaBuild
+from redraft.config import RANDOM, LyannaBuild
+from redraft.engines.bundle import Bundle
 from redraft.engines.onnxruntime_backend import open_engine
-from redraft.export.drafters.lyanna_graphs import _export_resample, lyanna_shape
+from redraft.errors import UsageError
+from redraft.export.drafters.lyanna_graphs import _export_resample, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.token_info import make_tables
 from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
 from redraft.names import LyannaShape
 
-from .tiny import CONFIG, VOCABULARY, Exported, Verifier, counts, export, random_drafter
+from .tiny import (
+    CONFIG,
+    VOCABULARY,
+    Exported,
+    Verifier,
+    arrays,
+    counts,
+    export,
+    make_verifier,
+    manifest_beside,
+    random_drafter,
+)
 
 CAPACITY = 48
 GARBAGE = 1e4
 TOLERANCE = 1e-4
+HALF_TOLERANCE = 2e-2
 
 
 @dataclass
@@ -50,7 +65,7 @@ class Draft:
         shape, generator = exported.shape, np.random.default_rng(5)
         self.engine = open_engine(exported.bundle, graph, threads=1)
         size = (batch, shape.kv_heads, CAPACITY, shape.head_dim)
-        self.caches = [(generator.standard_normal(size) * GARBAGE).astype(np.float32) for _ in range(2)]
+        self.caches = [(generator.standard_normal(size) * GARBAGE).astype(shape.dtype) for _ in range(2)]
         self.engine.bind(names.key_cache(0), self.caches[0])
         self.engine.bind(names.value_cache(0), self.caches[1])
         for name, table in exported.tables.items():
@@ -90,12 +105,15 @@ def same_tree(found: dict[str, np.ndarray], b: int, expected: Tree, count: int |
     np.testing.assert_allclose(found[names.TREE_LOG_PROBS][b, :count], expected.log_probs, atol=TOLERANCE)
 
 
-def check_draft(exported: Exported, found: dict[str, np.ndarray], histories: list[History], ends: list[int]) -> None:
+def check_draft(
+    exported: Exported, found: dict[str, np.ndarray], histories: list[History], ends: list[int],
+    tolerance: float = TOLERANCE,
+) -> None:  # fmt: skip
     """Logits are those of training; the tree is Algorithm 1's over them."""
     shape = exported.shape
     for b, (sequence, end) in enumerate(zip(histories, ends, strict=True)):
         logits = exported.chain_logits(sequence.features[:end], sequence.tokens[: end + 1])
-        np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=TOLERANCE, rtol=TOLERANCE)
+        np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=tolerance, rtol=tolerance)
         root = int(sequence.tokens[end])
         tree = build_subtree(found[names.CHAIN_LOGITS][b], root, lambda t: added(exported, t), shape.width)
         same_tree(found, b, tree.likeliest(shape.nodes))
@@ -114,6 +132,49 @@ def test_a_draft_of_one_sequence_is_what_training_computes(exported: Exported, g
     for rows, width in ((7, 7), (2, 5), (1, 1), (1, 4), (9, 9)):
         found = drafting.call([sequence], [rows], width)
         check_draft(exported, found, [sequence], [int(drafting.past[0])])
+
+
+@pytest.fixture(scope="session")
+def half_verifier(tmp_path_factory: pytest.TempPathFactory) -> Verifier:
+    return make_verifier(tmp_path_factory.mktemp("half"), "fp16")
+
+
+def test_beside_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verifier, tmp_path: Path) -> None:
+    exported = export(tmp_path, half_verifier, precision=None)
+    assert {ref.dtype for ref in exported.lyanna.weights} == {"F16"}
+    sequence = history(12, seed=1)
+    drafting = Draft(exported, names.LYANNA_DRAFT, 1)
+    for rows, width in ((7, 7), (2, 5)):
+        found = drafting.call([sequence], [rows], width)
+        check_draft(exported, found, [sequence], [int(drafting.past[0])], HALF_TOLERANCE)
+
+
+def test_two_element_types_in_one_graph_are_refused(half_verifier: Verifier, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"in int8 cannot read the features of a verifier in float16; choose .* fp16"):
+        export(tmp_path, half_verifier, precision="int8")
+
+
+def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
+    """Its file and the verifier's have one name: the drafter's gets another in the bundle."""
+    exported = export(tmp_path, make_verifier(tmp_path / "verifier", "bf16"), precision=None)
+    refs = [ref for ref in exported.lyanna.weights if ref.initializer.startswith("lyanna.")]
+    assert {(ref.file, ref.dtype) for ref in refs} == {("weights/lyanna.model.safetensors", "BF16")}
+    stored = (tmp_path / "drafter/model.safetensors").read_bytes()
+    assert (tmp_path / "graphs/weights/lyanna.model.safetensors").read_bytes() == stored
+
+
+def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> None:
+    """Its table adds something, and no weight is written but one pool."""
+    shutil.copytree(little_verifier.folder, tmp_path / "graphs")
+    options = LyannaBuild(RANDOM, precision="fp32", width=2, nodes=8)
+    lyanna = export_random_lyanna(CONFIG, little_verifier.export, tmp_path / "graphs", options)
+    own = {ref.file for ref in lyanna.weights if ref.initializer.startswith("lyanna.")}
+    assert own == {"weights/lyanna.random.safetensors"}
+    bundle = Bundle(tmp_path / "graphs", manifest_beside(tmp_path / "graphs", little_verifier, lyanna))
+    exported = Exported(random_drafter(), lyanna, torch.empty(0), torch.empty(0), bundle)
+    found = Draft(exported, names.LYANNA_DRAFT, 1).call([history(6, seed=1)], [6], 6)
+    assert np.isfinite(found[names.TREE_LOG_PROBS]).all()
+    assert np.abs(exported.tables[f"{names.TOKEN_INFO}table"].astype(np.float32)).max() > 0.5
 
 
 def test_sequences_of_different_pasts_and_backlogs_share_a_call(exported: Exported) -> None:
@@ -254,7 +315,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.hot == hot
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
-    tables = make_tables(random_drafter(), embedding, counts(), shape)
+    tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
     _export_resample(shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import torch
 
 from redraft import names
 from redraft.config import LyannaBuild
+from redraft.errors import CheckpointError
 from redraft.export.drafters import token_info
+from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.token_info import hot_tokens, make_tables, write
 from redraft.export.drafters.token_tree import lookup
+from redraft.export.weights import Made
 from redraft.names import LyannaShape
 
-from .tiny import CONFIG, VOCABULARY, counts, random_drafter
+from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
 
 FORMS = ["fp16", "int8", "fp8", "lowrank"]
 HOT = 20
@@ -28,6 +32,21 @@ def shape_of(form: str, hot: int) -> LyannaShape:
     """As a build decides: hot tokens are chosen only where the vocabulary is larger than `prune_above`."""
     options = LyannaBuild("x", token_info=form, hot_tokens=hot, prune_above=VOCABULARY - (hot < VOCABULARY))
     return lyanna_shape(CONFIG, options)
+
+
+def made_of(
+    shape: LyannaShape, embedding: np.ndarray | None = None, drafter: LyannaDrafter | None = None
+) -> tuple[Made, ...]:
+    """Tables of a random drafter where none is given; the embedding comes in two slabs."""
+    slabs = np.split(EMBEDDING.numpy() if embedding is None else embedding, [17])
+    return make_tables(drafter or random_drafter(), iter(slabs), counts(), shape)
+
+
+def tables_of(
+    shape: LyannaShape, embedding: np.ndarray | None = None, drafter: LyannaDrafter | None = None
+) -> dict[str, np.ndarray]:
+    """The same whole, by name."""
+    return arrays(made_of(shape, embedding, drafter))
 
 
 def formula() -> np.ndarray:
@@ -56,7 +75,7 @@ def error_bound(form: str, row: np.ndarray) -> np.ndarray:
 def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(form: str, hot: int) -> None:
     """The root mean square is taken over the whole vocabulary, also where most columns are dropped."""
     shape = shape_of(form, hot)
-    tables = make_tables(random_drafter(), EMBEDDING.numpy(), counts(), shape)
+    tables = tables_of(shape)
     exact, warm = formula(), np.zeros(VOCABULARY, bool)
     warm[hot_tokens(counts(), hot)] = True
     assert warm.sum() == hot
@@ -80,13 +99,13 @@ def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(
 def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path: Path) -> None:
     """One row and one column more where not every token is hot, and the index of all; written as they are."""
     shape = shape_of(form, hot)
-    tables = make_tables(random_drafter(), EMBEDDING.numpy(), counts(), shape)
+    tables = tables_of(shape)
     specs = names.token_info_tables(shape)
     assert [(name, str(t.dtype), t.shape) for name, t in tables.items()] == [(s.name, s.dtype, s.shape) for s in specs]
     pruned = hot < VOCABULARY
     size = expected(hot + pruned) + (8 * VOCABULARY if pruned else 0)
     assert sum(table.nbytes for table in tables.values()) == size
-    refs = write(tables, tmp_path)
+    refs = write(made_of(shape), tmp_path)
     assert sum(ref.length for ref in refs) == size
     for ref in refs:
         stored = (tmp_path / ref.file).read_bytes()[ref.offset : ref.offset + ref.length]
@@ -95,11 +114,26 @@ def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path
 
 def test_slabs_do_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales are a row's own, whichever slab it is in."""
-    before = make_tables(random_drafter(), EMBEDDING.numpy(), counts(), shape_of("int8", VOCABULARY))
+    before = tables_of(shape_of("int8", VOCABULARY))
     monkeypatch.setattr(token_info, "_SLAB_TOKENS", 7)
-    after = make_tables(random_drafter(), EMBEDDING.numpy(), counts(), shape_of("int8", VOCABULARY))
+    after = tables_of(shape_of("int8", VOCABULARY))
     for name, table in before.items():
         np.testing.assert_allclose(table.astype(float), after[name].astype(float), atol=1, rtol=1e-6)
+
+
+def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 K tokens 4096 wide, 32 K of them hot, they are 2 GB each."""
+    monkeypatch.setattr(token_info, "_SLAB_TOKENS", 64)
+    config = replace(CONFIG, vocab_size=20_000)
+    shape = lyanna_shape(config, LyannaBuild("x", hot_tokens=3000, prune_above=1))
+    drafter, seen = random_drafter(config), torch.arange(20_000)
+    embedding_bytes, table_bytes = 4 * 20_000 * 32, 2 * 3001 * 3001
+    tracemalloc.start()
+    slabs = (np.zeros((1000, 32), np.float32) for _ in range(20))
+    write(make_tables(drafter, slabs, seen, shape), tmp_path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < min(embedding_bytes, table_bytes / 4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -107,7 +141,7 @@ def test_a_token_without_embedding_adds_nothing(form: str) -> None:
     """A row of zeros has no largest value to be scaled by."""
     embedding = EMBEDDING.numpy().copy()
     embedding[3] = 0
-    tables = make_tables(random_drafter(), embedding, counts(), shape_of(form, VOCABULARY))
+    tables = tables_of(shape_of(form, VOCABULARY), embedding)
     assert not lookup(list(tables.values()), 3, VOCABULARY).any()
     assert all(np.isfinite(table).all() for table in tables.values() if table.dtype.kind == "f")
 
@@ -115,7 +149,7 @@ def test_a_token_without_embedding_adds_nothing(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_drafter_without_token_information_adds_nothing(form: str) -> None:
     drafter = random_drafter(replace(CONFIG, token_info=False))
-    tables = make_tables(drafter, EMBEDDING.numpy(), counts(), shape_of(form, HOT))
+    tables = tables_of(shape_of(form, HOT), drafter=drafter)
     assert not any(lookup(list(tables.values()), token, VOCABULARY).any() for token in range(VOCABULARY))
 
 
@@ -127,7 +161,7 @@ def test_hot_tokens_are_the_most_frequent_and_of_equals_those_of_lower_id() -> N
 
 
 def test_the_index_maps_hot_tokens_to_rows_and_cold_ones_to_the_last(tmp_path: Path) -> None:
-    tables = make_tables(random_drafter(), EMBEDDING.numpy(), counts(), shape_of("fp16", HOT))
+    tables = tables_of(shape_of("fp16", HOT))
     index, hot = tables[f"{names.TOKEN_INFO}index"], hot_tokens(counts(), HOT)
     assert index[hot].tolist() == list(range(HOT))
     assert (np.delete(index, hot) == HOT).all()
@@ -138,3 +172,9 @@ def test_pruning_begins_above_its_limit() -> None:
         shape = lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=HOT, prune_above=limit))
         assert shape.hot == hot
     assert lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=10**6, prune_above=1)).hot == VOCABULARY
+
+
+def test_no_more_steps_are_built_than_were_trained() -> None:
+    assert lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps)).steps == CONFIG.steps
+    with pytest.raises(CheckpointError, match=f"x was trained for {CONFIG.steps} steps, not {CONFIG.steps + 1}; build"):
+        lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 from redraft import names
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import BuildConfig, LyannaBuild, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_draft
 from redraft.engines.manifest import GraphRecord, Manifest
@@ -21,6 +22,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
+from redraft.export.weights import Made
 from redraft.names import LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
@@ -46,6 +48,11 @@ def write_verifier(folder: Path, **changes: object) -> Checkpoint:
 def counts(vocabulary: int = VOCABULARY) -> torch.Tensor:
     """How often each token was seen; some are equally frequent."""
     return torch.randint(0, 20, (vocabulary,), generator=torch.Generator().manual_seed(2))
+
+
+def arrays(tables: Iterable[Made]) -> dict[str, np.ndarray]:
+    """What is to be written, whole, by name."""
+    return {made.name: np.concatenate(list(made.slabs())) for made in tables}
 
 
 def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
@@ -108,13 +115,12 @@ class Verifier:
     export: VerifierExport
 
 
-def make_verifier(folder: Path) -> Verifier:
+def make_verifier(folder: Path, precision: Precision = "fp32") -> Verifier:
     """A verifier and its graph below `folder`."""
     checkpoint = write_verifier(folder / "verifier")
     (folder / "graph").mkdir()
-    return Verifier(
-        checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", BuildConfig(taps=("last",)))
-    )
+    config = BuildConfig(precision=precision, taps=("last",))
+    return Verifier(checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", config))
 
 
 def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **options: object) -> Exported:
@@ -126,17 +132,21 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     lyanna = export_lyanna(opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build)
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
+    manifest = manifest_beside(folder / "graphs", verifier, lyanna)
     stored = load_file(verifier.checkpoint.path / "model.safetensors")
     weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", _manifest(folder / "graphs", verifier, lyanna)))
+    return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
-def _manifest(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+def manifest_beside(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+    """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
     portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
-    single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
-    assert single is not None
-    graphs = {names.LYANNA_DRAFT: portable, names.LYANNA_DRAFT_SINGLE: single}
+    graphs = {names.LYANNA_DRAFT: portable}
+    if shape.dtype == "float32":
+        single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
+        assert single is not None
+        graphs[names.LYANNA_DRAFT_SINGLE] = single
     if shape.steps > 1:
         resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
         graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)

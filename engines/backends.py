@@ -1,0 +1,22 @@
+"""What can build engines on this machine, and what to install where it cannot."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from redraft.config import BuildConfig
+from redraft.engines.tensorrt.tools import find_tools
+from redraft.errors import BackendError
+
+_INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
+
+
+def check_buildable(config: BuildConfig) -> None:
+    """Raise BackendError where engines of this configuration cannot be built here, naming what to install."""
+    if config.backend != "tensorrt":
+        return
+    if find_spec("tensorrt") is None:
+        raise BackendError(
+            "backend tensorrt needs TensorRT, which is not installed", f"run `pip install tensorrt`, or {_INSTEAD}"
+        )
+    find_tools(config.tensorrt)

@@ -1,0 +1,13 @@
+"""TensorRT engines: what its parser is given of an exported graph, with which profiles, for which GPU.
+
+    records    what a bundle's manifest says of its engines       plugin        the library of `redraft::TreeAttention`
+    driver     the GPU, asked without TensorRT                    target        TensorRT and GPU that engines are for
+    tools      all that engines are built with on this machine    commands      the same by other people's tools
+    prepare    a portable graph in the form the parser takes      operators     what the parser takes, by version
+    profiles   three optimization profiles a graph                memory        what building and running need
+    builder    Polygraphy's loaders over TensorRT's API           engine_cache  engines built before
+    stage      all of it, for a bundle being built
+
+TensorRT is imported only by `target` and `builder`, after `driver` has found a GPU: without a driver its objects are
+null, and using them ends the process. 10.9 to 11.x are served by names that all of them have.
+"""

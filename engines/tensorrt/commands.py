@@ -1,0 +1,133 @@
+"""Commands of `trtexec` and `polygraphy run` that build, time and compare a bundle's graphs: all sizes are filled in.
+
+Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins` calls; --staticPlugins and the
+--plugins of Polygraphy only load a library. Syntax: trtexec 10.9 to 11.1, Polygraphy 0.53.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft import names
+from redraft.engines.manifest import GraphRecord, Manifest
+from redraft.engines.tensorrt import polygraphy_network
+from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
+from redraft.engines.tensorrt.plugin import VARIABLE
+from redraft.engines.tensorrt.records import EngineRecord, Profile, TensorRtRecord
+
+_PAST, _ROWS, _CAPACITY = 4, 8, 32
+"""Committed rows, new ones, and rows of the buffers in the calls that are compared."""
+_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and what it is for."""
+
+    purpose: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
+    """What to run on the bundle at `folder`: on ONNX Runtime always, on TensorRT where it has engines."""
+    for graph, record in manifest.graphs.items():
+        if graph in (names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE):
+            yield _reference(folder, graph, record, manifest)
+            if built := manifest.tensorrt:
+                yield from _tensorrt(folder, graph, record, built)
+
+
+def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest) -> Command:
+    sizes = {"B": 1, "T": _ROWS, "M": _ROWS, "R": _ROWS, "C": _CAPACITY}
+    shapes = {
+        spec.name: [dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape]
+        for spec in record.inputs
+        if any(isinstance(dim, str) for dim in spec.shape)  # the sizes of a fixed one would be taken for its values
+    }
+    ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _values(record, manifest).items()]
+    return Command(
+        f"{graph}: on ONNX Runtime, inputs and outputs kept",
+        ("polygraphy", "run", str(folder / record.file), "--onnxrt", "--input-shapes",
+         *(f"{name}:[{','.join(map(str, shape))}]" for name, shape in shapes.items()),
+         "--val-range", *ranges, "--save-inputs", f"{graph}.inputs.json", "--save-outputs", f"{graph}.outputs.json"),
+    )  # fmt: skip
+
+
+def _values(record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
+    """Ranges of integer inputs that are sound together: every node sees the committed rows."""
+    token, shape = (0, manifest.shape.vocabulary - 1), manifest.lyanna
+    known = {
+        names.TOKEN_IDS: token, names.TOKENS: token, names.POSITIONS: (_PAST, _PAST + _ROWS - 1),
+        names.PAST_LEN: (_PAST, _PAST), names.LIVE: (_PAST + _ROWS, _PAST + _ROWS), names.OUTPUT_ROWS: (0, _ROWS - 1),
+        names.PENDING: (1, _ROWS), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
+        f"{names.TOKEN_INFO}index": (0, shape.hot if shape else 0),
+    }  # fmt: skip
+    return {spec.name: known[spec.name] for spec in record.inputs if spec.name in known}
+
+
+def _tensorrt(folder: Path, graph: str, record: GraphRecord, built: TensorRtRecord) -> Iterator[Command]:
+    engine = built.engines[graph]
+    library = str(folder / built.plugin_file) if built.plugin_file else ""
+    plugin = [f"--dynamicPlugins={library}"] if library else []
+    yield Command(
+        f"{graph}: built by trtexec",
+        ("trtexec", f"--onnx={folder / engine.graph}", "--stronglyTyped", *plugin,
+         *(["--preview=+aliasedPluginIO1003"] if library else []), *_trtexec_profiles(engine.profiles),
+         f"--memPoolSize=workspace:{WORKSPACE_BYTES >> 20}M", "--skipInference",
+         f"--saveEngine={graph}.trtexec.engine"),
+    )  # fmt: skip
+    for number, profile in enumerate(engine.profiles):
+        yield Command(
+            f"{graph}: timed, profile {profile.name}",
+            ("trtexec", f"--loadEngine={folder / engine.file}", *plugin, f"--useProfile={number}",
+             f"--shapes={_trtexec_sizes(profile, 'opt')}"),
+        )  # fmt: skip
+    yield _comparison(folder, graph, record, engine, library)
+
+
+def _comparison(folder: Path, graph: str, record: GraphRecord, engine: EngineRecord, library: str) -> Command:
+    network = [str(folder / engine.graph)]
+    environment: list[str] = []
+    if library:
+        environment = ["env", f"{polygraphy_network.GRAPH_VARIABLE}={folder / engine.graph}", f"{VARIABLE}={library}"]
+        network = [str(Path(polygraphy_network.__file__).resolve()), "--model-type", "trt-network-script"]
+    tolerance = str(max(_TOLERANCE.get(spec.dtype, 0.0) for spec in record.outputs))
+    kept = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
+    return Command(
+        f"{graph}: compared with what ONNX Runtime gave",
+        (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
+         *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
+         "--atol", tolerance, "--rtol", tolerance),
+    )  # fmt: skip
+
+
+def _trtexec_profiles(profiles: Sequence[Profile]) -> list[str]:
+    words = []
+    for number, profile in enumerate(profiles):
+        words.append(f"--profile={number}")
+        words += [f"--{which}Shapes={_trtexec_sizes(profile, which)}" for which in ("min", "opt", "max")]
+    return words
+
+
+def _trtexec_sizes(profile: Profile, which: str) -> str:
+    return ",".join(
+        f"{name}:{'x'.join(map(str, getattr(sizes, which)))}" for name, sizes in profile.inputs.items()
+    )  # fmt: skip
+
+
+def _polygraphy_profiles(profiles: Sequence[Profile]) -> list[str]:
+    return [
+        word
+        for profile in profiles
+        for which in ("min", "opt", "max")
+        for word in (
+            f"--trt-{which}-shapes",
+            *(f"{name}:[{','.join(map(str, getattr(sizes, which)))}]" for name, sizes in profile.inputs.items()),
+        )
+    ]

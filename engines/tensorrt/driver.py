@@ -1,0 +1,86 @@
+"""The GPU and its memory, asked of the CUDA driver itself: safe where no driver is installed, as TensorRT is not."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from redraft.errors import BackendError
+
+LIBRARY = "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
+_NAME_BYTES = 256
+_INSTALL = "install NVIDIA's driver, or give a container the GPU (docker run --gpus all)"
+
+Loader = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first visible GPU. `compute_capability` is like (9, 0)."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+
+
+def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
+    """Ask the driver. Raises BackendError where there is none, it does not start, or it sees no GPU."""
+    try:
+        library = load(LIBRARY)
+    except OSError:
+        raise BackendError(f"no CUDA driver: {LIBRARY} was not found", _INSTALL) from None
+    driver = _Driver(library)
+    driver.call("cuInit", ctypes.c_uint(0))
+    count = ctypes.c_int()
+    driver.call("cuDeviceGetCount", ctypes.byref(count))
+    if count.value < 1:
+        raise BackendError("the CUDA driver sees no GPU", "make one visible (CUDA_VISIBLE_DEVICES)")
+    device = ctypes.c_int()
+    driver.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    driver.call("cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
+    capability = _attribute(driver, device, _MAJOR), _attribute(driver, device, _MINOR)
+    free_bytes, total_bytes = _memory(driver, device)
+    return Gpu(name.value.decode(), capability, free_bytes, total_bytes)
+
+
+def _attribute(driver: _Driver, device: ctypes.c_int, number: int) -> int:
+    value = ctypes.c_int()
+    driver.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), device)
+    return value.value
+
+
+def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
+    """Free and total bytes; the device's context is held only as long as it takes to ask."""
+    context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        driver.call("cuCtxPushCurrent_v2", context)
+        driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        driver.call("cuDevicePrimaryCtxRelease_v2", device)
+    return free.value, total.value
+
+
+class _Driver:
+    """The driver's functions, every one of which returns 0 or an error code."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Raises BackendError naming the function and the error."""
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            raise BackendError(f"the CUDA driver does not work: {function} failed with {self._name(status)}", _INSTALL)
+
+    def _name(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        known = self._library.cuGetErrorName(ctypes.c_int(status), ctypes.byref(text)) == 0
+        return text.value.decode() if known and text.value else f"error {status}"

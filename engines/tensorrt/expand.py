@@ -1,0 +1,77 @@
+"""RMS normalization and rotary embedding spelled out, for parsers that do not know them as operators.
+
+RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
+RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin), whatever follows is kept.
+Forms that the exporter does not write are left as they are, for the check of operators to name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from redraft.engines.tensorrt.operators import SINCE, Release
+from redraft.engines.tensorrt.rewrite import Rewriter
+
+
+def expand(model: ir.Model, release: Release) -> None:
+    """Replace every node that came after `release`, in place, where there is a form for it.
+
+    Types and shapes of values are inferred where the graph does not say them, bodies of functions included.
+    """
+    lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+    if any(node.inputs[0] is None or node.inputs[0].dtype is None for node in lacking):
+        common.ShapeInferencePass()(model)
+        lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
+    for node in lacking:
+        _FORMS[node.op_type](Rewriter(model.graph, node), node)
+
+
+def _normalize(to: Rewriter, node: ir.Node) -> None:
+    x, gain = node.inputs[0], node.inputs[1]
+    if x is None or x.dtype is None or _integer(node, "axis", -1) != -1 or _integer(node, "stash_type", 1) != 1:
+        return
+    wide = x if x.dtype == ir.DataType.FLOAT else to.node("Cast", [x], to=ir.DataType.FLOAT)
+    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    mean = to.node("ReduceMean", [to.node("Mul", [wide, wide]), to.constant([-1])], keepdims=1)
+    norm = to.node("Sqrt", [to.node("Add", [mean, to.constant(epsilon, np.float32)])])
+    normed = to.node("Div", [wide, norm])
+    if x.dtype != ir.DataType.FLOAT:
+        normed = to.node("Cast", [normed], to=x.dtype)
+    to.replace(to.node("Mul", [normed, gain]))
+
+
+def _rotate(to: Rewriter, node: ir.Node) -> None:
+    x, cos, sin, positions = (*node.inputs, None)[:4]
+    heads = _integer(node, "num_heads", 0)
+    known = x is not None and x.shape is not None and x.shape.rank() == 3 and isinstance(x.shape[2], int)
+    if not known or not heads or positions is None or cos is None or _integer(node, "interleaved", 0):
+        return
+    size = int(x.shape[2]) // heads  # type: ignore[union-attr, arg-type, index]
+    half = (_integer(node, "rotary_embedding_dim", 0) or size) // 2
+    rest = size - 2 * half
+    split = to.node("Reshape", [x, to.constant([0, 0, heads, size])])  # [B, T, H, D]
+    lengths = to.constant([half, half, *([rest] if rest else [])])
+    first, second, *kept = to.node("Split", [split, lengths], outputs=3 if rest else 2, axis=-1)
+    c, s = (_at(to, table, positions) for table in (cos, sin))
+    turned = [
+        to.node("Sub", [to.node("Mul", [first, c]), to.node("Mul", [second, s])]),
+        to.node("Add", [to.node("Mul", [second, c]), to.node("Mul", [first, s])]),
+    ]
+    joined = to.node("Concat", [*turned, *kept], axis=-1)
+    to.replace(to.node("Reshape", [joined, to.constant([0, 0, heads * size])]))
+
+
+def _at(to: Rewriter, table: ir.Value | None, positions: ir.Value) -> Any:
+    """Rows of a table [P, R / 2] at positions [B, T], for every head: [B, T, 1, R / 2]."""
+    return to.node("Unsqueeze", [to.node("Gather", [table, positions]), to.constant([2])])
+
+
+def _integer(node: ir.Node, name: str, default: int) -> int:
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+_FORMS = {"RMSNormalization": _normalize, "RotaryEmbedding": _rotate}

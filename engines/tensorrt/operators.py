@@ -1,0 +1,175 @@
+"""What TensorRT's ONNX parser takes, by version, and the check of a graph against it before anything is built.
+
+After onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2; later versions are taken to know no less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import onnx
+from onnx import NodeProto, TensorProto, helper
+
+from redraft.engines.tensorrt import plugin
+from redraft.errors import BackendError
+
+Release = tuple[int, int]
+OPSETS = (9, 24)
+
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
+_NUMBERS = _FLOATS | {TensorProto.INT32, TensorProto.INT64}
+_VALUES = _NUMBERS | {TensorProto.BOOL}
+_CASTS = _VALUES | {TensorProto.UINT8}
+_QUANTIZED = frozenset({TensorProto.INT8, TensorProto.INT4, TensorProto.FLOAT8E4M3FN})
+_HALVES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
+_BOOLEANS = frozenset({TensorProto.BOOL})
+
+_TYPES: Mapping[frozenset[int], str] = {
+    _FLOATS: """
+        Acos Acosh Asin Asinh Atan Atanh AveragePool BatchNormalization Ceil Celu Clip Conv ConvTranspose Cos
+        Cosh CumSum Dropout Einsum Elu Erf Exp Floor Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool
+        GroupNormalization GRU HardSigmoid HardSwish Hardmax InstanceNormalization IsInf LayerNormalization
+        LeakyRelu Log LogSoftmax LpNormalization LpPool LRN LSTM MatMul MaxPool MeanVarianceNormalization PRelu
+        QuantizeLinear RandomNormal RandomNormalLike RandomUniform RandomUniformLike Reciprocal Resize
+        RMSNormalization RNN RotaryEmbedding Round Scan Selu Sigmoid Sin Sinh Softmax Softplus Softsign Sqrt
+        Swish Tan Tanh ThresholdedRelu Upsample Attention
+    """,
+    _NUMBERS: """
+        Abs Add ArgMax ArgMin DepthToSpace Div Equal Gelu Greater GreaterOrEqual IsNaN Less LessOrEqual Max Mean
+        Min Mod Mul Neg Pad Pow Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
+        ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Scatter ScatterElements ScatterND Shrink Sign
+        SpaceToDepth Sub Sum TopK
+    """,
+    _VALUES: """
+        Concat Expand EyeLike Flatten Gather GatherElements GatherND Identity If Loop OneHot Reshape
+        ReverseSequence Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where
+    """,
+    _CASTS: "Cast CastLike",
+    _BOOLEANS: "And Not Or Xor",
+    _HALVES: "BlackmanWindow DeformConv GridSample HammingWindow HannWindow Mish NonMaxSuppression NonZero RoiAlign",
+    _QUANTIZED: "DequantizeLinear",
+    _FLOATS | {TensorProto.INT32}: "TensorScatter",
+}  # fmt: skip
+SUPPORTED: Mapping[str, frozenset[int]] = {
+    operator: types for types, listed in _TYPES.items() for operator in listed.split()
+} | {"Constant": frozenset(), "ConstantOfShape": frozenset()}
+"""Element types of the data input by operator; empty where any will do."""
+
+SINCE: Mapping[str, Release] = {
+    "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": (10, 15),
+    "Swish": (11, 0),
+}  # fmt: skip
+"""Operators that came after the oldest version supported."""
+
+_DATA_INPUT = {"Where": 1}
+_MOST_TOPK = 3839
+_SCATTER_RANK = 4
+
+
+def check(graph: str, model: onnx.ModelProto, release: Release) -> None:
+    """Raise BackendError naming the first node of the prepared graph that the parser of `release` does not take."""
+    for line in problems(model, release):
+        version = ".".join(map(str, release))
+        raise BackendError(f"{graph}: {line}, which the ONNX parser of TensorRT {version} does not take", _mend(line))
+
+
+def problems(model: onnx.ModelProto, release: Release) -> Iterator[str]:
+    """One line for every node that the parser does not take: its name, its operator, and what about it."""
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    if not OPSETS[0] <= opset <= OPSETS[1]:
+        yield f"opset {opset}, expected {OPSETS[0]} to {OPSETS[1]}"
+    inferred = onnx.shape_inference.infer_shapes(model)
+    constants = _constants(model.graph)
+    types = _types(inferred.graph)
+    for node in model.graph.node:
+        if (problem := _problem(node, types, constants, inferred.graph, release)) is not None:
+            yield f"node {node.name or node.output[0]!r} is {_operator(node)}{problem}"
+
+
+def _operator(node: NodeProto) -> str:
+    return f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+
+
+def _problem(
+    node: NodeProto, types: Mapping[str, int], constants: set[str], graph: onnx.GraphProto, release: Release
+) -> str | None:
+    """What is wrong with a node: empty where the parser does not know the operator at all, None where nothing is."""
+    if node.op_type == plugin.NAME and node.domain == "":
+        return None
+    if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED:
+        return ""
+    if (since := SINCE.get(node.op_type, (0, 0))) > release:
+        return f" (known from {since[0]}.{since[1]})"
+    data = _DATA_INPUT.get(node.op_type, 0)
+    name = node.input[data] if len(node.input) > data else ""
+    allowed, found = SUPPORTED[node.op_type], types.get(name)
+    if allowed and found is not None and found not in allowed:
+        return f" of {helper.tensor_dtype_to_string(found).removeprefix('TensorProto.').lower()}"
+    limit = _LIMITS.get(node.op_type)
+    return limit(node, constants, graph) if limit else None
+
+
+def _attributes(node: NodeProto) -> dict[str, object]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _scatter(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    known = values.get(node.input[0])
+    rank = len(known.type.tensor_type.shape.dim) if known is not None else _SCATTER_RANK
+    axis = _attributes(node).get("axis", -2)
+    fits = rank == _SCATTER_RANK and axis in (-2, _SCATTER_RANK - 2)
+    return None if fits else f" of {rank} dimensions along axis {axis}, expected four and -2"
+
+
+def _attention(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    attributes = _attributes(node)
+    surplus = [*(name for name in node.input[4:] if name), *(name for name in node.output[1:] if name)]
+    if attributes.get("softcap") or attributes.get("qk_matmul_output_mode"):
+        return " with softcap or qk_matmul_output_mode"
+    return f" with {surplus[0]}" if surplus else None
+
+
+def _top_k(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    if _attributes(node).get("sorted", 1) != 1:
+        return " that does not sort"
+    count = next((t for t in graph.initializer if t.name == node.input[1]), None)
+    if count is None or not count.HasField("raw_data"):
+        return None
+    most = int(onnx.numpy_helper.to_array(count).max())
+    return None if most <= _MOST_TOPK else f" of {most}, expected at most {_MOST_TOPK}"
+
+
+def _reduce(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    computed = len(node.input) > 1 and node.input[1] and node.input[1] not in constants
+    return " over computed axes" if computed else None
+
+
+def _dequantize(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    return " with a zero point" if len(node.input) > 2 and node.input[2] else None
+
+
+_LIMITS: Mapping[str, Callable[[NodeProto, set[str], onnx.GraphProto], str | None]] = {
+    "TensorScatter": _scatter, "Attention": _attention, "TopK": _top_k, "DequantizeLinear": _dequantize,
+    **{operator: _reduce for operator in SUPPORTED if operator.startswith("Reduce")},
+}  # fmt: skip
+
+
+def _constants(graph: onnx.GraphProto) -> set[str]:
+    made = {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+    return made | {tensor.name for tensor in graph.initializer}
+
+
+def _types(graph: onnx.GraphProto) -> dict[str, int]:
+    found = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
+    return {**found, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
+
+
+def _mend(line: str) -> str:
+    if "MatMulNBits" in line:
+        return "build with --backend tensorrt, which quantizes by DequantizeLinear"
+    if " of uint8" in line or " of int8" in line:
+        return "build with --token-info fp16"
+    if "Attention" in line or "TensorScatter" in line:
+        return "build with --attention plugin"
+    return "use a newer TensorRT, or build with --backend onnxruntime"

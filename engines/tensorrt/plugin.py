@@ -1,0 +1,52 @@
+"""The library of the TensorRT plugin: where it lies, and which TensorRT it was built for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from redraft.engines.digests import file_digest
+from redraft.errors import BackendError
+
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
+VARIABLE = "REDRAFT_TENSORRT_PLUGIN"
+NAME, VERSION, NAMESPACE = "TreeAttention", "1", ""
+"""How the plugin's creator is registered."""
+_FILE = re.compile(r"libredraft_tensorrt_(\d+)\.so")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin library and its SHA-256."""
+
+    path: Path
+    digest: str
+
+
+def library_name(major: int | str) -> str:
+    """File name of the plugin for a major version of TensorRT; `make plugins` writes it."""
+    return f"libredraft_tensorrt_{major}.so"
+
+
+def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str] = os.environ) -> Plugin:
+    """The library for this major version, from `folder` or as REDRAFT_TENSORRT_PLUGIN names it.
+
+    Raises BackendError where it is missing or was built for another major version, which would crash.
+    """
+    named = environment.get(VARIABLE)
+    path = Path(named) if named else folder / library_name(major)
+    build = "build it with `make plugins TENSORRT_ROOT=dir`"
+    if not path.is_file():
+        others = sorted(p.name for p in folder.glob("libredraft_tensorrt_*.so"))
+        found = f"found {', '.join(others)}" if others and not named else "found none"
+        raise BackendError(
+            f"expected the plugin for TensorRT {major} at {path}, {found}",
+            f"{build}, name it in {VARIABLE}, or build with --attention native",
+        )
+    match = _FILE.fullmatch(path.name)
+    if match and int(match[1]) != major:
+        raise BackendError(f"{path} was built for TensorRT {match[1]}, expected {major}", build)
+    return Plugin(path, file_digest(path))

@@ -1,0 +1,22 @@
+"""A prepared graph as a network for `polygraphy run THIS_FILE --trt`, whose own --plugins loads a library but has not
+its creators registered. REDRAFT_GRAPH names the graph, REDRAFT_TENSORRT_PLUGIN the plugin's library.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from redraft.engines.tensorrt.builder import load_plugin
+from redraft.engines.tensorrt.plugin import VARIABLE
+
+GRAPH_VARIABLE = "REDRAFT_GRAPH"
+
+
+def load_network() -> Any:
+    """Builder, network and parser, as Polygraphy asks for by this name."""
+    from polygraphy.backend.trt import network_from_onnx_path
+
+    load_plugin(Path(os.environ[VARIABLE]))
+    return network_from_onnx_path(os.environ[GRAPH_VARIABLE], strongly_typed=True)

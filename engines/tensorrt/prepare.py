@@ -1,0 +1,54 @@
+"""A bundle's portable graph in the form that TensorRT's ONNX parser is given; weights stay where they are.
+
+With the plugin: function bodies go, since a node that has one may be expanded, and `TreeAttention` nodes name the
+plugin's creator as all versions of the parser look it up: by operator, `plugin_version` and `plugin_namespace`, and
+from 10.10 on by the node's domain. Without the plugin: the operator in TensorRT's own (`native`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from redraft import names
+from redraft.engines.tensorrt import operators, plugin
+from redraft.engines.tensorrt.expand import expand
+from redraft.engines.tensorrt.native import lower_attention
+from redraft.engines.tensorrt.records import Attention
+
+
+def graph_file(graph: str) -> str:
+    """Name of the prepared graph's file, beside the portable one, whose weights it shares."""
+    return f"{graph}.tensorrt.onnx"
+
+
+def prepare(folder: Path, file: str, graph: str, release: operators.Release, attention: Attention) -> onnx.ModelProto:
+    """Write `folder`/`graph`.tensorrt.onnx from the portable graph `file` there, and return it without its weights.
+
+    Raises BackendError naming the first node that the parser of `release` does not take.
+    """
+    model = ir.load(folder / file)
+    expand(model, release)
+    if attention == "plugin":
+        _name_plugin(model)
+    else:
+        lower_attention(graph, model, release)
+    model.functions.clear()
+    model.opset_imports.pop(names.TREE_ATTENTION_DOMAIN, None)
+    for tidy in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass()):
+        tidy(model)
+    proto = ir.serde.serialize_model(model)
+    operators.check(graph, proto, release)
+    onnx.save(proto, folder / graph_file(graph))
+    return proto
+
+
+def _name_plugin(model: ir.Model) -> None:
+    for node in model.graph:
+        if node.op_type == names.TREE_ATTENTION:
+            node.domain = ""
+            node.attributes["plugin_version"] = ir.AttrString("plugin_version", plugin.VERSION)
+            node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", plugin.NAMESPACE)

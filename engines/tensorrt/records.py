@@ -1,0 +1,57 @@
+"""What a bundle's manifest says of its TensorRT engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Attention = Literal["plugin", "native"]
+"""Who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Sizes of one input in a profile: smallest, the one that is tuned for, largest.
+
+    Of an input whose values are sizes (`live` without the plugin), these are values.
+    """
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimization profile: ranges by input. Fixed inputs are left out."""
+
+    name: str
+    inputs: Mapping[str, Range]
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """One engine of a bundle. `graph` is the file that was parsed; `profiles` are in the engine's order."""
+
+    file: str
+    graph: str
+    profiles: tuple[Profile, ...]
+
+
+@dataclass(frozen=True)
+class TensorRtRecord:
+    """Which TensorRT and GPU the engines are for, and what they need beside them.
+
+    plugin:        SHA-256 of the plugin's library; empty where TensorRT computes attention itself.
+    plugin_file:   where it lies in the bundle; empty where it is none, or part of the engines.
+    engines:       by graph name.
+    """
+
+    version: str
+    gpu: str
+    compute_capability: str
+    attention: Attention
+    plugin: str = ""
+    plugin_file: str = ""
+    engines: Mapping[str, EngineRecord] = field(default_factory=dict)

@@ -1,0 +1,100 @@
+"""The TensorRT engines of a bundle that is being built: every graph prepared and checked, then built or fetched."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+
+from redraft import names
+from redraft.config import TensorRtBuild
+from redraft.engines.digests import DigestCache
+from redraft.engines.manifest import GraphRecord, Manifest
+from redraft.engines.tensorrt import engine_cache
+from redraft.engines.tensorrt.builder import EngineBuild, build_engine
+from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
+from redraft.engines.tensorrt.plugin import Plugin
+from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt.tools import Tools
+
+GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE)
+"""Graphs that engines are built of. Those that move rows of a buffer in place are not among them: TensorRT lets outputs
+share an input's memory for KV updates and plugins only, and on a GPU kernels and copies do their work."""
+Report = Callable[[str], None]
+Build = Callable[[EngineBuild], bytes]
+
+
+def stage_engines(
+    folder: Path, manifest: Manifest, options: TensorRtBuild, tools: Tools, report: Report, build: Build = build_engine
+) -> Manifest:
+    """Write `GRAPH.tensorrt.onnx` and `GRAPH.engine` for each graph of the staged bundle `folder`.
+
+    Returns the manifest with its TensorRT record. All graphs are checked, and the memory, before the first is built.
+    Raises BackendError.
+    """
+    target, plugin = tools.target, tools.plugin
+    limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.context)
+    graphs = {graph: manifest.graphs[graph] for graph in GRAPHS if graph in manifest.graphs}
+    report("preparing graphs for TensorRT")
+    prepared = {
+        graph: prepare(folder, record.file, graph, target.release, options.attention)
+        for graph, record in graphs.items()
+    }
+    timing = engine_cache.timing_cache(target)
+    builds = {
+        graph: EngineBuild(
+            folder / graph_file(graph),
+            profiles_of(graph, record.inputs, limits, options.attention == "native"),
+            timing,
+            plugin.path if plugin else None,
+            options.embed_plugin,
+        )
+        for graph, record in graphs.items()
+    }
+    check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
+    for number, (graph, one) in enumerate(builds.items()):
+        report(f"building engines {number}/{len(builds)}")
+        _write(folder, graph, one, prepared[graph], tools, build)
+    record = TensorRtRecord(
+        version=target.version,
+        gpu=target.gpu.name,
+        compute_capability=target.compute_capability,
+        attention=options.attention,
+        plugin=plugin.digest if plugin else "",
+        plugin_file=_put_beside(folder, plugin) if plugin and not options.embed_plugin else "",
+        engines={g: EngineRecord(f"{g}.engine", graph_file(g), one.profiles) for g, one in builds.items()},
+    )
+    return replace(manifest, backend_version=target.version, tensorrt=record)
+
+
+def _needs(
+    graphs: Mapping[str, GraphRecord], prepared: Mapping[str, onnx.ModelProto], builds: Mapping[str, EngineBuild]
+) -> dict[str, Needs]:
+    return {
+        graph: needs_of(prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
+        for graph, record in graphs.items()
+    }
+
+
+def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools, build: Build) -> None:
+    """One engine into the bundle, from the cache where it is there."""
+    out = folder / f"{graph}.engine"
+    files = {entry.value for t in prepared.graph.initializer for entry in t.external_data if entry.key == "location"}
+    weights = DigestCache().digests(folder / file for file in files).values()
+    digest = tools.plugin.digest if tools.plugin else ""
+    key = engine_cache.engine_key(prepared.SerializeToString(deterministic=True), weights, tools.target, digest, one)
+    if engine_cache.fetch(key, out):
+        return
+    out.write_bytes(build(one))
+    engine_cache.keep(key, out)
+
+
+def _put_beside(folder: Path, plugin: Plugin) -> str:
+    """The library in the bundle: an engine needs the very one it was built with."""
+    shutil.copyfile(plugin.path, folder / plugin.path.name)
+    return plugin.path.name

@@ -1,0 +1,78 @@
+"""What engines are built for here: a TensorRT version and a GPU. An engine runs with no other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from redraft.engines.tensorrt.driver import Gpu, find_gpu
+from redraft.engines.tensorrt.records import TensorRtRecord
+from redraft.errors import BackendError
+
+OLDEST, NEWEST_MAJOR = (10, 9), 11
+_INSTALL = "run `pip install 'tensorrt>=10.9,<12'`, or use NVIDIA's container"
+
+
+@dataclass(frozen=True)
+class Target:
+    """`version` is TensorRT's, in full."""
+
+    version: str
+    gpu: Gpu
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Major and minor version of TensorRT."""
+        return parse_version(self.version)
+
+    @property
+    def compute_capability(self) -> str:
+        """Like 9.0."""
+        return ".".join(map(str, self.gpu.compute_capability))
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(10, 13) of 10.13.3.9. Raises BackendError for what does not begin like a version."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if not match:
+        raise BackendError(f"TensorRT has the unknown version {text!r}", _INSTALL)
+    return int(match[1]), int(match[2])
+
+
+def find_target(
+    gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module
+) -> Target:
+    """The GPU first, then TensorRT. Raises BackendError where one is missing or the version is not supported."""
+    found = gpu()
+    version = str(import_tensorrt(load).__version__)
+    release = parse_version(version)
+    if release < OLDEST or release[0] > NEWEST_MAJOR:
+        raise BackendError(f"expected TensorRT {OLDEST[0]}.{OLDEST[1]} to {NEWEST_MAJOR}.x, found {version}", _INSTALL)
+    return Target(version, found)
+
+
+def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:
+    """TensorRT's Python package. Raises BackendError where it or a library of it is missing."""
+    try:
+        return load("tensorrt")
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"backend tensorrt needs the package {error.name}, which is not installed", _INSTALL
+        ) from None
+    except (ImportError, OSError) as error:
+        raise BackendError(f"TensorRT does not load: {error}", _INSTALL) from None
+
+
+def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
+    """Raise BackendError where engines were built for another TensorRT or GPU than `here`; `rebuild` mends it."""
+    built = (record.version, record.gpu, record.compute_capability)
+    if built != (here.version, here.gpu.name, here.compute_capability):
+        raise BackendError(
+            f"the engines are for TensorRT {built[0]} on {built[1]} ({built[2]}), "
+            f"found TensorRT {here.version} on {here.gpu.name} ({here.compute_capability})",
+            rebuild,
+        )

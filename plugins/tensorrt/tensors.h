@@ -1,0 +1,43 @@
+// Shapes and types of the operator's tensors, as TensorRT describes them.
+
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include "../tree_attention/tree_attention.h"
+#include "attributes.h"
+
+namespace redraft {
+
+// In the order of redraft::TreeAttention (export/tree_attention.py).
+enum Tensor {
+  kQ,
+  kK,
+  kV,
+  kKeyCache,
+  kValueCache,
+  kTreeMask,
+  kPositions,
+  kPastLen,
+  kLive,
+  kOut,
+  kPresentKey,
+  kPresentValue,
+  kTensors,
+};
+constexpr int kInputs = kOut;
+constexpr int kOutputs = kTensors - kInputs;
+
+// Whether the tensor number `tensor` may have this type, where q has type `q_type`.
+bool supported_type(int tensor, nvinfer1::DataType type, nvinfer1::DataType q_type);
+
+// Sizes and element type of a call, all pointers null. Sizes are read from `dims` of the kInputs inputs and checked
+// against each other and against what the kernels take; -1 agrees with all. Logs what is wrong and returns false.
+bool read_sizes(const nvinfer1::Dims *dims, nvinfer1::DataType type, const Attributes &attributes,
+                redraft_tree_attention_args *args);
+
+// Scratch bytes that suffice for 1 to `args.nodes` nodes on this device, or, where there is none, on any. Fewer nodes can
+// need more: their tiles are smaller, and more blocks run at once.
+size_t workspace_for_up_to(redraft_tree_attention_args args);
+
+}  // namespace redraft

@@ -1,0 +1,107 @@
+"""`redraft build` of a recipe: its shape alone with random weights, labelled everywhere, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Refused = Callable[..., str]
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 300, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def write_recipe(folder: Path, backend: str = "onnxruntime", **shape: object) -> Path:
+    """A recipe of a small shape whose checkpoint is nowhere, with a budget but no drafter."""
+    values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in {**SHAPE, **shape}.items())
+    build = f'backend = "{backend}"\nprecision = "fp16"\n[build.lyanna]\nsteps = 3\nnodes = 12'
+    path = folder / "small.toml"
+    path.write_text(f'source = "nobody/nothing"\n[shape]\n{values}\n[build]\n{build}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines of nothing but a shape; not to be written to."""
+    folder = tmp_path_factory.mktemp("recipe")
+    result = redraft("build", write_recipe(folder), "-o", folder / "engines", "--weights", "random", "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["precision"], summary["drafters"]) == ("fp16", ["ngram", "lyanna"])
+    assert summary["caveats"][0].startswith("random weights (the verifier, lyanna): ")
+    return folder / "engines"
+
+
+def test_random_engines_say_so_wherever_they_are_shown(redraft: Redraft, random_bundle: Path) -> None:
+    shown = redraft("inspect", random_bundle).stdout
+    assert "beware     random weights (the verifier, lyanna)" in shown
+    assert "beware     stand-in tokenizer" in shown
+
+
+@pytest.mark.parametrize("method", ["lyanna", "none"])
+def test_random_engines_generate_and_the_text_is_labelled(redraft: Redraft, random_bundle: Path, method: str) -> None:
+    """A token a byte: every text can be a prompt; and there is no end of text to stop at."""
+    arguments = ("generate", "--engines", random_bundle, "--prompt", "é!", "--method", method, "--max-new-tokens", 6)
+    found = json.loads(redraft(*arguments, "--json").stdout)
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 6}
+    assert [caveat.partition(" ")[0] for caveat in found["caveats"]] == ["random", "stand-in"]
+    assert "beware: random weights (the verifier, lyanna)" in redraft(*arguments).stderr
+
+
+def test_bench_of_random_engines_is_labelled(redraft: Redraft, random_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["abc"]}) + "\n")
+    arguments = ("bench", "--engines", random_bundle, "--prompts", tmp_path / "prompts.jsonl", "--methods", "ngram",
+                 "--max-new-tokens", 8)  # fmt: skip
+    assert "random weights (the verifier, lyanna)" in redraft(*arguments).stdout
+    assert json.loads(redraft(*arguments, "--json").stdout)["environment"]["model"]["caveats"]
+
+
+def test_a_recipe_without_a_drafter_builds_without_one(redraft: Redraft, checkpoint: Path, tmp_path: Path) -> None:
+    """Its checkpoint is at --model-path; the command that mends the bundle names it too."""
+    recipe = write_recipe(tmp_path, vocab_size=32)
+    out = tmp_path / "engines"
+    result = redraft("build", recipe, "--model-path", checkpoint, "-o", out, "--json")
+    assert json.loads(result.stdout)["drafters"] == ["ngram"], result.stderr
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["options"] == ["--model-path", str(checkpoint)]
+    assert manifest["model"]["stand_in_tokenizer"] is False
+
+
+def test_a_checkpoint_of_another_shape(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engines"
+    recipe = write_recipe(tmp_path, vocab_size=32, intermediate_size=96)
+    line = refused("build", recipe, "--model-path", checkpoint, "-o", out, status=1)
+    assert "intermediate_size is 64, expected 96" in line
+    assert not out.exists()
+
+
+def test_without_tensorrt(refused: Refused, tmp_path: Path) -> None:
+    """Before anything is downloaded or read."""
+    for model in (write_recipe(tmp_path, backend="tensorrt"), "vicuna-7b"):
+        line = refused("build", model, "-o", tmp_path / "out", status=1)
+        assert "TensorRT" in line
+        assert "BACKEND=onnxruntime" in line
+
+
+def test_a_recipe_whose_checkpoint_cannot_be_had(refused: Refused, tmp_path: Path) -> None:
+    line = refused("build", write_recipe(tmp_path), "-o", tmp_path / "out", status=1)
+    assert "--model-path" in line
+    assert "--weights random" in line
+
+
+def test_a_model_path_without_a_recipe(refused: Refused, checkpoint: Path) -> None:
+    assert "--model-path is for a recipe" in refused("build", checkpoint, "--model-path", checkpoint, status=2)
+
+
+def test_bf16_engines_do_not_open_on_onnx_runtime(redraft: Redraft, refused: Refused, tmp_path: Path) -> None:
+    options = ("--weights", "random", "--precision", "bf16", "--lyanna", "none")
+    redraft("build", write_recipe(tmp_path), "-o", tmp_path / "out", *options)
+    line = refused("generate", "--engines", tmp_path / "out", "--prompt", "a", status=1)
+    assert "no CPU kernels for bf16; build it with --precision fp16 or fp32" in line

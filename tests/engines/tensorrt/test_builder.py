@@ -1,0 +1,100 @@
+"""What is asked of TensorRT through the real Polygraphy; TensorRT itself is a stand-in that records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from redraft.engines.tensorrt.builder import EngineBuild, build_engine
+from redraft.engines.tensorrt.records import Profile, Range
+from redraft.errors import BackendError
+
+from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag, PreviewFeature
+
+TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "live": Range((2,), (9,), (64,))})
+TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "live": Range((1,), (9,), (64,))})
+Install = Callable[..., Fake]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Put a stand-in where `import tensorrt` finds it."""
+
+    def put(version: str = "10.13.3.9", **options: object) -> Fake:
+        fake = Fake(version, {"tokens": False, "live": True}, **options)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "tensorrt", fake)
+        for name in [name for name in sys.modules if name.startswith("polygraphy")]:
+            monkeypatch.delitem(sys.modules, name)
+        return fake
+
+    return put
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> EngineBuild:
+    return EngineBuild(tmp_path / "verifier.tensorrt.onnx", (TOKEN, TREE), tmp_path / "cache" / "times.cache")
+
+
+@pytest.mark.parametrize("version", ["10.9.0.34", "11.1.0.5"])
+def test_a_strongly_typed_network_is_built_with_all_profiles(
+    version: str, install: Install, build: EngineBuild
+) -> None:
+    fake = install(version)
+    assert build_engine(build) == b"engine"
+    assert fake.flags == [1 << NetworkDefinitionCreationFlag.STRONGLY_TYPED]
+    assert ("parse_from_file", str(build.graph)) in fake.calls
+    token, tree = fake.configs[0].profiles
+    assert tree.shapes == {"tokens": ((1, 2), (1, 8), (2, 8))}
+    assert tree.values == {"live": ((2,), (9,), (64,))}  # an input whose values are sizes
+    assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
+    assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
+
+
+def test_without_a_plugin_none_is_loaded_and_no_preview_is_on(install: Install, build: EngineBuild) -> None:
+    fake = install()
+    build_engine(build)
+    assert "load_library" not in dict(fake.calls)
+    assert not fake.configs[0].previews
+    assert not fake.configs[0].plugins_to_serialize
+    assert not fake.configs[0].flags
+
+
+def test_the_plugin_is_registered_before_the_graph_is_parsed(install: Install, build: EngineBuild) -> None:
+    fake = install()
+    build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
+    order = [name for name, _ in fake.calls]
+    assert order.index("load_library") < order.index("parse_from_file")
+    assert fake.configs[0].previews == {PreviewFeature.ALIASED_PLUGIN_IO_10_03: True}
+    assert not fake.configs[0].plugins_to_serialize
+
+
+def test_an_embedded_plugin_makes_the_engine_version_compatible(install: Install, build: EngineBuild) -> None:
+    fake = install()
+    build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, Path("/p/lib.so"), embed_plugin=True))
+    assert fake.configs[0].plugins_to_serialize == ["/p/lib.so"]
+    assert fake.configs[0].flags == {fake.BuilderFlag.VERSION_COMPATIBLE}
+
+
+def test_measured_times_are_saved_and_read_by_the_next_build(install: Install, build: EngineBuild) -> None:
+    install()
+    build_engine(build)
+    assert build.timing_cache.read_bytes() == b"times"
+    fake = install()
+    build_engine(build)
+    assert fake.configs[0].loaded_times == b"times"
+
+
+def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBuild) -> None:
+    install(loads=False)
+    with pytest.raises(BackendError, match=r"does not load /p/lib\.so; build it with `make plugins"):
+        build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
+
+
+def test_what_the_parser_says_is_one_line(install: Install, build: EngineBuild) -> None:
+    install(error="node 3:\n unknown")
+    with pytest.raises(BackendError, match=r"cannot build verifier\.tensorrt\.onnx: [^\n]+; see its log") as caught:
+        build_engine(build)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,132 @@
+"""Asking the driver: what it answers, and one line for every way in which it does not."""
+
+from __future__ import annotations
+
+import ctypes
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from redraft.engines.tensorrt.driver import Gpu, find_gpu
+from redraft.engines.tensorrt.records import TensorRtRecord
+from redraft.engines.tensorrt.target import Target, check_same, find_target
+from redraft.errors import BackendError
+
+GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
+
+
+class FakeDriver:
+    """libcuda's entries over plain values; `failing` is an entry and the code it returns."""
+
+    def __init__(self, devices: int = 1, failing: tuple[str, int] = ("", 0)) -> None:
+        self.devices, self.failing, self.calls = devices, failing, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name == self.failing[0]:
+                return self.failing[1]
+            answer = vars(FakeDriver).get(f"_{name}")
+            if answer:
+                answer(self, *arguments)
+            return 0
+
+        return call
+
+    def _cuDeviceGetCount(self, count: Any) -> None:
+        count._obj.value = self.devices
+
+    def _cuDeviceGetName(self, name: Any, size: Any, device: Any) -> None:
+        name.value = b"NVIDIA H200"
+
+    def _cuDeviceGetAttribute(self, value: Any, number: Any, device: Any) -> None:
+        value._obj.value = {75: 9, 76: 0}[number.value]
+
+    def _cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
+        free._obj.value, total._obj.value = 130 << 30, 140 << 30
+
+    def _cuGetErrorName(self, status: Any, text: Any) -> None:
+        text._obj.value = b"CUDA_ERROR_NO_DEVICE"
+
+
+def absent(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def module(version: str) -> ModuleType:
+    return SimpleNamespace(__version__=version)  # type: ignore[return-value]
+
+
+def test_name_capability_and_memory_are_read_and_the_context_is_let_go() -> None:
+    driver = FakeDriver()
+    assert find_gpu(lambda name: driver) == GPU
+    assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_the_context_is_let_go_when_memory_cannot_be_asked() -> None:
+    driver = FakeDriver(failing=("cuMemGetInfo_v2", 2))
+    with pytest.raises(BackendError, match="cuMemGetInfo_v2 failed with CUDA_ERROR_NO_DEVICE"):
+        find_gpu(lambda name: driver)
+    assert "cuDevicePrimaryCtxRelease_v2" in driver.calls
+
+
+def test_no_driver_no_gpu_and_a_broken_driver_are_one_line_each() -> None:
+    with pytest.raises(BackendError, match=r"no CUDA driver: libcuda\.so\.1 was not found; install"):
+        find_gpu(absent)
+    with pytest.raises(BackendError, match="sees no GPU; make one visible"):
+        find_gpu(lambda name: FakeDriver(devices=0))
+    with pytest.raises(BackendError, match="cuInit failed with CUDA_ERROR_NO_DEVICE; install"):
+        find_gpu(lambda name: FakeDriver(failing=("cuInit", 100)))
+
+
+def test_this_driver_is_asked_by_its_real_entries() -> None:
+    """Where there is no driver, loading says so; where there is one, every entry exists and answers."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(BackendError, match="no CUDA driver"):
+            find_gpu()
+    else:
+        assert find_gpu().total_bytes > 0
+
+
+def test_tensorrt_is_not_imported_without_a_driver() -> None:
+    def imported(name: str) -> ModuleType:
+        raise AssertionError("TensorRT was touched before the driver was found")
+
+    with pytest.raises(BackendError, match="no CUDA driver"):
+        find_target(lambda: find_gpu(absent), imported)
+
+
+@pytest.mark.parametrize("version", ["10.9.0.34", "10.16.1", "11.4.0.106"])
+def test_supported_versions_are_taken(version: str) -> None:
+    assert find_target(lambda: GPU, lambda name: module(version)) == Target(version, GPU)
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.8.0.43", "12.0.0"])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(BackendError, match=rf"expected TensorRT 10\.9 to 11\.x, found {version}; run `pip install"):
+        find_target(lambda: GPU, lambda name: module(version))
+
+
+def test_a_missing_package_and_a_missing_library_are_named() -> None:
+    def missing(name: str) -> ModuleType:
+        raise ModuleNotFoundError("No module named 'tensorrt'", name="tensorrt")
+
+    def broken(name: str) -> ModuleType:
+        raise ImportError("libnvinfer.so.10: cannot open shared object file")
+
+    with pytest.raises(BackendError, match="needs the package tensorrt, which is not installed; run `pip install"):
+        find_target(lambda: GPU, missing)
+    with pytest.raises(BackendError, match=r"does not load: libnvinfer\.so\.10: cannot open"):
+        find_target(lambda: GPU, broken)
+
+
+def test_engines_of_another_gpu_or_version_are_refused() -> None:
+    record = TensorRtRecord("10.13.3", "NVIDIA H200", "9.0", "plugin")
+    check_same(record, Target("10.13.3", GPU), "rebuild")
+    with pytest.raises(BackendError, match=r"TensorRT 10\.13\.3 on NVIDIA H200 \(9\.0\), found TensorRT 10\.14\.0"):
+        check_same(record, Target("10.14.0", GPU), "rebuild")
+    with pytest.raises(BackendError, match=r"found TensorRT 10\.13\.3 on NVIDIA L4 \(8\.9\); rebuild"):
+        check_same(record, Target("10.13.3", Gpu("NVIDIA L4", (8, 9), 0, 0)), "rebuild")

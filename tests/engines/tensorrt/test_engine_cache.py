@@ -1,0 +1,62 @@
+"""The engine cache: any part that an engine depends on changes its key; what is kept comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redraft.engines.tensorrt.builder import EngineBuild
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
+from redraft.engines.tensorrt.records import Profile, Range
+from redraft.engines.tensorrt.target import Target
+
+GPU = Gpu("NVIDIA H200", (9, 0), 1, 2)
+TARGET = Target("10.13.3", GPU)
+BUILD = EngineBuild(Path("a.onnx"), (Profile("tree", {"x": Range((1,), (2,), (3,))}),), Path("times"))
+PARTS = (b"graph", ("digest",), TARGET, "plugin", BUILD)
+
+
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [
+        (0, b"other"),
+        (1, ("other",)),
+        (2, Target("10.14.0", GPU)),
+        (2, Target("10.13.3", replace(GPU, name="NVIDIA H100"))),
+        (2, Target("10.13.3", replace(GPU, compute_capability=(8, 9)))),
+        (3, "other"),
+        (4, replace(BUILD, profiles=(Profile("tree", {"x": Range((1,), (2,), (4,))}),))),
+        (4, replace(BUILD, embed_plugin=True)),
+        (4, replace(BUILD, workspace_bytes=1)),
+    ],
+)
+def test_every_part_changes_the_key(place: int, other: object) -> None:
+    changed = [*PARTS]
+    changed[place] = other
+    assert engine_key(*changed) != engine_key(*PARTS)  # type: ignore[arg-type]
+
+
+def test_free_memory_and_where_files_lie_do_not_change_the_key() -> None:
+    elsewhere = replace(BUILD, graph=Path("/b/a.onnx"), timing_cache=Path("/c"), plugin=Path("/d.so"))
+    busy = Target("10.13.3", replace(GPU, free_bytes=0))
+    assert engine_key(b"graph", ("digest",), busy, "plugin", elsewhere) == engine_key(*PARTS)
+
+
+def test_what_is_kept_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
+    engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
+    engine.write_bytes(b"engine")
+    assert not fetch("key", tmp_path / "again", cache)
+    keep("key", engine, cache)
+    engine.unlink()
+    assert fetch("key", tmp_path / "again", cache)
+    assert (tmp_path / "again").read_bytes() == b"engine"
+    assert [path.name for path in cache.iterdir()] == ["key.engine"]
+
+
+def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None:
+    other = Target("11.0.0", GPU)
+    assert timing_cache(TARGET, tmp_path).name == "timing-10.13.3-NVIDIA-H200-9.0.cache"
+    assert timing_cache(TARGET, tmp_path) != timing_cache(other, tmp_path)

@@ -1,0 +1,157 @@
+"""Graphs for TensorRT's parser: they compute what the portable graph does, and hold nothing that the parser lacks.
+
+ONNX Runtime runs both: the prepared graph with TensorRT's own operators as it is, the one for the plugin with the
+operator's body put back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from redraft import names
+from redraft.engines.tensorrt.expand import expand
+from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.errors import BackendError
+from redraft.export.tree_attention import bodies
+from tests.engines.graphs import Decoder, save_verifier
+
+PAST, NODES = (3, 6), 5
+PARENTS = (-1, 0, 0, 1, 2)
+
+
+def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
+    """Two sequences of different lengths, a tree each; rows that are not live are poisoned."""
+    random = np.random.default_rng(0)
+    mask = np.eye(NODES, dtype=bool)
+    for node, parent in enumerate(PARENTS[1:], 1):
+        mask[node] |= mask[parent]
+    depth = mask.sum(1) - 1
+    values = {
+        names.TOKEN_IDS: random.integers(0, decoder.vocabulary, (2, NODES)),
+        names.POSITIONS: np.array(PAST)[:, None] + depth,
+        names.TREE_MASK: np.tile(mask, (2, 1, 1)),
+        names.PAST_LEN: np.array(PAST),
+        names.LIVE: np.array([max(PAST) + NODES]),
+        names.OUTPUT_ROWS: np.tile(np.arange(NODES), (2, 1)),
+    }
+    for cache in names.caches(decoder.shape):
+        rows = random.standard_normal((2, decoder.kv_heads, 24, decoder.head_dim)).astype(np.float32)
+        for sequence, past in enumerate(PAST):
+            rows[sequence, :, past:] = 1e3
+        values[cache] = rows
+    return values
+
+
+def run(model: Path | bytes, decoder: Decoder) -> list[np.ndarray]:
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds(decoder))
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
+
+
+DECODERS = {
+    "llama": Decoder(),
+    "windows": Decoder(windows=(0, 3)),
+    "norms of heads": Decoder(qk_norm=True, qkv_bias=True),
+}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_native_attention_computes_what_the_operator_does(kind: str, tmp_path: Path) -> None:
+    decoder = DECODERS[kind]
+    portable = save_verifier(decoder, tmp_path)
+    prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native")
+    assert names.TREE_ATTENTION not in {node.op_type for node in prepared.graph.node}
+    assert not prepared.functions
+    assert_same(run(tmp_path / graph_file(names.VERIFIER), decoder), run(portable, decoder))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_what_older_parsers_lack_is_spelled_out(kind: str, tmp_path: Path) -> None:
+    decoder = DECODERS[kind]
+    portable = save_verifier(decoder, tmp_path)
+    model = ir.load(portable)
+    expand(model, (10, 9))
+    assert not {"RMSNormalization", "RotaryEmbedding"} & {node.op_type for node in model.graph}
+    assert_same(run(ir.to_proto(model).SerializeToString(), decoder), run(portable, decoder))
+
+
+def test_norms_and_rotation_stay_where_the_parser_knows_them(tmp_path: Path) -> None:
+    portable = save_verifier(Decoder(), tmp_path)
+    kinds = {node.op_type for node in prepare(tmp_path, portable.name, "verifier", (10, 15), "plugin").graph.node}
+    assert {"RMSNormalization", "RotaryEmbedding"} <= kinds
+
+
+def test_half_precision_norms_are_computed_wide(tmp_path: Path) -> None:
+    """x² overflows fp16 from 256 on; the mean must be taken in float32."""
+    x, gain = np.full((1, 1, 8), 300, np.float16), np.ones(8, np.float16)
+    node = onnx.helper.make_node("RMSNormalization", ["x", "gain"], ["y"], axis=-1, epsilon=1e-5)
+    value = onnx.helper.make_tensor_value_info
+    half = onnx.TensorProto.FLOAT16
+    graph = onnx.helper.make_graph(
+        [node], "norm", [value("x", half, [1, 1, 8])], [value("y", half, [1, 1, 8])],
+        [onnx.numpy_helper.from_array(gain, "gain")],
+    )  # fmt: skip
+    model = ir.from_proto(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
+    )
+    expand(model, (10, 9))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], np.ones_like(x), rtol=1e-3)
+
+
+@pytest.mark.parametrize("release", [(10, 9), (11, 0)])
+def test_the_plugin_is_named_as_every_parser_looks_it_up(release: tuple[int, int], tmp_path: Path) -> None:
+    decoder = Decoder()
+    portable = save_verifier(decoder, tmp_path)
+    prepare(tmp_path, portable.name, names.VERIFIER, release, "plugin")
+    model = onnx.load(tmp_path / graph_file(names.VERIFIER))
+    nodes = [node for node in model.graph.node if node.op_type == names.TREE_ATTENTION]
+    assert len(nodes) == decoder.layers
+    assert not model.functions
+    assert {entry.domain for entry in model.opset_import} == {""}
+    for node in nodes:
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        assert (node.domain, attributes["plugin_version"], attributes["plugin_namespace"]) == ("", b"1", b"")
+        del node.attribute[-2:]
+        node.domain = names.TREE_ATTENTION_DOMAIN
+    model.functions.extend(bodies(False))
+    model.opset_import.append(onnx.helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1))
+    assert_same(run(model.SerializeToString(), decoder), run(portable, decoder))
+
+
+def test_weights_stay_where_they_are(tmp_path: Path) -> None:
+    model = onnx.load(save_verifier(Decoder(), tmp_path))
+    onnx.save(model, tmp_path / "verifier.onnx", save_as_external_data=True, location="weights.bin", size_threshold=64)
+    before = (tmp_path / "weights.bin").read_bytes()
+    prepare(tmp_path, "verifier.onnx", names.VERIFIER, (10, 9), "plugin")
+    raw = onnx.load(tmp_path / graph_file(names.VERIFIER), load_external_data=False)
+    embedding = next(tensor for tensor in raw.graph.initializer if tensor.name == "embed")
+    assert {entry.key: entry.value for entry in embedding.external_data}["location"] == "weights.bin"
+    assert (tmp_path / "weights.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("decoder", "release", "message"),
+    [
+        (Decoder(), (10, 14), r"TensorRT 10\.14 has no KV update of its own; build with --attention plugin"),
+        (Decoder(), (11, 1), r"TensorRT 11\.1 may read rows .* not live; build with --attention plugin, or another"),
+        (Decoder(softcap=20.0), (10, 15), r"verifier: node 'l0\.attended' is TreeAttention with a softcap"),
+    ],
+)
+def test_native_attention_is_refused_where_it_would_be_wrong(
+    decoder: Decoder, release: tuple[int, int], message: str, tmp_path: Path
+) -> None:
+    portable = save_verifier(decoder, tmp_path)
+    with pytest.raises(BackendError, match=message):
+        prepare(tmp_path, portable.name, names.VERIFIER, release, "native")
+    assert not (tmp_path / graph_file(names.VERIFIER)).exists()

@@ -1,0 +1,77 @@
+"""Profiles: every dynamic input has a range in each, in order; trees that none takes are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from redraft import names
+from redraft.engines.tensorrt.profiles import Limits, check_tree, profiles_of
+from redraft.engines.tensorrt.records import Range
+from redraft.errors import UsageError
+from redraft.names import LyannaShape, TensorSpec, VerifierShape
+
+SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
+LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
+LIMITS = Limits(batch=4, tree=16, prefill=32, capacity=64)
+SIGNATURES = {
+    names.VERIFIER: names.verifier_inputs(SHAPE),
+    names.LYANNA_DRAFT: names.lyanna_draft_inputs(LYANNA),
+    names.LYANNA_RESAMPLE: names.lyanna_resample_inputs(LYANNA),
+    **{graph: names.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (names.STEP_LAYOUT, names.STEP_ACCEPT)},
+}
+
+
+def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
+    return {spec.name for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
+
+
+@pytest.mark.parametrize("graph", SIGNATURES)
+def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -> None:
+    inputs = SIGNATURES[graph]
+    for profile in profiles_of(graph, inputs, LIMITS, live_is_shape=False):
+        assert set(profile.inputs) == dynamic(inputs)
+        for spec in inputs:
+            if spec.name in profile.inputs:
+                found = profile.inputs[spec.name]
+                ordered = zip(found.min, found.opt, found.max, strict=True)
+                assert all(1 <= least <= tuned <= most for least, tuned, most in ordered), spec.name
+                fixed = [d for d in zip(spec.shape, found.max, strict=True) if isinstance(d[0], int)]
+                assert all(size == most for size, most in fixed)
+
+
+def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
+    prefill, token, tree = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=False)
+    assert [profile.name for profile in (prefill, token, tree)] == ["prefill", "token", "tree"]
+    assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 32), (1, 32))
+    assert token.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 1), (4, 1))
+    assert tree.inputs[names.TREE_MASK] == Range((1, 2, 2), (1, 16, 16), (4, 16, 16))
+    assert prefill.inputs[names.OUTPUT_ROWS].max == (1, 1)
+    assert tree.inputs[names.key_cache(1)] == Range((1, 2, 2, 16), (1, 2, 64, 16), (4, 2, 64, 16))
+
+
+def test_profiles_that_would_be_the_same_are_one() -> None:
+    resample = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, live_is_shape=False)
+    assert [profile.inputs[names.TOKENS].max for profile in resample] == [(1,), (4,)]
+    alone = Limits(batch=1, tree=16, prefill=32, capacity=64)
+    assert len(profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], alone, False)) == 1
+
+
+def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
+    for profile in profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=True):
+        live = profile.inputs[names.LIVE]
+        assert live.max == (64,)
+        assert live.min <= live.opt <= live.max
+
+
+def test_a_tree_larger_than_the_profile_is_refused_with_what_mends_it() -> None:
+    profiles = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=False)
+    check_tree(profiles, 16)
+    with pytest.raises(UsageError, match=r"a tree of 17 nodes.*than the 16.*--budget nodes to 15.*--tree-nodes 17"):
+        check_tree(profiles, 17)
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match="a tree of 65 tokens does not fit in the context of 64; raise --context"):
+        Limits(batch=1, tree=65, prefill=32, capacity=64)
+    with pytest.raises(UsageError, match="at least one sequence"):
+        Limits(batch=0, tree=16, prefill=32, capacity=64)

@@ -1,0 +1,136 @@
+"""A bundle's engines from beginning to end, but for TensorRT's builder, which a stand-in replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from redraft import names
+from redraft.config import TensorRtBuild
+from redraft.engines.bundle import BundleWriter, open_bundle
+from redraft.engines.manifest import Manifest
+from redraft.engines.tensorrt.builder import EngineBuild
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.plugin import Plugin
+from redraft.engines.tensorrt.stage import stage_engines
+from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt.tools import Tools
+from redraft.errors import BackendError, BundleError, UsageError
+from tests.engines.bundles import manifest_of
+from tests.engines.graphs import Decoder, save_verifier
+
+OPTIONS = TensorRtBuild(batch=2, tree_nodes=16, prefill=32)
+GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
+Build = Callable[..., tuple[Manifest, list[EngineBuild]]]
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Tools:
+    library = tmp_path / "libredraft_tensorrt_10.so"
+    library.write_bytes(b"plugin")
+    return Tools(Target("10.13.3", GPU), Plugin(library, "0" * 64))
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Build:
+    """Build a bundle with a cache folder of the test's own; returns its manifest and what was really built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(out: str = "bundle", options: TensorRtBuild = OPTIONS, tools: Tools = tools, **changes: object):
+        built: list[EngineBuild] = []
+
+        def fake(one: EngineBuild) -> bytes:
+            built.append(one)
+            return b"engine of " + one.graph.name.encode()
+
+        decoder = Decoder()
+        with BundleWriter(tmp_path / out, "small") as writer:
+            save_verifier(decoder, writer.staging)
+            (writer.staging / "tokenizer.json").write_text("{}")
+            manifest = manifest_of(decoder, backend="tensorrt", **changes)
+            staged = stage_engines(writer.staging, manifest, options, tools, lambda line: None, fake)
+            return writer.commit(staged), built
+
+    return run
+
+
+def test_the_bundle_holds_engine_graph_plugin_and_the_portable_graph(build: Build, tmp_path: Path) -> None:
+    manifest, built = build()
+    bundle = open_bundle(tmp_path / "bundle")
+    assert bundle.manifest == manifest
+    record = bundle.manifest.tensorrt
+    assert record is not None
+    assert (record.version, record.gpu, record.compute_capability) == ("10.13.3", "NVIDIA H200", "9.0")
+    assert (bundle.path / record.engines[names.VERIFIER].file).read_bytes() == b"engine of verifier.tensorrt.onnx"
+    assert (bundle.path / record.plugin_file).read_bytes() == b"plugin"
+    onnx.checker.check_model(bundle.path / bundle.graph(names.VERIFIER).file, full_check=True)
+    assert [profile.name for profile in record.engines[names.VERIFIER].profiles] == ["prefill", "token", "tree"]
+    assert built[0].profiles == record.engines[names.VERIFIER].profiles
+
+
+def test_every_file_of_the_engines_is_under_the_digests(build: Build, tmp_path: Path) -> None:
+    build()
+    engine = tmp_path / "bundle" / "verifier.engine"
+    engine.write_bytes(engine.read_bytes()[::-1])
+    with pytest.raises(BundleError, match=r"verifier\.engine: expected SHA-256"):
+        open_bundle(tmp_path / "bundle")
+
+
+def test_another_bundle_of_the_same_graph_builds_nothing(build: Build) -> None:
+    assert len(build("first")[1]) == 1
+    manifest, built = build("second")
+    assert built == []
+    assert manifest.tensorrt is not None
+
+
+@pytest.mark.parametrize(
+    "change", ["version", "gpu", "plugin", "profiles", "embedded"]
+)  # fmt: skip
+def test_a_cached_engine_is_not_used_for_anything_else(change: str, build: Build, tools: Tools) -> None:
+    build("first")
+    plugin = tools.plugin
+    assert plugin is not None
+    others: dict[str, dict[str, object]] = {
+        "version": {"tools": replace(tools, target=Target("10.14.0", GPU))},
+        "gpu": {"tools": replace(tools, target=Target("10.13.3", replace(GPU, name="NVIDIA L4")))},
+        "plugin": {"tools": replace(tools, plugin=replace(plugin, digest="1" * 64))},
+        "profiles": {"options": replace(OPTIONS, tree_nodes=17)},
+        "embedded": {"options": replace(OPTIONS, embed_plugin=True)},
+    }
+    assert len(build("second", **others[change])[1]) == 1
+
+
+def test_an_embedded_plugin_is_no_file_of_the_bundle(build: Build) -> None:
+    manifest, built = build(options=replace(OPTIONS, embed_plugin=True))
+    assert manifest.tensorrt is not None
+    assert manifest.tensorrt.plugin_file == ""
+    assert manifest.tensorrt.plugin == "0" * 64
+    assert built[0].embed_plugin
+
+
+def test_native_attention_needs_no_plugin(build: Build) -> None:
+    manifest, built = build(options=replace(OPTIONS, attention="native"), tools=Tools(Target("10.15.0", GPU), None))
+    assert manifest.tensorrt is not None
+    assert (manifest.tensorrt.plugin, manifest.tensorrt.plugin_file) == ("", "")
+    assert built[0].plugin is None
+    assert all(names.LIVE in profile.inputs for profile in built[0].profiles)
+
+
+def test_too_little_memory_is_found_before_anything_is_built(build: Build, tools: Tools, tmp_path: Path) -> None:
+    small = replace(tools, target=Target("10.13.3", replace(GPU, free_bytes=1 << 20)))
+    with pytest.raises(BackendError, match=r"of GPU memory needed, 0\.00 free on NVIDIA H200"):
+        build(tools=small)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:
+    with pytest.raises(UsageError, match="a tree of 65 tokens does not fit in the context of 64"):
+        build(options=replace(OPTIONS, tree_nodes=65))
+
+
+def test_the_build_key_has_version_gpu_and_plugin(tools: Tools) -> None:
+    assert tools.digests() == {"tensorrt": "10.13.3", "gpu": "NVIDIA H200 9.0", "plugin": "0" * 64}

@@ -1,0 +1,70 @@
+"""What a machine lacks is skipped, said, and no reason to fail; what was asked for wrongly is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import cmake
+
+NOWHERE = "/nonexistent/compiler"
+
+
+def test_missing_nvcc_and_headers_are_said(root: Path, tmp_path: Path) -> None:
+    cmake.compiler()
+    done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", CUDACXX=NOWHERE)
+    assert done.returncode == 0, done.stderr
+    kernels, plugin = cmake.summary(tmp_path)
+    assert kernels.startswith("skipped  libredraft_kernels.so: nvcc was not found, install the CUDA toolkit")
+    assert plugin.startswith("skipped  libredraft_tensorrt.so: nvcc was not found")
+    if not [*Path("/usr/include").glob("**/NvInferRuntime.h"), *Path("/usr/local/tensorrt").glob("include/*.h")]:
+        assert "make plugins TENSORRT_ROOT=dir" in plugin
+
+
+def test_headers_are_found_where_they_are_named(root: Path, tmp_path: Path) -> None:
+    cmake.compiler()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "NvInferRuntime.h").touch()
+    (tmp_path / "include" / "NvInferVersion.h").write_text("#define NV_TENSORRT_MAJOR 10 // major\n")
+    settings = ("REDRAFT_CPU=OFF", f"TENSORRT_ROOT={tmp_path}")
+    assert cmake.configure(root, tmp_path / "build", *settings, CUDACXX=NOWHERE).returncode == 0
+    assert "NvInferRuntime.h" not in cmake.summary(tmp_path / "build")[1]
+
+
+def test_a_wrong_tensorrt_root_is_refused(root: Path, tmp_path: Path) -> None:
+    cmake.compiler()
+    settings = ("REDRAFT_CPU=OFF", f"TENSORRT_ROOT={tmp_path}")
+    done = cmake.configure(root, tmp_path / "build", *settings, CUDACXX=NOWHERE)
+    assert done.returncode != 0
+    assert f"expected a folder that has include/NvInferRuntime.h, found {tmp_path}" in " ".join(done.stderr.split())
+
+
+def test_an_unknown_architecture_is_refused(root: Path, tmp_path: Path) -> None:
+    cmake.nvcc()
+    done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", "REDRAFT_ARCHITECTURES=90 47")
+    assert done.returncode != 0
+    assert 'found "47"' in " ".join(done.stderr.split())
+
+
+def test_without_a_compiler_make_goes_on_and_says_so(root: Path, tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(root / name, tmp_path)
+    shutil.copytree(root / "plugins", tmp_path / "plugins")
+    command = ["make", "-C", tmp_path, "-o", f"{sys.prefix}/installed", f"VENV={sys.prefix}", "kernels-cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "CXX": NOWHERE})
+    assert done.returncode == 0, done.stderr
+    assert "skipped  libredraft_kernels_cpu.so: no C++ compiler was found, install g++" in done.stdout
+
+
+def test_cpu_kernels_export_the_c_entries_only(root: Path) -> None:
+    library = root / "build" / "plugins" / "libredraft_kernels_cpu.so"
+    if not library.exists() or not shutil.which("nm"):
+        pytest.skip("no build/plugins/libredraft_kernels_cpu.so (make kernels-cpu), or no nm")
+    done = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    names = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert "redraft_tree_attention" in names
+    assert all(name.startswith("redraft_") for name in names)
