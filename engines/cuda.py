@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from redraft.engines.base import Array
+from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
 
-DRIVER = "libcuda.so.1"
 STAGING_BYTES = 1 << 22
 _ALIGNMENT_BYTES = 64
 _MEBIBYTE = 1 << 20
@@ -24,14 +24,13 @@ _MEBIBYTE = 1 << 20
 
 def open_cuda() -> Cuda:
     """The first visible GPU. Raises BackendError where driver, package or GPU is missing."""
-    try:
-        ctypes.CDLL(DRIVER)
-    except OSError:
-        raise BackendError(f"no CUDA driver: {DRIVER} was not found", "install NVIDIA's driver") from None
+    find_gpu()
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
-        raise BackendError(f"cuda-python cannot be imported ({error})", "run `pip install cuda-python`") from None
+        raise BackendError(
+            f"cuda-python cannot be imported ({error})", "run `pip install 'redraft[tensorrt]'`"
+        ) from None
     return Cuda(runtime)
 
 

@@ -186,7 +186,7 @@ def _options(threads: int | None, log: str) -> ort.SessionOptions:
 
 def _check_version(bundle: Bundle) -> None:
     built, here = bundle.manifest.backend_version, ort.__version__
-    if _version(here) < _version(built):
+    if bundle.manifest.backend == "onnxruntime" and _version(here) < _version(built):
         raise bundle.error(f"expected ONNX Runtime {built} or newer, found {here}; install onnxruntime>={built}")
 
 

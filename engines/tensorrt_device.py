@@ -20,7 +20,7 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
-from redraft.engines.cuda import Cuda, Graph, Memory
+from redraft.engines.cuda import Cuda, Graph, Memory, open_cuda
 from redraft.engines.device import (
     REMEMBERED_BYTES,
     Buffer,
@@ -33,9 +33,12 @@ from redraft.engines.device import (
     check_whole,
     numpy_type,
 )
-from redraft.engines.manifest import GraphRecord
+from redraft.engines.manifest import GraphRecord, rebuild_command
+from redraft.engines.tensorrt.plugin import load_plugin
+from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
+from redraft.plugins.library import find_kernels
 
 _LOG = logging.getLogger("redraft.tensorrt")
 _TYPES: Mapping[Dtype, str] = {
@@ -48,17 +51,34 @@ _MOVING = frozenset({names.STEP_MOVE, names.LYANNA_MOVE})
 _MEBIBYTE = 1 << 20
 
 
+def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
+    """The GPU with the bundle's engines. Raises BackendError for what is missing, or not what they were built for."""
+    manifest = bundle.manifest
+    built = manifest.tensorrt
+    if built is None:
+        raise bundle.error("expected TensorRT engines, found none")
+    check_same(built, find_target(), rebuild_command(bundle.path, manifest.model.source))
+    tensorrt, cuda = import_tensorrt(), open_cuda()
+    if built.plugin_file:
+        load_plugin(bundle.path / built.plugin_file, tensorrt)
+    engines = {graph: bundle.path / engine.file for graph, engine in built.engines.items()}
+    embedded = bool(built.plugin) and not built.plugin_file
+    return TensorRtDevice(bundle, engines, cuda, tensorrt, find_kernels(), embedded)
+
+
 class TensorRtDevice:
     """See `redraft.engines.device.Device`.
 
     engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, where they are built.
+    embedded: the plugin's library is part of the engines, which TensorRT runs only where it is told that it may.
     """
 
     name = "cuda"
 
     def __init__(
-        self, bundle: Bundle, engines: Mapping[str, Path], cuda: Cuda, tensorrt: Any, kernels: Compact | None = None
-    ) -> None:
+        self, bundle: Bundle, engines: Mapping[str, Path], cuda: Cuda, tensorrt: Any, kernels: Compact | None = None,
+        embedded: bool = False,
+    ) -> None:  # fmt: skip
         self.cuda = cuda
         self.tensorrt = tensorrt
         self.failure = Failure(tensorrt)
@@ -66,6 +86,8 @@ class TensorRtDevice:
         self._files = engines
         self._kernels = kernels
         self._runtime = tensorrt.Runtime(self.failure.logger)
+        if embedded:
+            self._runtime.engine_host_code_allowed = True
         self._programs: dict[str, Program] = {}
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
