@@ -19,8 +19,6 @@ from redraft.export import passes, tracing
 from redraft.export.verifier import finish
 from redraft.names import Dtype, LyannaShape, TensorSpec, VerifierShape
 
-MOST_DEPTH = 64
-"""Deepest node that the layout graph can place."""
 _TRACED = 3
 
 
@@ -30,7 +28,7 @@ class _Layout(nn.Module):
     def forward(self, parents: torch.Tensor, past_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         nodes = torch.arange(parents.shape[1])
         reached = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()  # [B, T, T]
-        for _ in range(MOST_DEPTH.bit_length() - 1):
+        for _ in range(names.MOST_DEPTH.bit_length() - 1):
             reached = ((reached @ reached) > 0).float()
         return reached.long().sum(2) - 1 + past_len[:, None], reached > 0
 

@@ -27,12 +27,11 @@ from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.drafters.lyanna import CATCH_UP, TAP, LyannaConfig
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
-from redraft.runtime.verifier import PREFILL_CHUNK, Features, Verifier
+from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
 WIDTHS = (16, CATCH_UP)
 """Rows that a draft call has room for: few in a step, many after a prompt."""
-_MOST_NODES = 256
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class DeviceLyanna(Drafter):
         graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         self._programs = {name: device.program(name) for name in graphs}
         self._collect = device.program(names.STEP_COLLECT)
-        room = CATCH_UP + PREFILL_CHUNK + _MOST_NODES
+        room = names.MOST_WAITING_ROWS
         sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
         state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in names.lyanna_state(shape)}
         device.expect({
@@ -88,7 +87,9 @@ class DeviceLyanna(Drafter):
 
     def bind(self, features: Mapping[str, Buffer], path: Buffer) -> Run:
         """See `Collector.bind`."""
-        sequences = path.shape[0]
+        sequences, rows = path.shape
+        if rows > (most := names.MOST_WAITING_ROWS - CATCH_UP):
+            raise UsageError(f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes")
         waiting = leading(self._state[names.WAITING], sequences)
         return collected(self._collect, features[names.features(TAP)], path, waiting, self._targets[sequences])
 
