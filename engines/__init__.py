@@ -8,7 +8,7 @@ from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
 from redraft.engines.device import Device
 from redraft.errors import UsageError
 
-__all__ = ["Bundle", "BundleWriter", "open_bundle", "open_device", "open_engine"]
+__all__ = ["DEVICES", "Bundle", "BundleWriter", "open_bundle", "open_device", "open_engine"]
 
 
 def open_engine(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None) -> Engine:
@@ -18,13 +18,20 @@ def open_engine(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None
     return onnxruntime_backend.open_engine(bundle, graph, threads)
 
 
-def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
-    """The device `name` (`cpu` or `cuda`) with the bundle's graphs as programs over its buffers.
+DEVICES = ("cpu", "cuda")
 
-    Raises UsageError for another name, BundleError where the backend has no such device.
+
+def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
+    """The device `name` with the bundle's graphs as programs over its buffers: TensorRT's where it has engines.
+
+    Raises UsageError for another name, BundleError and BackendError where what runs them is not here.
     """
+    if name not in DEVICES:
+        raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(DEVICES)}")
+    if name == "cuda" and bundle.manifest.backend == "tensorrt":
+        from redraft.engines import tensorrt_device
+
+        return tensorrt_device.open_tensorrt_device(bundle)
     from redraft.engines import onnxruntime_device
 
-    if name not in onnxruntime_device.PROVIDERS:
-        raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(onnxruntime_device.PROVIDERS)}")
     return onnxruntime_device.OnnxRuntimeDevice(bundle, name, threads)

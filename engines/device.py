@@ -7,6 +7,7 @@ output is bound by name, and one program's output is the next one's input withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -17,6 +18,10 @@ from redraft.names import Dtype, TensorSpec
 
 Run = Callable[[], None]
 """Work put in order behind what was put before; it may still be under way when the function returns."""
+
+
+REMEMBERED_BYTES = 1 << 12
+"""Buffers up to this size keep what the host wrote last, for programs that read sizes there."""
 
 
 class Buffer(Protocol):
@@ -72,6 +77,9 @@ class Device(Protocol):
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
 
+    def expect(self, parts: Mapping[str, int]) -> None:
+        """Buffers of so many bytes are asked for next, by what they are for. Raises BackendError if they do not fit."""
+
     def program(self, graph: str) -> Program:
         """Load a graph of the bundle. Raises BundleError."""
 
@@ -82,6 +90,29 @@ class Device(Protocol):
 def numpy_type(dtype: Dtype) -> np.dtype[Any]:
     """NumPy's type of the same bytes; bfloat16, which it lacks, travels as its bits."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def byte_size(dtype: Dtype, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * numpy_type(dtype).itemsize
+
+
+def check_values(buffer: Buffer, values: Array) -> None:
+    """Raises ValueError where `values` are not what the whole of `buffer` holds."""
+    if values.shape != buffer.shape or values.dtype != numpy_type(buffer.dtype):
+        raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
+
+
+def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where `shape` is more than `buffer` holds."""
+    if math.prod(shape) > math.prod(buffer.shape):
+        raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
+
+
+def check_whole(whole: bool) -> None:
+    """Raises ValueError for a part."""
+    if not whole:
+        raise ValueError("a part of a buffer can be bound, not read or written")
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:

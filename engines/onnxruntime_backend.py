@@ -26,6 +26,11 @@ _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
 _SPIN_US = "100"
 """How long an idle thread spins before it sleeps."""
+Provider = tuple[str, Mapping[str, str]]
+"""An execution provider and its options."""
+CPU = "CPUExecutionProvider"
+RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
+_WEIGHTS_OUTSIDE_ARENA = "session.use_device_allocator_for_initializers"
 _SEVERITY = {"warning": 2, "error": 3}
 
 
@@ -42,9 +47,9 @@ def open_engine(
 
 
 def load_session(
-    bundle: Bundle, graph: str, threads: int | None = None, provider: str = "CPUExecutionProvider", log: str = "error"
+    bundle: Bundle, graph: str, threads: int | None = None, provider: Provider = (CPU, {}), log: str = "error"
 ) -> ort.InferenceSession:
-    """The graph as a session, its signature checked. Raises BundleError, as `open_engine`."""
+    """The graph as a session on a provider, its signature checked. Raises BundleError, as `open_engine`."""
     record = bundle.graph(graph)
     _check_version(bundle)
     if bundle.manifest.precision == "bf16":
@@ -53,9 +58,11 @@ def load_session(
         )
     try:
         with huge_pages():
-            session = ort.InferenceSession(
-                str(bundle.path / record.file), session_options(threads, log), providers=[provider]
-            )
+            path, options = str(bundle.path / record.file), session_options(threads, log)
+            if provider[0] != CPU:
+                options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
+                options.add_session_config_entry(_WEIGHTS_OUTSIDE_ARENA, "1")
+            session = ort.InferenceSession(path, options, providers=[provider])
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
@@ -179,7 +186,7 @@ def session_options(threads: int | None, log: str) -> ort.SessionOptions:
 
 def _check_version(bundle: Bundle) -> None:
     built, here = bundle.manifest.backend_version, ort.__version__
-    if _version(here) < _version(built):
+    if bundle.manifest.backend == "onnxruntime" and _version(here) < _version(built):
         raise bundle.error(f"expected ONNX Runtime {built} or newer, found {here}; install onnxruntime>={built}")
 
 

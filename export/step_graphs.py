@@ -19,8 +19,6 @@ from redraft.export import passes, tracing
 from redraft.export.verifier import finish
 from redraft.names import Dtype, LyannaShape, TensorSpec, VerifierShape
 
-MOST_DEPTH = 64
-"""Deepest node that the layout graph can place."""
 _TRACED = 3
 
 
@@ -30,7 +28,7 @@ class _Layout(nn.Module):
     def forward(self, parents: torch.Tensor, past_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         nodes = torch.arange(parents.shape[1])
         reached = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()  # [B, T, T]
-        for _ in range(MOST_DEPTH.bit_length() - 1):
+        for _ in range(names.MOST_DEPTH.bit_length() - 1):
             reached = ((reached @ reached) > 0).float()
         return reached.long().sum(2) - 1 + past_len[:, None], reached > 0
 
@@ -105,10 +103,17 @@ def _keep(shape: VerifierShape) -> ir.Model:
 
 def _collect(shape: VerifierShape) -> ir.Model:
     builder = _Builder()
-    index = builder.add("Unsqueeze", names.PATH, builder.ints(2))  # [B, T, 1]
-    rows = builder.add("GatherND", names.FEATURE_ROWS, index, batch_dims=1)  # [B, T, n]
-    output = names.present(names.WAITING)
-    builder.add("TensorScatter", names.WAITING, rows, names.WAITING_ROWS, output=output, axis=1)
+    axes = builder.ints(2)
+    rows = builder.add("GatherND", names.FEATURE_ROWS, builder.add("Unsqueeze", names.PATH, axes), batch_dims=1)
+    sizes = builder.add("Shape", names.PATH)
+    sequences, steps = (
+        builder.add("Unsqueeze", builder.count(sizes, axis), builder.ints(1 - axis)) for axis in range(2)
+    )
+    places = builder.add("Add", builder.add("Unsqueeze", names.WAITING_ROWS, builder.ints(1)), steps)  # [B, T]
+    pairs = [builder.add("Unsqueeze", x, axes) for x in (builder.add("Expand", sequences, sizes), places)]
+    target = builder.add("Concat", *pairs, axis=2)  # [B, T, 2]
+    # Not by TensorScatter: TensorRT knows it for KV buffers of four axes only.
+    builder.add("ScatterND", names.WAITING, target, rows, output=names.present(names.WAITING))
     return builder.model(names.STEP_COLLECT, names.step_collect_inputs(shape), names.step_collect_outputs(shape))
 
 
@@ -144,6 +149,12 @@ class _Builder:
         name = f"ints.{len(self._nodes)}"
         self._nodes.append(onnx.helper.make_node("Constant", [], [name], value_ints=values))
         return name
+
+    def count(self, sizes: str, axis: int) -> str:
+        """0, 1, … as many as `sizes` says of an axis."""
+        end = self.add("Squeeze", self.add("Gather", sizes, self.ints(axis)))
+        zero, one = (self.add("Squeeze", self.ints(value)) for value in range(2))
+        return self.add("Range", zero, end, one)
 
     def model(self, name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> ir.Model:
         """The finished graph under its contract."""

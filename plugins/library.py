@@ -92,6 +92,11 @@ class Kernels:
             raise KernelError(f"{path}: expected kernels of interface {_ABI}, found {found}; rebuild: make plugins")
         self._library.redraft_last_error.restype = ctypes.c_char_p
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether this is the CPU build, which takes host addresses."""
+        return hasattr(self._library, "redraft_cpu_set_order")
+
     def workspace_bytes(self, args: AttentionArgs) -> int:
         """Bytes of scratch memory that `attend` needs for these sizes."""
         found = ctypes.c_size_t()
@@ -130,3 +135,11 @@ def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
     if not path.exists():
         raise KernelError(f"no kernels at {path}; build them with `make plugins`, or name them in {LIBRARY_VARIABLE}")
     return Kernels(path)
+
+
+def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels | None:
+    """The kernels for the GPU, None where none were built. Raises KernelError for a library that cannot be used."""
+    if not environment.get(LIBRARY_VARIABLE) and not (BUILD / name).exists():
+        return None
+    kernels = open_kernels(name, environment)
+    return None if kernels.on_cpu else kernels

@@ -394,6 +394,12 @@ CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
 
 
+MOST_DEPTH = 64
+"""Deepest node that the layout graph can place."""
+MOST_WAITING_ROWS = 512
+"""Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
+
+
 def tree_size(steps: int, width: int) -> int:
     """Nodes of a whole tree of Algorithm 1, root included."""
     return 1 + width + (steps - 1) * width * width if steps else 1

@@ -90,14 +90,17 @@ class Runtime:
 
         threads: of the engine, None takes one a core.   slots: sequences that may run at once.
         drafter_options: settings by method, for example {"ngram": {"prompt_lookup_max": 3}}.
+        device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
+                engines, and else the CPU by a path of its own, the faster one there.
         The first opening on a machine takes a second longer, to measure what verification costs.
-        Raises BundleError, and UsageError for fewer than one slot.
+        Raises BundleError, BackendError, and UsageError for fewer than one slot or an unknown device.
         """
         if slots < 1:
             raise UsageError(f"slots must be at least 1, not {slots}")
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
         graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
+        device = device or ("cuda" if manifest.backend == "tensorrt" else None)
         if device is not None:
             verifier: Verifier = DeviceVerifier(
                 open_device(bundle, device, threads), manifest.shape, manifest.context, slots, manifest.taps

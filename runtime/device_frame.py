@@ -9,8 +9,10 @@ import numpy as np
 from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run
+from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.tree import layout
 from redraft.types import DraftTree, IntArray, Outcome
 
 Programs = Mapping[str, Program]
@@ -108,6 +110,11 @@ class TreeFrame(Frame):
         """Write the host's trees; nodes that a tree lacks hang from its root, and do not count."""
         tokens, parents = (np.zeros((len(trees), self.width), np.int64) for _ in range(2))
         for slot, tree in enumerate(trees):
+            if len(tree) > names.MOST_DEPTH and (deepest := int(layout(tree.parents).depths.max())) > names.MOST_DEPTH:
+                raise UsageError(
+                    f"a tree of depth {deepest} cannot be verified on a device, at most {names.MOST_DEPTH} can",
+                    "lower the budget's depth",
+                )
             tokens[slot, : len(tree)] = tree.tokens
             parents[slot, : len(tree)] = tree.parents
         self._write(names.TOKEN_IDS, tokens)

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Buffer, Device, Run
+from redraft.engines.device import Buffer, Device, Run, byte_size
 from redraft.names import VerifierShape
 from redraft.runtime.device_frame import ChunkFrame, SlotMove, TreeFrame
 from redraft.runtime.device_tree import DeviceTrees, same_trees
@@ -60,10 +60,14 @@ class DeviceVerifier(Verifier):
         self._collector: Collector | None = None
         self._taps = taps
         self._programs = {name: device.program(name) for name in GRAPHS}
+        rows = slots * capacity * shape.kv_heads * shape.head_dim
+        caches = names.caches(shape)
+        dtypes = {spec.name: spec.dtype for spec in self._programs[names.VERIFIER].inputs}
+        device.expect({"verifier's KV": sum(byte_size(dtypes[cache], (rows,)) for cache in caches)})
         self._state = {
             spec.name: device.empty(spec.dtype, slots, shape.kv_heads, capacity, shape.head_dim)
             for spec in self._programs[names.VERIFIER].inputs
-            if spec.name in set(names.caches(shape))
+            if spec.name in set(caches)
         }
         self._trees: dict[tuple[int, ...], TreeFrame] = {}
         self._chunks: dict[int, ChunkFrame] = {}
@@ -78,6 +82,8 @@ class DeviceVerifier(Verifier):
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """See `Verifier.verify`. Trees that a drafter left on the device stay there."""
         made = same_trees(trees)
+        if made and max([seq.past_len for seq in batch]) + made.width > self.capacity:
+            made = None  # fewer nodes exist than the drafter's call has room for: from the host, where they are cut
         nodes = list(map(len, trees))
         frame = self._tree_frame(len(batch), made.width if made else max(nodes), made)
         with self.ranges.stage("fill"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.engines.tensorrt.plugin import load_plugin
 from redraft.engines.tensorrt.records import Profile
 from redraft.engines.tensorrt.target import import_tensorrt
 from redraft.errors import BackendError
@@ -37,13 +38,6 @@ class EngineBuild:
     plugin: Path | None = None
     embed_plugin: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
-
-
-def load_plugin(library: Path, tensorrt: Any = None) -> None:
-    """Register the plugin's creator with TensorRT, once a process. Raises BackendError where it is refused."""
-    registry = (tensorrt or import_tensorrt()).get_plugin_registry()
-    if registry is None or registry.load_library(str(library)) is None:
-        raise BackendError(f"TensorRT does not load {library}", "build it with `make plugins TENSORRT_ROOT=dir`")
 
 
 def build_engine(build: EngineBuild) -> bytes:

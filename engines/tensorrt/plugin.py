@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from redraft.engines.digests import file_digest
+from redraft.engines.tensorrt.target import import_tensorrt
 from redraft.errors import BackendError
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
@@ -50,3 +52,10 @@ def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str
     if match and int(match[1]) != major:
         raise BackendError(f"{path} was built for TensorRT {match[1]}, expected {major}", build)
     return Plugin(path, file_digest(path))
+
+
+def load_plugin(library: Path, tensorrt: Any = None) -> None:
+    """Register the plugin's creator with TensorRT, once a process. Raises BackendError where it is refused."""
+    registry = (tensorrt or import_tensorrt()).get_plugin_registry()
+    if registry is None or registry.load_library(str(library)) is None:
+        raise BackendError(f"TensorRT does not load {library}", "build it with `make plugins TENSORRT_ROOT=dir`")

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from redraft.engines.tensorrt.builder import load_plugin
-from redraft.engines.tensorrt.plugin import VARIABLE
+from redraft.engines.tensorrt.plugin import VARIABLE, load_plugin
 
 GRAPH_VARIABLE = "REDRAFT_GRAPH"
 

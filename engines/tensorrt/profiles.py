@@ -53,7 +53,7 @@ def profiles_of(graph: str, inputs: Sequence[TensorSpec], limits: Limits, live_i
         ranges = {spec.name: _range(spec, sizes) for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
         if live_is_shape and names.LIVE in {spec.name for spec in inputs}:
             rows = sizes["T"] if "T" in sizes else sizes["M"]
-            ranges[names.LIVE] = Range((rows[0],), (max(limits.capacity // 2, rows[1]),), (limits.capacity,))
+            ranges[names.LIVE] = Range((rows[0],), (max(limits.capacity // 2, rows[1]),), (sizes["C"][2],))
         if all(ranges != profile.inputs for profile in found):
             found.append(Profile(name, ranges))
     return tuple(found)
@@ -82,7 +82,12 @@ def _symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
         }
     if graph in (names.STEP_LAYOUT, names.STEP_ACCEPT):
         return {TOKEN: {"B": several, "T": (1, 1, 1)}, TREE: {"B": several, "T": (2, limits.tree, limits.tree)}}
+    if graph == names.STEP_COLLECT:
+        room = names.MOST_WAITING_ROWS
+        rows_of = {"B": several, "F": (1, limits.tree, room), "T": (1, limits.tree, room), "W": (1, room, room)}
+        return {TREE: rows_of}
     rows = min(names.CATCH_UP_ROWS, limits.capacity)
+    common = {"C": (_SMALLEST_CACHE, limits.capacity, limits.capacity + names.CATCH_UP_ROWS + _MOST_STEPS)}
     return {
         PREFILL: {**common, "B": alone, "M": (1, rows, rows)},
         TOKEN: {**common, "B": several, "M": (1, 1, 1)},
@@ -90,6 +95,8 @@ def _symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     }
 
 
+_MOST_STEPS = 64
+"""Steps of a chain, whose rows lie beyond the context while a drafter runs."""
 _AFTER_A_TREE = 4
 """Rows that a drafter typically catches up on after a verified tree: what was accepted, and the root."""
 

@@ -22,9 +22,12 @@ from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
-GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE)
-"""Graphs that engines are built of. Those that move rows of a buffer in place are not among them: TensorRT lets outputs
-share an input's memory for KV updates and plugins only, and on a GPU kernels and copies do their work."""
+GRAPHS = (
+    names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_COLLECT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE,
+)  # fmt: skip
+"""Graphs that engines are built of. Those that move KV rows in place are not among them: TensorRT lets outputs share an
+input's memory for KV updates and plugins only, and on a GPU a kernel and copies do their work. What the collecting
+engine writes is copied to where it belongs."""
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes]
 

@@ -17,7 +17,7 @@ import numpy as np
 from redraft import names
 from redraft.config import from_mapping
 from redraft.engines.base import Array
-from redraft.engines.device import Buffer, Device, Program, Run
+from redraft.engines.device import Buffer, Device, Program, Run, byte_size
 from redraft.errors import UsageError
 from redraft.names import LyannaShape, TensorSpec
 from redraft.runtime.device_frame import SlotMove, leading
@@ -27,12 +27,11 @@ from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
-from redraft.runtime.verifier import PREFILL_CHUNK, Features, Verifier
+from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
 WIDTHS = (16, CATCH_UP)
 """Rows that a draft call has room for: few in a step, many after a prompt."""
-_MOST_NODES = 256
 
 
 @dataclass(slots=True)
@@ -57,13 +56,18 @@ class DeviceLyanna(Drafter):
         self.beside_lookup = config.lookup
         self.shape = shape
         device = self._device = verifier.device
-        room = CATCH_UP + PREFILL_CHUNK + _MOST_NODES
-        sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
-        self._state = {spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in names.lyanna_state(shape)}
-        self._tables = {name: _placed(device, table) for name, table in tables.items()}
         graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         self._programs = {name: device.program(name) for name in graphs}
         self._collect = device.program(names.STEP_COLLECT)
+        room = names.MOST_WAITING_ROWS
+        sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
+        state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in names.lyanna_state(shape)}
+        device.expect({
+            "drafter's KV, chain and waiting rows": sum(state.values()),
+            "token information": sum(table.nbytes for table in tables.values()),
+        })  # fmt: skip
+        self._state = {spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in names.lyanna_state(shape)}
+        self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._shifts: dict[int, _Shift] = {}
         self._targets = {b: device.empty("int64", b) for b in range(1, verifier.slots + 1)}
@@ -83,7 +87,9 @@ class DeviceLyanna(Drafter):
 
     def bind(self, features: Mapping[str, Buffer], path: Buffer) -> Run:
         """See `Collector.bind`."""
-        sequences = path.shape[0]
+        sequences, rows = path.shape
+        if rows > (most := names.MOST_WAITING_ROWS - CATCH_UP):
+            raise UsageError(f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes")
         waiting = leading(self._state[names.WAITING], sequences)
         return collected(
             self._collect, features[names.features(names.LAST_TAP)], path, waiting, self._targets[sequences]

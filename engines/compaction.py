@@ -1,0 +1,91 @@
+"""`step.keep` by our kernel: one launch moves the accepted rows of all KV buffers, and nothing that is in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.device import Buffer, Device, Run, check_bindings
+from redraft.engines.manifest import GraphRecord
+from redraft.names import TensorSpec
+from redraft.plugins.library import DTYPES, HEAD_DIMS, CompactArgs
+
+_ENTRY_BYTES = 8
+"""Of a path, which is int64."""
+
+
+class Compact(Protocol):
+    """What launches the kernel: `redraft.plugins.library.Kernels`."""
+
+    def compact(self, args: CompactArgs, stream: int = 0) -> None:
+        """Make the rows of accepted nodes contiguous in all caches."""
+
+
+class CompactProgram:
+    """The keeping graph as a kernel, see `redraft.engines.device.Program`.
+
+    stream: CUDA stream that the launch goes to.   after: what then makes it seen by programs elsewhere, if anything.
+    """
+
+    def __init__(
+        self, record: GraphRecord, device: Device, kernels: Compact, stream: int = 0, after: Run | None = None
+    ) -> None:
+        self.inputs = record.inputs
+        self.outputs = record.outputs
+        self._device = device
+        self._kernels = kernels
+        self._stream = stream
+        self._after = after
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        """See `Program.bind`."""
+        check_bindings((*self.inputs, *self.outputs), buffers)
+        caches = [buffers[spec.name] for spec in _caches(self.inputs)]
+        path = buffers[names.PATH]
+        sequences, nodes = path.shape
+        _, kv_heads, capacity, head_dim = caches[0].shape
+        addresses = self._device.empty("int64", len(caches))
+        addresses.write(np.array([cache.address for cache in caches], np.int64))
+        lengths = self._device.empty("int64", sequences)
+        lengths.write(np.full(sequences, nodes - 1, np.int64))
+        # The kernel's paths begin after the root: one entry further on, and of `nodes - 1` entries in rows of `nodes`,
+        # so that the last row ends with the buffer. Entries past the accepted ones are their own place and stay.
+        args = CompactArgs(
+            dtype=DTYPES[caches[0].dtype], cache_count=len(caches), batch=sequences, kv_heads=kv_heads,
+            head_dim=head_dim, capacity=capacity, max_path=nodes, caches=addresses.address,
+            past_len=buffers[names.PAST_LEN].address, paths=path.address + _ENTRY_BYTES, path_lengths=lengths.address,
+        )  # fmt: skip
+        return CompactRun(self._kernels, args, self._stream, self._after, (addresses, lengths, dict(buffers)))
+
+
+class CompactRun:
+    """A launch over fixed buffers."""
+
+    capturable = True
+    """Lengths and paths lie in device memory."""
+
+    def __init__(
+        self, kernels: Compact, args: CompactArgs, stream: int, after: Run | None, keep: object
+    ) -> None:  # fmt: skip
+        self._kernels = kernels
+        self._args = args
+        self._stream = stream
+        self._after = after
+        self._keep = keep
+
+    def __call__(self) -> None:
+        self._kernels.compact(self._args, self._stream)
+        if self._after is not None:
+            self._after()
+
+
+def can_compact(record: GraphRecord) -> bool:
+    """Whether the kernel knows the KV buffers' element type and head size."""
+    return all(spec.dtype in DTYPES and spec.shape[3] in HEAD_DIMS for spec in _caches(record.inputs))
+
+
+def _caches(inputs: tuple[TensorSpec, ...]) -> list[TensorSpec]:
+    return [spec for spec in inputs if spec.name not in (names.PATH, names.PAST_LEN)]

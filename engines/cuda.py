@@ -1,0 +1,153 @@
+"""The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure is one line with CUDA's name.
+
+Everything here is put in order on the stream. Nothing of CUDA is touched before its driver was found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from redraft.engines.base import Array
+from redraft.engines.tensorrt.driver import find_gpu
+from redraft.errors import BackendError
+
+STAGING_BYTES = 1 << 22
+_ALIGNMENT_BYTES = 64
+_MEBIBYTE = 1 << 20
+
+
+def open_cuda() -> Cuda:
+    """The first visible GPU. Raises BackendError where driver, package or GPU is missing."""
+    find_gpu()
+    try:
+        runtime = importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
+        raise BackendError(
+            f"cuda-python cannot be imported ({error})", "run `pip install 'redraft[tensorrt]'`"
+        ) from None
+    return Cuda(runtime)
+
+
+class Cuda:
+    """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads."""
+
+    def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
+        self._runtime = runtime
+        self.call("cudaSetDevice", 0)
+        self._stream = self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
+        self.stream = int(self._stream)
+        address = int(self.call("cudaMallocHost", staging_bytes))
+        self._staging: Array = np.ctypeslib.as_array((ctypes.c_uint8 * staging_bytes).from_address(address))
+        self._staged = 0
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What the function gives besides its status. Raises BackendError with the error's name."""
+        status, *found = getattr(self._runtime, function)(*arguments)
+        if status != self._runtime.cudaError_t.cudaSuccess:
+            raise BackendError(f"CUDA does not work: {function} failed with {getattr(status, 'name', status)}")
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def allocate(self, size: int) -> Memory:
+        """Memory of the device, zeroed."""
+        return Memory(self, size)
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody uses."""
+        free, _ = self.call("cudaMemGetInfo")
+        return int(free)
+
+    def write(self, address: int, values: Array) -> None:
+        """Copy a C-contiguous array to the device. It may be reused at once: it goes by way of pinned memory."""
+        source = values.reshape(-1).view(np.uint8)
+        for start in range(0, source.size, self._staging.size):
+            piece = source[start : start + self._staging.size]
+            staged = self._stage(piece.size)
+            staged[:] = piece
+            self._copy(address + start, staged.ctypes.data, piece.size, "cudaMemcpyHostToDevice")
+
+    def read(self, address: int, values: Array) -> None:
+        """Copy from the device into a C-contiguous array, and wait for that and all before it."""
+        target = values.reshape(-1).view(np.uint8)
+        for start in range(0, target.size, self._staging.size):
+            piece = target[start : start + self._staging.size]
+            staged = self._stage(piece.size)
+            self._copy(staged.ctypes.data, address + start, piece.size, "cudaMemcpyDeviceToHost")
+            self.synchronize()
+            piece[:] = staged
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy within the device."""
+        self._copy(target, source, size, "cudaMemcpyDeviceToDevice")
+
+    def synchronize(self) -> None:
+        """Wait for all that was put on the stream."""
+        self.call("cudaStreamSynchronize", self._stream)
+        self._staged = 0
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """What `run` puts on the stream, as a graph; nothing is executed. Raises BackendError where it cannot be."""
+        self.call("cudaStreamBeginCapture", self._stream,
+                  self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
+        try:
+            run()
+        except BaseException:
+            self._runtime.cudaStreamEndCapture(self._stream)  # fails too, and leaves the stream usable
+            self._runtime.cudaGetLastError()
+            raise
+        return Graph(self, self.call("cudaStreamEndCapture", self._stream))
+
+    def _stage(self, size: int) -> Array:
+        """A piece of pinned memory that no copy under way uses."""
+        if self._staged + size > self._staging.size:
+            self.synchronize()
+        piece: Array = self._staging[self._staged : self._staged + size]
+        self._staged += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return piece
+
+    def _copy(self, target: int, source: int, size: int, kind: str) -> None:
+        direction = getattr(self._runtime.cudaMemcpyKind, kind)
+        self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
+
+
+class Memory:
+    """Zeroed memory of the device, given back with the object."""
+
+    def __init__(self, cuda: Cuda, size: int) -> None:
+        self.size = size
+        try:
+            self.address = int(cuda.call("cudaMalloc", max(size, 1)))
+        except BackendError as error:
+            free = cuda.free_bytes()
+            raise BackendError(
+                f"{error.message}: {size / _MEBIBYTE:.1f} MiB asked for, {free / _MEBIBYTE:.1f} MiB free",
+                "lower the context or the slots, or free memory",
+            ) from None
+        _give_back(self, cuda, "cudaFree", self.address)
+        cuda.call("cudaMemsetAsync", self.address, 0, max(size, 1), cuda._stream)
+
+
+class Graph:
+    """Captured work that can be put on the stream as one."""
+
+    def __init__(self, cuda: Cuda, graph: Any) -> None:
+        self._cuda = cuda
+        try:
+            self._ready = cuda.call("cudaGraphInstantiate", graph, 0)
+        finally:
+            cuda.call("cudaGraphDestroy", graph)
+        _give_back(self, cuda, "cudaGraphExecDestroy", self._ready)
+
+    def launch(self) -> None:
+        """Put it on the stream."""
+        self._cuda.call("cudaGraphLaunch", self._ready, self._cuda._stream)
+
+
+def _give_back(owner: object, cuda: Cuda, function: str, handle: Any) -> None:
+    """Call `function` when `owner` goes; at the end of the process the driver does it."""
+    weakref.finalize(owner, cuda.call, function, handle).atexit = False

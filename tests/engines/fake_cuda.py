@@ -1,0 +1,160 @@
+"""A CUDA runtime over host memory: work waits on its stream until somebody waits for it, so a stale read shows.
+
+`FakeCuda` stands for the module cuda.bindings.runtime. Fresh memory is poisoned; every copy must stay within what was
+allocated; what may not happen while a graph is captured is an error, as there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+Work = Callable[[], None]
+_POISON = 0xA5
+
+
+class Status(IntEnum):
+    """Of cudaError_t, what is needed here."""
+
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorStreamCaptureUnsupported = 900
+
+
+class FakeCuda:
+    """See the module. `total` bytes of memory there are; `queued` is what waits."""
+
+    cudaError_t = Status
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice="to", cudaMemcpyDeviceToHost="from",
+                                     cudaMemcpyDeviceToDevice="within")  # fmt: skip
+    cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
+    cudaStreamNonBlocking = 1
+    STREAM = 77
+
+    def __init__(self, total: int = 1 << 30) -> None:
+        self.total = total
+        self.queued: list[Work] = []
+        self.captured: list[Work] | None = None
+        self.launches = 0
+        self.copies: list[tuple[str, int]] = []
+        self._memory: dict[int, tuple[str, np.ndarray]] = {}
+
+    def put(self, work: Work) -> None:
+        """Queue work, or add it to the graph that is being captured."""
+        (self.queued if self.captured is None else self.captured).append(work)
+
+    def held(self, kind: str = "device") -> int:
+        """Bytes allocated."""
+        return sum(memory.nbytes for where, memory in self._memory.values() if where == kind)
+
+    def check(self, kind: str, address: int, size: int) -> None:
+        """The range must lie in one allocation of this kind."""
+        for where, memory in self._memory.values():
+            start = memory.ctypes.data
+            if where == kind and start <= address and address + size <= start + memory.nbytes:
+                return
+        raise AssertionError(f"{size} bytes at {address:#x} are not in {kind} memory")
+
+    def cudaSetDevice(self, number: int) -> tuple[Status]:
+        return (Status.cudaSuccess,)
+
+    def cudaGetLastError(self) -> tuple[Status]:
+        return (Status.cudaSuccess,)
+
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Status, int]:
+        assert flags == self.cudaStreamNonBlocking
+        return Status.cudaSuccess, self.STREAM
+
+    def cudaMemGetInfo(self) -> tuple[Status, int, int]:
+        return Status.cudaSuccess, self.total - self.held(), self.total
+
+    def cudaMalloc(self, size: int) -> tuple[Status, int]:
+        if self.captured is not None:
+            return Status.cudaErrorStreamCaptureUnsupported, 0
+        if self.held() + size > self.total:
+            return Status.cudaErrorMemoryAllocation, 0
+        return Status.cudaSuccess, self._allocate("device", size)
+
+    def cudaMallocHost(self, size: int) -> tuple[Status, int]:
+        return Status.cudaSuccess, self._allocate("pinned", size)
+
+    def cudaFree(self, address: int) -> tuple[Status]:
+        self._drain()
+        del self._memory[address]
+        return (Status.cudaSuccess,)
+
+    def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        self.check("device", address, size)
+        self.put(lambda: ctypes.memset(address, value, size))
+        return (Status.cudaSuccess,)
+
+    def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: str, stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        self.check("pinned" if kind == "from" else "device", target, size)
+        self.check("pinned" if kind == "to" else "device", source, size)
+        self.copies.append((kind, size))
+        self.put(lambda: ctypes.memmove(target, source, size))
+        return (Status.cudaSuccess,)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        if self.captured is not None:
+            return (Status.cudaErrorStreamCaptureUnsupported,)
+        self._drain()
+        return (Status.cudaSuccess,)
+
+    def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
+        assert self.captured is None
+        self.captured = []
+        return (Status.cudaSuccess,)
+
+    def cudaStreamEndCapture(self, stream: int) -> tuple[Status, list[Work] | None]:
+        graph, self.captured = self.captured, None
+        return Status.cudaSuccess, graph
+
+    def cudaGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Status, tuple[Work, ...]]:
+        assert graph, "an empty graph was captured"
+        return Status.cudaSuccess, tuple(graph)
+
+    def cudaGraphLaunch(self, graph: tuple[Work, ...], stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        self.launches += 1
+        self.queued.extend(graph)
+        return (Status.cudaSuccess,)
+
+    def cudaGraphDestroy(self, graph: Any) -> tuple[Status]:
+        return (Status.cudaSuccess,)
+
+    def cudaGraphExecDestroy(self, graph: Any) -> tuple[Status]:
+        return (Status.cudaSuccess,)
+
+    def _allocate(self, kind: str, size: int) -> int:
+        memory = np.full(size, _POISON, np.uint8)
+        self._memory[memory.ctypes.data] = kind, memory
+        return int(memory.ctypes.data)
+
+    def _drain(self) -> None:
+        waiting, self.queued = self.queued, []
+        for work in waiting:
+            work()
+
+
+class QueuedKernels:
+    """Our kernels for the CPU, launched on the fake's stream."""
+
+    def __init__(self, kernels: Any, cuda: FakeCuda) -> None:
+        self._kernels = kernels
+        self._cuda = cuda
+        self.launched = 0
+
+    def compact(self, args: Any, stream: int = 0) -> None:
+        """See `Kernels.compact`."""
+        assert stream == self._cuda.STREAM
+        self.launched += 1
+        self._cuda.put(lambda: self._kernels.compact(args))

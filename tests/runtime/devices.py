@@ -1,0 +1,70 @@
+"""Runtimes on a device: ONNX Runtime over host memory, and TensorRT's programs over fakes of CUDA and TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from redraft import names
+from redraft.engines.bundle import Bundle
+from redraft.engines.compaction import Compact
+from redraft.engines.cuda import Cuda
+from redraft.engines.device import Device
+from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.tensorrt_device import TensorRtDevice
+from redraft.runtime import Runtime, api
+from tests.engines.fake_cuda import FakeCuda
+from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
+
+UPDATING = (names.VERIFIER, names.LYANNA_DRAFT)
+GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP, names.STEP_COLLECT)
+
+
+@dataclass
+class Fakes:
+    """The fakes under a runtime."""
+
+    cuda: FakeCuda
+    tensorrt: FakeTensorRt
+    device: TensorRtDevice
+
+
+def write_engines(
+    bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]], host: tuple[str, ...]
+) -> dict[str, Path]:
+    """An engine for every graph of a step that the bundle has. `host`: inputs of the verifier read on the host."""
+    return {
+        graph: write_engine(
+            out / f"{graph}.engine", (bundle.path / bundle.graph(graph).file).resolve(), profiles.get(graph, [{}]),
+            host if graph == names.VERIFIER else (), graph in UPDATING,
+        )
+        for graph in GRAPHS
+        if graph in bundle.manifest.graphs
+    }  # fmt: skip
+
+
+def tensorrt_device(
+    bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]] = {}, host: tuple[str, ...] = (),
+    kernels: Compact | None = None, cuda: FakeCuda | None = None,
+) -> Fakes:  # fmt: skip
+    """A device over the fakes. Staging memory is small, so that it is used up now and then."""
+    cuda = cuda or FakeCuda()
+    tensorrt = FakeTensorRt(cuda)
+    engines = write_engines(bundle, out, profiles, host)
+    return Fakes(cuda, tensorrt, TensorRtDevice(bundle, engines, Cuda(cuda, 1 << 12), tensorrt, kernels))
+
+
+def open_over(device: Device, path: Path, slots: int = 1, **lyanna: object) -> Runtime:
+    """The bundle's runtime over a device made before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "open_device", lambda bundle, name, threads: device)
+        options = {"lyanna": lyanna} if lyanna else {}
+        return Runtime.open(path, threads=1, slots=slots, verify=False, drafter_options=options, device=device.name)
+
+
+def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> OnnxRuntimeDevice:
+    """ONNX Runtime's."""
+    return OnnxRuntimeDevice(bundle, "cpu", 1, kernels)

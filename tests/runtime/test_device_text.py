@@ -1,0 +1,128 @@
+"""Text over a device is the host path's, token for token, whatever drafts, comes, goes, moves or runs out of room.
+
+Each case runs over ONNX Runtime's device and over TensorRT's on fakes whose work waits until somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from redraft import names
+from redraft.engines import open_bundle
+from redraft.runtime import Runtime, SamplingParams, api
+from redraft.types import Budget, Costs
+
+from .devices import cpu_device, open_over, tensorrt_device
+from .fakes import CURVE
+from .lyanna_bundle import CONTEXT, STEPS
+from .test_lyanna import FULL, PARAMS, PROMPTS, prompts
+
+Open = Callable[..., Runtime]
+LONG = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3] * 40, [4] * 66]
+ALL = [*PROMPTS, *LONG]
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+
+
+@pytest.fixture(params=["cpu", "tensorrt", "sizes on the host"])
+def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
+    """Opens the bundle over a device."""
+    bundle = open_bundle(lyanna_bundle, verify=False)
+
+    def open_runtime(slots: int = 1, **lyanna: object) -> Runtime:
+        if request.param == "cpu":
+            return open_over(cpu_device(bundle), lyanna_bundle, slots, **lyanna)
+        host = (names.LIVE,) if request.param == "sizes on the host" else ()
+        return open_over(tensorrt_device(bundle, tmp_path, host=host).device, lyanna_bundle, slots, **lyanna)
+
+    return open_runtime
+
+
+@pytest.fixture(scope="module")
+def plain(lyanna_bundle: Path) -> list[list[int]]:
+    """What the host path says without drafting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+        with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
+            return [list(g.token_ids) for g in runtime.generate(ALL, PARAMS, "none")]
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [
+        ("none", None, {}),
+        ("ngram", None, {}),
+        ("ngram", Budget(6, 4, 2), {}),
+        ("lyanna", None, {}),
+        ("lyanna", None, {"resample": False}),
+        ("lyanna", None, {"lookup": False}),
+        ("lyanna", FULL, {}),
+        ("lyanna", FULL, {"resample": False}),
+        ("lyanna", Budget(5, 2, 2), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slots", [1, 3])
+def test_text_is_the_host_paths(
+    opened: Open, plain: list[list[int]], slots: int, method: str, budget: Budget | None, options: dict[str, object]
+) -> None:
+    """Prompts longer than a draft call takes in, texts to the end of the context, three slots that are moved."""
+    with opened(slots, **options) as runtime:
+        found = runtime.generate(ALL, PARAMS, method, budget)
+        again = runtime.generate(ALL[:2], PARAMS, method, budget)
+    assert [list(generation.token_ids) for generation in found] == plain
+    assert [list(generation.token_ids) for generation in again] == plain[:2]
+    assert max(len(prompt) + len(text) for prompt, text in zip(ALL, plain, strict=True)) == CONTEXT
+    drafted = sum(generation.metrics.num_draft_tokens for generation in found)
+    assert (drafted > 0) == (method != "none")
+
+
+def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]) -> None:
+    """After other methods had the slots, with what they left in the buffers."""
+    with opened(2) as runtime:
+        for method in ("lyanna", "ngram", "lyanna", "none", "lyanna"):
+            found = runtime.generate(ALL[5:], PARAMS, method, FULL)
+            assert [list(generation.token_ids) for generation in found] == plain[5:]
+
+
+def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
+        expected = host.generate(PROMPTS[:3], PARAMS, "none", record_gaps=True)
+    with opened(3) as runtime:
+        found = runtime.generate(PROMPTS[:3], PARAMS, "lyanna", FULL, record_gaps=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.gaps is not None
+        assert ours.gaps == pytest.approx(theirs.gaps, abs=1e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, slots: int) -> None:
+    params, budget, forced = SamplingParams(max_tokens=20, seed=3), Budget(6, 3, 2), (0.9, 0.7, 0.5)
+    with Runtime.open(lyanna_bundle, threads=1, verify=False, slots=slots) as host:
+        expected = host.generate(PROMPTS[:4], params, "lyanna", budget, forced)
+    with opened(slots) as runtime:
+        found = runtime.generate(PROMPTS[:4], params, "lyanna", budget, forced)
+    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+    assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
+
+
+def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
+    """Not only the text: the same trees, so as many steps. Away from the context's end, where the host cuts trees."""
+    short = prompts(6, seed=7, longest=20)
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
+        expected = host.generate(short, PARAMS, "lyanna", FULL)
+    with opened() as runtime:
+        found = runtime.generate(short, PARAMS, "lyanna", FULL)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.metrics.num_spec_steps == theirs.metrics.num_spec_steps
+    assert sum(g.metrics.num_accepted_draft_tokens for g in found) > STEPS
