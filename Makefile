@@ -59,11 +59,15 @@ test: install kernels-cpu
 test-fast: install kernels-cpu
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
-# What needs a GPU: tests, then one JSON of errors, times and the machine. -rs prints why a test was skipped, and the
-# JSON says why where nothing could be measured.
+# What needs a GPU: tests, then a JSON each of the kernels' and of the engines' errors, times and machine. -rs prints why a
+# test was skipped, and the JSON says why where nothing could be measured. GPU_ENGINES names another bundle.
+GPU_ENGINES ?= build/engines/tiny
 test-gpu: plugins
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 	$(BIN)/python -m redraft.bench.gpu_attention --out build/gpu/attention.json $(BENCH_ARGS)
+	@test -d $(GPU_ENGINES) || $(BIN)/redraft build tiny -o build/engines/tiny
+	$(BIN)/python -m redraft.bench.gpu_engines --engines $(GPU_ENGINES) --prompts assets/tiny/prompts/*.jsonl \
+	  --out build/gpu/engines.json
 
 lint: install
 	$(BIN)/ruff check .
