@@ -1,6 +1,6 @@
 # Enables CUDA where nvcc is found; else CUDA_MISSING says what to install.
 
-set(DEFAULT_ARCHITECTURES 80 86 89 90 100 120)
+set(DEFAULT_ARCHITECTURES 80 86 89 90 100 110 120)
 
 if(DEFINED ENV{CUDACXX})
   find_program(NVCC "$ENV{CUDACXX}" NO_CACHE)

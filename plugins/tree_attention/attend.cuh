@@ -26,7 +26,8 @@ struct Attend {
   using Product = Products<Shape>;
 
   const Problem &problem;
-  Segment segment;
+  Unit unit;
+  Tiles tiles;  // of the unit, those that this block takes
   Extent extent;
   T *queries;  // [kRows, kStride]
   T *stages;   // [kStages][2: keys, values][kTile, kStride]
@@ -34,16 +35,16 @@ struct Attend {
   float highest[2];  // of rows g and g + 8 of this warp: the largest score so far, log2
   float total[2];    // this lane's part of the sum of powers
 
-  REDRAFT_DEVICE Attend(const Problem &given, const Segment &its, void *memory)
-      : problem(given), segment(its), extent(extent_of(given, its.sequence)), queries(static_cast<T *>(memory)),
-        stages(queries + Shape::kRows * Shape::kStride) {
+  REDRAFT_DEVICE Attend(const Problem &given, const Unit &its, const Tiles &part, void *memory)
+      : problem(given), unit(its), tiles(part), extent(extent_of(given, its.sequence)),
+        queries(static_cast<T *>(memory)), stages(queries + Shape::kRows * Shape::kStride) {
 #pragma unroll
     for (int n = 0; n < Product::kOutBlocks; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
     highest[0] = highest[1] = minus_infinity();
     total[0] = total[1] = 0.f;
   }
 
-  REDRAFT_DEVICE int first_row() const { return segment.row_block * Shape::kRows; }
+  REDRAFT_DEVICE int first_row() const { return unit.row_block * Shape::kRows; }
   REDRAFT_DEVICE int row_warp() const { return thread_index() / kWarp % Shape::kRowWarps; }
   REDRAFT_DEVICE int key_warp() const { return thread_index() / kWarp / Shape::kRowWarps; }
   REDRAFT_DEVICE T *keys_of(int stage) const { return stages + 2 * stage * Shape::kTile * Shape::kStride; }
@@ -55,20 +56,21 @@ struct Attend {
       const int row = i / Shape::kChunksPerRow;
       const int column = i % Shape::kChunksPerRow * (16 / static_cast<int>(sizeof(T)));
       const bool valid = first_row() + row < problem.nodes * problem.group;
-      const Query query = query_of(problem, segment.head, valid ? first_row() + row : 0);
+      const Query query = query_of(problem, unit.head, valid ? first_row() + row : 0);
       copy_async(queries + row * Shape::kStride + column,
-                 from + query_offset(problem, segment.sequence, query, Shape::kHeadDim) + column, valid);
+                 from + query_offset(problem, unit.sequence, query, Shape::kHeadDim) + column, valid);
     }
   }
 
   REDRAFT_DEVICE void load_tile(int tile, int stage) {
-    const int64_t cache = (static_cast<int64_t>(segment.sequence) * problem.kv_heads + segment.head) * problem.capacity;
+    const int64_t cache = (static_cast<int64_t>(unit.sequence) * problem.kv_heads + unit.head) * problem.capacity;
     const T *key_rows = static_cast<const T *>(problem.key_cache) + cache * Shape::kHeadDim;
     const T *value_rows = static_cast<const T *>(problem.value_cache) + cache * Shape::kHeadDim;
     T *keys = keys_of(stage);
     T *values = values_of(stage);
 #pragma unroll
-    for (int i = thread_index(); i < Shape::kTile * Shape::kChunksPerRow; i += kThreads) {
+    for (int step = 0; step < Shape::kTile * Shape::kChunksPerRow / kThreads; ++step) {
+      const int i = thread_index() + step * kThreads;
       const int row = i / Shape::kChunksPerRow;
       const int column = i % Shape::kChunksPerRow * (16 / static_cast<int>(sizeof(T)));
       const int from = tile * Shape::kTile + row;
@@ -82,27 +84,47 @@ struct Attend {
   // Whether some query may not see some row of the tile.
   REDRAFT_DEVICE bool has_hidden(int tile) const {
     const int first = tile * Shape::kTile;
-    const bool committed = first + Shape::kTile <= extent.past;
+    // What every query sees: committed rows, and in a causal chunk the nodes up to the unit's first.
+    const int seen = problem.mask ? extent.past : smaller(extent.past + first_row() / problem.group + 1, extent.end);
     // No position is past + nodes or more.
     const bool near = problem.window <= 0 || extent.past + problem.nodes - 1 - first < problem.window;
-    return !(committed && near);
+    return !(first + Shape::kTile <= seen && near);
   }
 
   // Scores become exponents of two; hidden ones minus infinity.
   REDRAFT_DEVICE void scale_and_hide(float (&scores)[Product::kBlocks][4], int tile) const {
-    const int row = first_row() + row_warp() * 16 + lane_of() / 4;
-    const int key = tile * Shape::kTile + key_warp() * Shape::kSlice + lane_of() % 4 * 2;
-    const bool hidden = has_hidden(tile);
+    const bool capped = problem.softcap > 0.f;
+    const float factor = capped ? problem.scale / problem.softcap : problem.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < Product::kBlocks; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float score = scores[n][i] * problem.scale;
-        if (problem.softcap > 0.f) score = problem.softcap * tanhf(score / problem.softcap);
-        scores[n][i] = score * kLog2E;
-        if (hidden) {
-          const int node = smaller((row + i / 2 * 8) / problem.group, problem.nodes - 1);
-          if (!visible(problem, extent, segment.sequence, node, key + n * 8 + i % 2)) scores[n][i] = minus_infinity();
+      for (int i = 0; i < 4; ++i) scores[n][i] *= factor;
+    }
+    if (capped) cap(scores);
+    if (has_hidden(tile)) hide(scores, tile);
+  }
+
+  REDRAFT_DEVICE void cap(float (&scores)[Product::kBlocks][4]) const {
+#pragma unroll
+    for (int n = 0; n < Product::kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[n][i] = problem.softcap * kLog2E * tanhf(scores[n][i]);
+    }
+  }
+
+  REDRAFT_DEVICE void hide(float (&scores)[Product::kBlocks][4], int tile) const {
+    const int row = first_row() + row_warp() * 16 + lane_of() / 4;
+    const int key = tile * Shape::kTile + key_warp() * Shape::kSlice + lane_of() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int node = smaller((row + half * 8) / problem.group, problem.nodes - 1);
+#pragma unroll
+      for (int n = 0; n < Product::kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!visible(problem, extent, unit.sequence, node, key + n * 8 + i)) {
+            scores[n][2 * half + i] = minus_infinity();
+          }
         }
       }
     }
@@ -141,11 +163,11 @@ struct Attend {
 
   REDRAFT_DEVICE void run_tiles() {
     load_queries();
-    load_tile(segment.tiles.first, 0);
+    load_tile(tiles.first, 0);
     commit_copies();
-    for (int tile = segment.tiles.first; tile < segment.tiles.end; ++tile) {
-      const int stage = (tile - segment.tiles.first) % kStages;
-      if (tile + 1 < segment.tiles.end) {
+    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+      const int stage = (tile - tiles.first) % kStages;
+      if (tile + 1 < tiles.end) {
         load_tile(tile + 1, 1 - stage);
         commit_copies();
         wait_copies<1>();
@@ -192,7 +214,8 @@ struct Attend {
     lay_down(sums, rows);
     sync_block();
     constexpr int kQuads = Shape::kHeadDim / 4;
-    for (int i = thread_index(); i < Shape::kRows * kQuads; i += kThreads) {
+    const bool whole = tiles.first == unit.tiles.first && tiles.end == unit.tiles.end;
+    for (int i = thread_index(); i < rows_of<Shape>(problem, unit) * kQuads; i += kThreads) {
       const int row = i / kQuads;
       const int column = i % kQuads * 4;
       float peak = minus_infinity();
@@ -209,12 +232,10 @@ struct Attend {
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[c] += sums[from * Shape::kSumStride + column + c] * alpha;
       }
-      if (segment.whole) {
-        write_out<Shape>(problem, extent, segment, row, column, sum, weight);
+      if (whole) {
+        write_out<Shape>(problem, extent, unit, row, column, sum, weight);
       } else {
-        float *to = partial + row * Shape::kHeadDim + column;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) to[c] = sum[c];
+        store_sums(partial + row * Shape::kHeadDim + column, sum);
         if (column == 0) {
           partial[Shape::kRows * Shape::kHeadDim + 2 * row] = peak;
           partial[Shape::kRows * Shape::kHeadDim + 2 * row + 1] = weight;
@@ -227,17 +248,22 @@ struct Attend {
 // q [B, T, Hq D], caches [B, Hkv, C, D] -> out [B, T, Hq D], but for the units at the seams: see merge.cuh.
 template <class Shape>
 REDRAFT_GLOBAL(kThreads) attend(Problem problem) {
-  const int64_t total = tiles_before<Shape>(problem, problem.batch);
+  const int64_t total = all_tiles<Shape>(problem);
   const int64_t share = share_of(total, block_count());
   const int64_t first = share * block_index();
   const int64_t end = first + share < total ? first + share : total;
   for (int64_t begin = first; begin < end;) {
-    Attend<Shape> work(problem, segment_at<Shape>(problem, begin, end), shared_memory());
+    const Unit unit = unit_at<Shape>(problem, begin);
+    const int64_t stop = unit.end() < end ? unit.end() : end;
+    Tiles part;
+    part.first = unit.tiles.first + static_cast<int>(begin - unit.start);
+    part.end = unit.tiles.first + static_cast<int>(stop - unit.start);
+    Attend<Shape> work(problem, unit, part, shared_memory());
     work.run_tiles();
     work.finish(reinterpret_cast<float *>(shared_memory()),
                 partial_at<Shape>(problem, block_index(), begin == first ? 0 : 1));
     sync_block();
-    begin += work.segment.tiles.end - work.segment.tiles.first;
+    begin = stop;
   }
 }
 

@@ -38,9 +38,7 @@ int attend_with(const Problem &problem, int blocks, Action action, redraft_atten
   if (action == Action::kPlan) return REDRAFT_OK;
   const int status = launch(attend<Shape>, Grid{blocks, 1}, kThreads, Shape::kSharedBytes, stream, problem);
   if (status != REDRAFT_OK || blocks == 1) return status;
-  const int row_blocks = (problem.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
-  return launch(merge<Shape>, Grid{problem.batch * problem.kv_heads * row_blocks, Shape::kRows / kMergeRows}, kThreads,
-                0, stream, problem, blocks);
+  return launch(merge<Shape>, Grid{blocks - 1, Shape::kRows / kMergeRows}, kThreads, 0, stream, problem, blocks);
 }
 
 // The fewest query rows that hold all of a unit's, or the most there are.

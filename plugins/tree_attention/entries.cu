@@ -52,6 +52,14 @@ int check_shapes(const redraft_tree_attention_args &args) {
   if (args.nodes > args.capacity) {
     return failed(REDRAFT_INVALID, "nodes: expected at most capacity = %d, found %d", args.capacity, args.nodes);
   }
+  if (args.capacity > INT32_MAX - args.nodes) {
+    return failed(REDRAFT_INVALID, "capacity: expected at most %d beside %d nodes, found %d", INT32_MAX - args.nodes,
+                  args.nodes, args.capacity);
+  }
+  if (static_cast<int64_t>(args.nodes) * args.q_heads > INT32_MAX / 2) {
+    return failed(REDRAFT_INVALID, "nodes: expected at most %d with q_heads = %d, found %d",
+                  INT32_MAX / 2 / args.q_heads, args.q_heads, args.nodes);
+  }
   const bool masked = args.mask_bits || args.mask_bools;
   if (masked && args.nodes > REDRAFT_MAX_TREE_NODES) {
     return failed(REDRAFT_INVALID, "nodes: expected at most %d under a mask, found %d", REDRAFT_MAX_TREE_NODES,

@@ -33,10 +33,15 @@ inline int current_device(int *device) {
   return failed(REDRAFT_DEVICE_ERROR, "device: expected at most number %d, found %d", kMostDevices - 1, *device);
 }
 
-// Lets a kernel use more shared memory than the 48 KiB that every block may.
+// Lets a kernel use more shared memory than the 48 KiB that every block may, and as many blocks at once as there is
+// shared memory for.
 template <class Kernel>
 int allow_shared_memory(Kernel *kernel, int shared_bytes) {
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status == cudaSuccess) {
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
   if (status == cudaSuccess) return REDRAFT_OK;
   return failed(REDRAFT_DEVICE_ERROR, "the device does not give a block of the attention kernel %d bytes: %s",
                 shared_bytes, cudaGetErrorString(status));

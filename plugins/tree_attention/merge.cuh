@@ -24,14 +24,12 @@ REDRAFT_DEVICE void store_four<float>(float *to, const float (&values)[4]) {
   for (int i = 0; i < 4; ++i) to[i] = values[i];
 }
 
-// Four columns of one row of a unit; nodes past a tree's count, and rows that see nothing, are zero.
+// Four columns of one row of a unit, which must exist; nodes past a tree's count, and rows that see nothing, are zero.
 template <class Shape>
-REDRAFT_DEVICE void write_out(const Problem &problem, const Extent &extent, const Segment &unit, int row, int column,
+REDRAFT_DEVICE void write_out(const Problem &problem, const Extent &extent, const Unit &unit, int row, int column,
                               const float (&sum)[4], float weight) {
   using T = typename Shape::Element;
-  const int of_all = unit.row_block * Shape::kRows + row;
-  if (of_all >= problem.nodes * problem.group) return;
-  const Query query = query_of(problem, unit.head, of_all);
+  const Query query = query_of(problem, unit.head, unit.row_block * Shape::kRows + row);
   const bool live = query.node < extent.nodes && weight > 0.f;
   float values[4];
 #pragma unroll
@@ -40,44 +38,73 @@ REDRAFT_DEVICE void write_out(const Problem &problem, const Extent &extent, cons
              values);
 }
 
-constexpr int kMergeRows = 8;
+struct alignas(16) Sums {
+  float values[4];
+};
 
-// Grid: every unit by every kMergeRows rows of it. `blocks` is the grid of the attention kernel.
+REDRAFT_DEVICE void store_sums(float *to, const float (&sum)[4]) {
+  Sums sums;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sums.values[c] = sum[c];
+  *reinterpret_cast<Sums *>(to) = sums;
+}
+
+constexpr int kMergeRows = 4;
+
+// The parts of one row: where the first lies, those after it at the front of the blocks that follow.
+template <class Shape>
+struct Parts {
+  const Problem &problem;
+  int64_t first;
+  int first_slot;
+  int count;
+
+  REDRAFT_DEVICE const float *at(int part) const {
+    return partial_at<Shape>(problem, first + part, part == 0 ? first_slot : 0);
+  }
+  REDRAFT_DEVICE float peak(int part, int row) const { return at(part)[Shape::kRows * Shape::kHeadDim + 2 * row]; }
+  REDRAFT_DEVICE float weight(int part, int row) const {
+    return at(part)[Shape::kRows * Shape::kHeadDim + 2 * row + 1];
+  }
+};
+
+// Grid: a block for each block of the attention kernel, by every kMergeRows rows. Block b joins the unit that goes on
+// after the share of block b, if it began there; so there is one for every seam, and most units need none. A warp takes a
+// row: first all its peaks and weights, a part a lane, then the sums, four columns a lane, parts one after the other but
+// their loads independent.
 template <class Shape>
 REDRAFT_GLOBAL(kThreads) merge(Problem problem, int blocks) {
-  Segment unit{};
-  unit.row_block = block_index() % row_blocks_of<Shape>(problem);
-  unit.head = block_index() / row_blocks_of<Shape>(problem) % problem.kv_heads;
-  unit.sequence = block_index() / row_blocks_of<Shape>(problem) / problem.kv_heads;
+  const int64_t total = all_tiles<Shape>(problem);
+  const int64_t share = share_of(total, blocks);
+  const int64_t seam = share * (block_index() + 1);
+  if (seam >= total) return;
+  const Unit unit = unit_at<Shape>(problem, seam - 1);
+  if (unit.end() <= seam || unit.start < seam - share) return;
   const Extent extent = extent_of(problem, unit.sequence);
-  int64_t start = tiles_before<Shape>(problem, unit.sequence) + head_tiles<Shape>(problem, extent) * unit.head;
-  for (int block = 0; block < unit.row_block; ++block) {
-    const Tiles tiles = tiles_of<Shape>(problem, extent, block);
-    start += tiles.end - tiles.first;
-  }
-  unit.tiles = tiles_of<Shape>(problem, extent, unit.row_block);
-  const int64_t share = share_of(tiles_before<Shape>(problem, problem.batch), blocks);
-  const int64_t first = start / share;
-  const int64_t last = (start + unit.tiles.end - unit.tiles.first - 1) / share;
-  if (first == last) return;
-  constexpr int kQuads = Shape::kHeadDim / 4;
-  for (int i = thread_index(); i < kMergeRows * kQuads; i += kThreads) {
-    const int row = block_index_y() * kMergeRows + i / kQuads;
-    const int column = i % kQuads * 4;
-    float peak = -INFINITY;
-    float weight = 0.f;
-    float sum[4] = {};
-    for (int64_t block = first; block <= last; ++block) {
-      const float *part = partial_at<Shape>(problem, block, start <= block * share ? 0 : 1);
-      const float its_peak = part[Shape::kRows * Shape::kHeadDim + 2 * row];
-      const float joint = fmaxf(peak, its_peak);
-      const float base = joint == -INFINITY ? 0.f : joint;
-      const float mine = power_of_two(peak - base);
-      const float its = power_of_two(its_peak - base);
-      weight = weight * mine + part[Shape::kRows * Shape::kHeadDim + 2 * row + 1] * its;
+  const int row = block_index_y() * kMergeRows + thread_index() / kWarp;
+  if (row >= rows_of<Shape>(problem, unit)) return;  // a whole warp
+  const int lane = thread_index() % kWarp;
+  const Parts<Shape> parts{problem, block_index(), unit.start == seam - share ? 0 : 1,
+                           static_cast<int>((unit.end() - 1) / share - block_index()) + 1};
+  float peak = -INFINITY;
+  for (int part = lane; part < parts.count; part += kWarp) peak = fmaxf(peak, parts.peak(part, row));
 #pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] = sum[c] * mine + part[row * Shape::kHeadDim + column + c] * its;
-      peak = joint;
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) peak = fmaxf(peak, shuffle_xor(peak, lanes));
+  const float base = peak == -INFINITY ? 0.f : peak;
+  float weight = 0.f;
+  for (int part = lane; part < parts.count; part += kWarp) {
+    weight += parts.weight(part, row) * power_of_two(parts.peak(part, row) - base);
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < kWarp; lanes *= 2) weight += shuffle_xor(weight, lanes);
+  for (int column = 4 * lane; column < Shape::kHeadDim; column += 4 * kWarp) {
+    float sum[4] = {};
+#pragma unroll 8
+    for (int part = 0; part < parts.count; ++part) {
+      const float alpha = power_of_two(parts.peak(part, row) - base);
+      const Sums sums = *reinterpret_cast<const Sums *>(parts.at(part) + row * Shape::kHeadDim + column);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[c] += sums.values[c] * alpha;
     }
     write_out<Shape>(problem, extent, unit, row, column, sum, weight);
   }

@@ -84,11 +84,16 @@ REDRAFT_DEVICE int row_blocks_of(const Problem &problem) {
   return (problem.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
 }
 
-// Tiles of all row blocks of one head of a sequence.
+// Tiles of all row blocks of one head of a sequence. Under a mask they all have as many.
 template <class Shape>
 REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) {
+  const int blocks = row_blocks_of<Shape>(problem);
+  if (problem.mask) {
+    const Tiles tiles = tiles_of<Shape>(problem, extent, 0);
+    return static_cast<int64_t>(tiles.end - tiles.first) * blocks;
+  }
   int64_t sum = 0;
-  for (int block = 0; block < row_blocks_of<Shape>(problem); ++block) {
+  for (int block = 0; block < blocks; ++block) {
     const Tiles tiles = tiles_of<Shape>(problem, extent, block);
     sum += tiles.end - tiles.first;
   }
@@ -96,9 +101,9 @@ REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) 
 }
 
 template <class Shape>
-REDRAFT_DEVICE int64_t tiles_before(const Problem &problem, int sequence) {
+REDRAFT_DEVICE int64_t all_tiles(const Problem &problem) {
   int64_t sum = 0;
-  for (int b = 0; b < sequence; ++b) sum += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
+  for (int b = 0; b < problem.batch; ++b) sum += head_tiles<Shape>(problem, extent_of(problem, b)) * problem.kv_heads;
   return sum;
 }
 
@@ -108,40 +113,48 @@ REDRAFT_DEVICE int64_t share_of(int64_t total, int blocks) {
   return even < kLeastShare ? kLeastShare : even;
 }
 
-// A run of tiles of one unit.
-struct Segment {
+// One unit: its tiles, and how many tiles of other units come before them.
+struct Unit {
   int sequence;
   int head;
   int row_block;
-  Tiles tiles;  // of this segment
-  bool whole;   // it is all of the unit
+  Tiles tiles;
+  int64_t start;
+
+  REDRAFT_DEVICE int64_t end() const { return start + (tiles.end - tiles.first); }
 };
 
-// The segment that begins at tile `begin` (counted through all units) and ends with the unit or at `end`.
+// The unit that holds tile `tile`, counted through all units; there must be one.
 template <class Shape>
-REDRAFT_DEVICE Segment segment_at(const Problem &problem, int64_t begin, int64_t end) {
-  Segment segment{};
-  int64_t start = begin;  // becomes the offset of `begin` within ever smaller parts
+REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
+  Unit unit{};
+  int64_t left = tile;  // the offset of the tile within ever smaller parts
   Extent extent = extent_of(problem, 0);
   int64_t per_head = head_tiles<Shape>(problem, extent);
-  while (start >= per_head * problem.kv_heads) {
-    start -= per_head * problem.kv_heads;
-    extent = extent_of(problem, ++segment.sequence);
+  while (left >= per_head * problem.kv_heads) {
+    left -= per_head * problem.kv_heads;
+    extent = extent_of(problem, ++unit.sequence);
     per_head = head_tiles<Shape>(problem, extent);
   }
-  segment.head = static_cast<int>(start / per_head);
-  start %= per_head;
-  Tiles unit = tiles_of<Shape>(problem, extent, 0);
-  while (start >= unit.end - unit.first) {
-    start -= unit.end - unit.first;
-    unit = tiles_of<Shape>(problem, extent, ++segment.row_block);
+  unit.head = static_cast<int>(left / per_head);
+  left %= per_head;
+  unit.tiles = tiles_of<Shape>(problem, extent, 0);
+  if (problem.mask) {
+    unit.row_block = static_cast<int>(left / (unit.tiles.end - unit.tiles.first));
+    left %= unit.tiles.end - unit.tiles.first;
   }
-  const int first = unit.first + static_cast<int>(start);
-  const int64_t left = end - begin;
-  segment.tiles.first = first;
-  segment.tiles.end = left < unit.end - first ? first + static_cast<int>(left) : unit.end;
-  segment.whole = segment.tiles.first == unit.first && segment.tiles.end == unit.end;
-  return segment;
+  while (left >= unit.tiles.end - unit.tiles.first) {
+    left -= unit.tiles.end - unit.tiles.first;
+    unit.tiles = tiles_of<Shape>(problem, extent, ++unit.row_block);
+  }
+  unit.start = tile - left;
+  return unit;
+}
+
+// Query rows of a unit that exist.
+template <class Shape>
+REDRAFT_DEVICE int rows_of(const Problem &problem, const Unit &unit) {
+  return smaller(Shape::kRows, problem.nodes * problem.group - unit.row_block * Shape::kRows);
 }
 
 // Where a block leaves its part of an unfinished unit: slot 0 if the unit holds the block's first tile, else slot 1.

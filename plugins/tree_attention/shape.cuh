@@ -38,6 +38,7 @@ struct AttentionShape {
   static constexpr int kSharedBytes = kLoadBytes > kMergeBytes ? kLoadBytes : kMergeBytes;
   static constexpr bool kFits = kSharedBytes <= kMostSharedBytes && kSlice >= kProductDepth;
 
+  static_assert(kTile * kChunksPerRow % kThreads == 0, "every thread copies as many chunks of a tile");
   static_assert(kRowBytes % 16 == 0 && kHeadDim % 16 == 0, "rows are read in chunks of 16 bytes and 16 elements");
 };
 

@@ -37,6 +37,11 @@ GOOD = {
         ({"nodes": 0}, "nodes: expected 1 or more, found 0"),
         ({"nodes": 9}, "nodes: expected at most capacity = 8, found 9"),
         ({"nodes": 5000, "capacity": 9000}, "nodes: expected at most 4096 under a mask, found 5000"),
+        ({"capacity": 2**31 - 1}, "capacity: expected at most 2147483643 beside 4 nodes, found 2147483647"),
+        (
+            {"nodes": 2**29, "capacity": 2**30, "mask_bits": None},
+            "nodes: expected at most 268435455 with q_heads = 4, found 536870912",
+        ),
         ({"kv_heads": 3}, "q_heads: expected a multiple of kv_heads = 3, found 4"),
         ({"q_heads": 0}, "q_heads: expected a multiple of kv_heads = 2, found 0"),
         ({"head_dim": 72}, "head_dim: expected 64, 80, 96, 128 or 256, found 72"),
