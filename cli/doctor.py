@@ -140,7 +140,7 @@ def _accelerators() -> Iterator[Finding]:
         except BackendError as error:
             yield Finding("TensorRT", "absent", error.message, error.mend)
     yield Finding("device cpu", "ok", "ONNX Runtime")
-    yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing that runs on a GPU here",
+    yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing runs on a GPU here",
                   None if backends else "install onnxruntime-gpu in place of onnxruntime, or TensorRT")  # fmt: skip
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
     yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
