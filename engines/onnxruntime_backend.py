@@ -53,7 +53,9 @@ def load_session(
         )
     try:
         with huge_pages():
-            session = ort.InferenceSession(str(bundle.path / record.file), _options(threads, log), providers=[provider])
+            session = ort.InferenceSession(
+                str(bundle.path / record.file), session_options(threads, log), providers=[provider]
+            )
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
         raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
@@ -158,7 +160,7 @@ def bound_call(
     return run
 
 
-def _options(threads: int | None, log: str) -> ort.SessionOptions:
+def session_options(threads: int | None, log: str) -> ort.SessionOptions:
     """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
 
     Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle
