@@ -27,8 +27,9 @@ from redraft.export import support, tracing
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import CONFIG_FILE as DRAFTER_CONFIG
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, WEIGHTS_FILE, Identity
-from redraft.export.drafters.lyanna import METHOD, LyannaDrafter, beside
+from redraft.export.drafters.lyanna import LyannaDrafter, beside
 from redraft.export.weights import STORED
+from redraft.names import LYANNA
 
 SHARD_BYTES = 5_000_000_000
 _BUILD = "from redraft.cli.main import main; main()"
@@ -77,7 +78,7 @@ def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
     dtypes = {**dict.fromkeys(shapes, "BF16"), TOKEN_COUNTS: "I64"}
     write_safetensors(folder / WEIGHTS_FILE, {**shapes, TOKEN_COUNTS: (verifier.vocab_size,)}, dtypes)
     identity = asdict(Identity.of(checkpoint))
-    values = {"redraft_drafter": METHOD, "config": asdict(settings), "verifier": identity, "training": {}}
+    values = {"redraft_drafter": LYANNA, "config": asdict(settings), "verifier": identity, "training": {}}
     (folder / DRAFTER_CONFIG).write_text(json.dumps(values))
 
 

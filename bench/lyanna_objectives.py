@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.export.drafters.token_tree import lookup
-from redraft.train.objectives.lyanna import LyannaObjective, chains
+from redraft.train.objectives.lyanna import LyannaObjective
 
 
-class InjectedObjective(LyannaObjective):
-    """The objective, where `added` says what a token adds to the logits of the next one."""
-
-    @abstractmethod
-    def added(self, distinct: torch.Tensor) -> torch.Tensor:
-        """What tokens [D], each another, add to all logits: float32 [D, V]."""
-
-    def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
-        rows = features.shape[1]
-        for step, hidden in enumerate(chains(self.drafter, features, tokens, embed)):
-            distinct, index = tokens[:, step + 1 : rows + step + 1].unique(return_inverse=True)
-            logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
-            yield hidden, logits + self.added(distinct)[index]
-
-
-class HotObjective(InjectedObjective):
+class HotObjective(LyannaObjective):
     """Token information between hot tokens alone: the rows and the columns of cold ones are zero (Lyanna, §6.1).
 
     A row's RMS is taken over the whole vocabulary, as where engines prune their tables.
@@ -59,13 +41,11 @@ class HotObjective(InjectedObjective):
 
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        assert self.drafter.token_info is not None
-        values = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
-        masked: torch.Tensor = values * self.hot[distinct, None] * self.hot
+        masked: torch.Tensor = super().added(distinct) * self.hot[distinct, None] * self.hot
         return masked
 
 
-class TableObjective(InjectedObjective):
+class TableObjective(LyannaObjective):
     """Token information read from tables as `names.token_info_tables` lists them. To measure, not to train.
 
     Tables have the drafter's sharpness in them, which the logits here have not: it is taken out again.
@@ -77,6 +57,5 @@ class TableObjective(InjectedObjective):
 
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        config = self.drafter.config
-        rows = [lookup(self._tables, token, config.vocab_size) for token in distinct.tolist()]
-        return torch.from_numpy(np.stack(rows)) / config.sharpness
+        rows = [lookup(self._tables, token) for token in distinct.tolist()]
+        return torch.from_numpy(np.stack(rows)) / self.drafter.config.sharpness

@@ -24,7 +24,7 @@ from redraft.engines import Bundle
 from redraft.engines.base import Call
 from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, _options
+from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, session_options
 from redraft.names import LyannaShape, TensorSpec
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
@@ -128,7 +128,7 @@ def _session(
     model: str | bytes, threads: int, entries: Mapping[str, str] | None = None, profile: str | None = None
 ) -> ort.InferenceSession:
     """A session as engines open it, writing a profile where its name is given."""
-    options = _options(threads, "error")
+    options = session_options(threads, "error")
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     if profile is not None:

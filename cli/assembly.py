@@ -71,7 +71,7 @@ def build_bundle(
 
 def _with_taps(config: BuildConfig) -> BuildConfig:
     """The configuration with the features that its drafters ask for."""
-    wanted = {"last"} if config.lyanna else set()
+    wanted = {names.LAST_TAP} if config.lyanna else set()
     return replace(config, taps=(*config.taps, *sorted(wanted - set(config.taps))))
 
 
@@ -120,7 +120,7 @@ def _stage(
             **_step_graphs(exported, lyanna, folder),
         },
         weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
-        drafters={"ngram": {}, **({"lyanna": {}} if lyanna else {})},
+        drafters={"ngram": {}, **({names.LYANNA: {}} if lyanna else {})},
         lyanna=lyanna.shape if lyanna else None,
         tools=_tools(),
     )
@@ -154,7 +154,7 @@ def _lyanna(
         settings = beside(support.load_config(checkpoint), verifier.shape.vocabulary, **steps)
         return export_random_lyanna(settings, verifier, folder, options, progress)
     assert options.source is not None, "a drafter without a source is none (`choose_lyanna`)"
-    identity = Identity(tuple(digests[name] for name in checkpoint.files), digests.get(names.TOKENIZER_FILE, ""))
+    identity = Identity.from_digests(checkpoint, digests)
     return export_lyanna(DrafterCheckpoint.open(Path(options.source)), verifier, identity, folder, options, progress)
 
 
@@ -195,7 +195,7 @@ def _drafter_digests(config: BuildConfig) -> dict[str, str]:
     if not config.lyanna or config.lyanna.source in (None, RANDOM):
         return {}
     paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
-    return {f"lyanna {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
+    return {f"{names.LYANNA} {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
 
 
 def _quality(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,6 +23,26 @@ class Report(Protocol):
 def print_json(value: Mapping[str, Any]) -> None:
     """Print one JSON object. Refuses NaN and infinities, which are not JSON."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(rows: Sequence[Sequence[str]], title: str) -> None:
+    """Print rows of text, the header first: ruled on a terminal, aligned otherwise; all but the first column right."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        ruled = Table(title=title, title_justify="left")
+        for place, name in enumerate(rows[0]):
+            ruled.add_column(name, justify="right" if place else "left")
+        for row in rows[1:]:
+            ruled.add_row(*row)
+        Console().print(ruled)
+        return
+    typer.echo(title)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        typer.echo("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 @contextmanager

@@ -75,12 +75,12 @@ def generate(
         typer.echo()
 
 
-def writable(path: Path) -> IO[str]:
-    """A text file to write. Raises UsageError where it cannot be."""
+def writable(path: Path, option: str = "--trace") -> IO[str]:
+    """A text file to write, named by `option`. Raises UsageError where it cannot be."""
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--trace {path} cannot be written: {error.strerror}", "give another file") from None
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}", "give another file") from None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -10,7 +10,7 @@ import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
 
 from redraft import __version__
-from redraft.cli import bench, build, demo, doctor, generate, inspect, replay, train
+from redraft.cli import bench, build, demo, doctor, generate, inspect, profile, replay, train
 from redraft.errors import RedraftError
 
 INTERRUPTED = 130
@@ -27,6 +27,7 @@ app.command("build")(build.build)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
 app.command("bench")(bench.bench)
+app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -24,7 +24,10 @@ Device = Annotated[
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 BudgetText = Annotated[
     str | None,
-    typer.Option("--budget", help=f"Fixed size of the draft tree, such as {BUDGET_FORM}; measured by default."),
+    typer.Option(
+        "--budget",
+        help=f"Fixed size of the tree, such as {BUDGET_FORM}, without n-grams beside Lyanna; measured by default.",
+    ),
 ]
 
 

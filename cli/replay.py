@@ -34,8 +34,8 @@ def replay(
 def summarise(played: Replay) -> dict[str, Any]:
     """Counts by source, and each request's tokens, its prompt included."""
     sources = {
-        source: {"steps": steps, "nodes": played.nodes[source], "accepted": played.accepted[source]}
-        for source, steps in sorted(played.steps.items())
+        source: {"steps": played.steps[source], "nodes": played.nodes[source], "accepted": played.accepted[source]}
+        for source in sorted(played.steps.keys() | played.nodes.keys())
     }
     return {"sources": sources, "requests": {str(number): len(ids) for number, ids in played.requests.items()}}
 

@@ -58,7 +58,7 @@ def load_session(
         )
     try:
         with huge_pages():
-            path, options = str(bundle.path / record.file), _options(threads, log)
+            path, options = str(bundle.path / record.file), session_options(threads, log)
             if provider[0] != CPU:
                 options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
                 options.add_session_config_entry(_WEIGHTS_OUTSIDE_ARENA, "1")
@@ -167,7 +167,7 @@ def bound_call(
     return run
 
 
-def _options(threads: int | None, log: str) -> ort.SessionOptions:
+def session_options(threads: int | None, log: str) -> ort.SessionOptions:
     """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
 
     Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle

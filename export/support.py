@@ -9,6 +9,7 @@ import onnx_ir as ir
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from redraft import names
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint import Checkpoint
 from redraft.names import TREE_ATTENTION, Dtype, VerifierShape
@@ -136,8 +137,8 @@ def logit_scale(config: Any) -> float:
 def check_taps(taps: tuple[str, ...], layers: int) -> None:
     """Raise UsageError on a feature tap that the model does not have."""
     for tap in taps:
-        if tap != "last" and not (tap.isdigit() and int(tap) < layers):
-            raise UsageError(f"unknown feature tap {tap!r}", f"use last, or a layer from 0 to {layers - 1}")
+        if tap != names.LAST_TAP and not (tap.isdigit() and int(tap) < layers):
+            raise UsageError(f"unknown feature tap {tap!r}", f"use {names.LAST_TAP}, or a layer from 0 to {layers - 1}")
 
 
 def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierShape) -> None:

@@ -154,10 +154,10 @@ class VerifierModule(nn.Module):
 def _tapped(model: nn.Module, tap: str) -> nn.Module:
     """The module whose output is the feature `tap`: a layer, or the final norm."""
     decoder: Any = model.base_model
-    found = getattr(decoder, "norm", None) if tap == "last" else getattr(decoder, "layers", None)
+    found = getattr(decoder, "norm", None) if tap == names.LAST_TAP else getattr(decoder, "layers", None)
     if found is None:
         raise UnsupportedModelError(f"{type(model).__name__} names its layers otherwise: no feature {tap!r}")
-    module: nn.Module = found if tap == "last" else found[int(tap)]
+    module: nn.Module = found if tap == names.LAST_TAP else found[int(tap)]
     return module
 
 

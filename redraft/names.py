@@ -26,11 +26,13 @@ VERIFIER = "verifier"
 VERIFIER_SINGLE = "verifier.single"
 """The same graph lowered for one sequence on ONNX Runtime's CPU kernels (absent where they do not fit the model)."""
 
-LYANNA_DRAFT = "lyanna.draft"
+LYANNA = "lyanna"
+"""The drafting method: on the command line, in a drafter's configuration and in a bundle."""
+LYANNA_DRAFT = f"{LYANNA}.draft"
 """Lyanna's chain, its logits and the tree of them (Algorithm 1), any batch."""
-LYANNA_DRAFT_SINGLE = "lyanna.draft.single"
+LYANNA_DRAFT_SINGLE = f"{LYANNA_DRAFT}.single"
 """The same graph lowered for one sequence, as `VERIFIER_SINGLE` is."""
-LYANNA_RESAMPLE = "lyanna.resample"
+LYANNA_RESAMPLE = f"{LYANNA}.resample"
 """A new tree from logits that the last draft left over (Algorithm 2), any batch."""
 
 STEP_LAYOUT = "step.layout"
@@ -123,8 +125,12 @@ def present(cache: str) -> str:
     return f"{cache}.present"
 
 
+LAST_TAP = "last"
+"""The feature after the final norm, with which Lyanna's drafts begin."""
+
+
 def features(tap: str) -> str:
-    """Name of the feature output of `tap`, shape [B, T, n]: `last` is after the final norm, `3` after layer 3."""
+    """Name of the feature output of `tap`, shape [B, T, n]: LAST_TAP, or `3` after layer 3."""
     return f"features.{tap}"
 
 

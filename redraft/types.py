@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -71,6 +72,23 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step's tree was chosen from, where it was weighed.
+
+    rate:   tokens that a millisecond must bring.
+    gains:  tokens expected of the tree of each source beyond what it costs; the first of the largest is taken.
+    tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now.
+    found:  what the lookup had.   whole: all that could be verified, of which `rate` decides how much is.
+    """
+
+    rate: float
+    gains: Mapping[Source, float]
+    tried: bool
+    found: DraftTree
+    whole: DraftTree
 
 
 @dataclass(frozen=True)

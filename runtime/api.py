@@ -24,7 +24,7 @@ from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.text import Text, TextStream
-from redraft.runtime.trace import TraceWriter, no_record
+from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
 
@@ -66,7 +66,9 @@ class Runtime:
     def __init__(
         self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
+        identity: Mapping[str, str | int] | None = None,
     ) -> None:  # fmt: skip
+        """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
         self.verifier = verifier
         self.text = text
         self.curve = curve
@@ -74,7 +76,7 @@ class Runtime:
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
         self._engines = engines
-        self._identity: dict[str, str | int] = {}
+        self._identity = identity or {}
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -107,18 +109,17 @@ class Runtime:
             engine = open_engine(bundle, graph, threads)
             verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        curve = cached_curve(verifier, _identity(bundle, graph, threads, slots, device))
+        identity = _identity(bundle, graph, threads, slots, device)
+        curve = cached_curve(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
-        runtime = cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines)
-        runtime._identity = _identity(bundle, graph, threads, slots, device)
-        return runtime
+        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines, identity)
 
     @property
     def default_method(self) -> str:
         """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
-        return "lyanna" if lyanna else "ngram"
+        return names.LYANNA if lyanna else "ngram"
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -204,7 +205,8 @@ class Runtime:
     def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
         """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
         cycle = self._planned(method, budget, forced)
-        cycle.record = no_record if trace is None else TraceWriter(trace)
+        if trace is not None:
+            cycle.record = TraceWriter(trace, cycle.controller.explain, self.curve.table_ms)
         return cycle
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
 from math import exp, log
 from typing import Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import merge, prune
-from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, Outcome, Source
 
 MAX_DEPTH = 16
 MAX_WIDTH = 16
@@ -37,6 +38,9 @@ class Controller(Protocol):
 
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """The part worth verifying of what the lookup found and what was made to plan, at least the root."""
+
+    def explain(self, seq: Sequence) -> Choice | None:
+        """What the tree of this step was chosen from; None where nothing was weighed."""
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """How long making the trees of this step took, for the whole batch, by the sources that made any."""
@@ -65,6 +69,9 @@ class FixedBudget:
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         return prune(found if made is None else made, self._budget.nodes)
+
+    def explain(self, seq: Sequence) -> None:
+        """See `Controller.explain`."""
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
@@ -135,7 +142,8 @@ class Pace:
 
     plan:     where this step's tree comes from; NONE where nothing was planned.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
-    offered:  the tree that was made for this step and its source, for `observe`.   found_gain: the lookup's.
+    offered:  the tree that was made for this step and its source, for `observe`.
+    rate, gains, tried, choice: as in `Choice`, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
@@ -143,7 +151,10 @@ class Pace:
     experience: Experience
     gain: dict[tuple[Source, int], float]
     offered: tuple[Source, DraftTree] | None = None
-    found_gain: float = 0.0
+    rate: float = 0.0
+    gains: dict[Source, float] = field(default_factory=dict)
+    tried: bool = False
+    choice: Choice | None = None
     plan: Source = Source.NONE
     remaining: int = 0
     waiting: int = 0
@@ -185,7 +196,7 @@ class Adaptive:
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         pace = self._pace(seq)
-        pace.plan = Source.NONE
+        pace.plan, pace.choice = Source.NONE, None
         if pace.waiting == 0:
             return self._full
         pace.waiting -= 1
@@ -194,33 +205,33 @@ class Adaptive:
     def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
         """See `Controller.plan`."""
         pace = self._pace(seq)
-        rate = self._rate(pace)
-        pace.remaining, pace.plan = remaining, Source.LOOKUP
-        pace.found_gain = self._best(found, rate)[1]
-        best, plan = pace.found_gain, Source.LOOKUP
-        if remaining:
-            gain = pace.gain.get((Source.RESAMPLE, remaining), best + 1.0) - rate * self._made_ms[Source.RESAMPLE]
-            if gain > best:
-                best, plan = gain, Source.RESAMPLE
-        if self._drafts:
-            gain = pace.gain.get((Source.FRESH, 0), best + 1.0) - rate * self._made_ms[Source.FRESH]
-            pace.since_fresh += 1
-            if gain > best or pace.since_fresh > pace.patience:
-                plan = Source.FRESH
-        pace.plan = plan
-        return plan
+        rate = pace.rate = max(pace.experience.tokens / pace.experience.ms, self._plain_rate)
+        gains = pace.gains = {Source.LOOKUP: best_size(found.log_probs, rate, self._table)[1]}
+        for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
+            if wanted:
+                key = (source, remaining if source is Source.RESAMPLE else 0)
+                gain = pace.gain.get(key, max(gains.values()) + 1.0)
+                gains[source] = gain - rate * self._made_ms[source]
+        pace.since_fresh += self._drafts
+        pace.tried = self._drafts and pace.since_fresh > pace.patience
+        pace.remaining, pace.plan = remaining, Source.FRESH if pace.tried else max(gains, key=gains.__getitem__)
+        return pace.plan
 
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
-        pace = self._pace(seq)
-        tree, rate = found, self._rate(pace)
+        pace, tree = self._pace(seq), found
         if made is not None and len(made) > 1:
             pace.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
-        nodes, gain = self._best(tree, rate)
+        nodes, gain = best_size(tree.log_probs, pace.rate, self._table)
+        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
         if made is not None:
-            self._learn_gain(pace, plan, gain, rate)
+            self._learn_gain(pace, plan, gain)
         return prune(tree, nodes)
+
+    def explain(self, seq: Sequence) -> Choice | None:
+        """See `Controller.explain`."""
+        return self._pace(seq).choice
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
@@ -250,33 +261,33 @@ class Adaptive:
         else:
             pace.pause = 0
 
-    def _learn_gain(self, pace: Pace, plan: Source, gain: float, rate: float) -> None:
+    def _learn_gain(self, pace: Pace, plan: Source, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
         key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
         for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
             known[key] = known.get(key, gain) + weight * (gain - known.get(key, gain))
         if plan is Source.FRESH:
-            pays = gain - rate * self._made_ms[Source.FRESH] > pace.found_gain
+            pays = gain - pace.rate * self._made_ms[Source.FRESH] > pace.gains[Source.LOOKUP]
             pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
-
-    def _best(self, tree: DraftTree, rate: float) -> tuple[int, float]:
-        """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone."""
-        best, nodes, promised = 0.0, 0, 0.0
-        table = self._table
-        for count, log_prob in enumerate(sorted(tree.log_probs.tolist()[1:], reverse=True), 1):
-            if count + 1 >= len(table):
-                break
-            promised += exp(log_prob)
-            gain = promised - rate * (table[count + 1] - table[1])
-            if gain > best:
-                best, nodes = gain, count
-        return nodes, best
-
-    def _rate(self, pace: Pace) -> float:
-        return max(pace.experience.tokens / pace.experience.ms, self._plain_rate)
 
     def _pace(self, seq: Sequence) -> Pace:
         pace: Pace | None = seq.control
         if pace is None:
             pace = seq.control = Pace(Experience(self._all.tokens, self._all.ms), dict(self._gain))
         return pace
+
+
+def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> tuple[int, float]:
+    """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone.
+
+    log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
+    """
+    best, nodes, promised = 0.0, 0, 0.0
+    for count, log_prob in enumerate(sorted(log_probs.tolist()[1:], reverse=True), 1):
+        if count + 1 >= len(table_ms):
+            break
+        promised += exp(log_prob)
+        gain = promised - rate * (table_ms[count + 1] - table_ms[1])
+        if gain > best:
+            best, nodes = gain, count
+    return nodes, best

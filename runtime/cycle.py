@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Controller
 from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
 from redraft.runtime.tree import prune, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree, Source
+from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome, Source
 
+_STAGES = {Source.LOOKUP: "lookup", Source.RESAMPLE: "resample", Source.FRESH: "draft"}
 Make = Callable[[Several[Sequence], Several[Budget]], list[DraftTree]]
 
 
@@ -31,6 +32,7 @@ class Cycle:
         self.controller = controller
         self.lookup = lookup
         self.clock = verifier.clock
+        self.ranges = verifier.ranges
         self.record: Recorder = no_record
         self._methods = [method for method in (drafter, lookup) if method is not None]
 
@@ -45,9 +47,17 @@ class Cycle:
 
     def step(self, batch: Several[Sequence]) -> None:
         """One verification for all: every sequence brings a tree and gains at least one token."""
-        started = time.perf_counter()
-        plans, trees = self.propose(batch)
-        outcomes = self.verifier.verify(batch, trees)
+        with self.ranges.stage(STEP):
+            plans, trees = self.propose(batch)
+            outcomes = self.verifier.verify(batch, trees)
+            with self.ranges.stage("commit"):
+                self.commit(batch, plans, trees, outcomes)
+        self.ranges.count(trees, outcomes)
+
+    def commit(
+        self, batch: Several[Sequence], plans: list[Source], trees: list[DraftTree], outcomes: list[Outcome]
+    ) -> None:
+        """Give every sequence its tokens, and tell drafter, lookup and controller what came of the trees."""
         for slot, (seq, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
             self.record(seq, plans[slot], tree, outcome)
             seq.commit(tree, outcome)
@@ -55,39 +65,35 @@ class Cycle:
             for method in self._methods:
                 method.accept(seq, tree, outcome, features)
             self.controller.observe(seq, tree, outcome)
-        self.clock.total += time.perf_counter() - started
 
     def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
         """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
-        started = time.perf_counter()
+        stage = self.ranges.stage
         room = self.verifier.capacity - max([seq.past_len for seq in batch])
         budgets = [fit(self.controller.budget(seq), seq, room) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
-        found = self.lookup.draft(batch, budgets) if self.lookup else [root_only(seq.tokens[-1]) for seq in batch]
-        plans = [
-            self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
-            for seq, tree, budget in zip(batch, found, budgets, strict=True)
-        ]
-        looked_up = time.perf_counter()
-        resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
-        resampled_at = time.perf_counter()
-        drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
-        self._book(plans, looked_up - started, resampled_at - looked_up, time.perf_counter() - resampled_at)
-        trees = []
-        for slot, seq in enumerate(batch):
-            made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
-            tree = self.controller.choose(seq, plans[slot], found[slot], made)
-            trees.append(prune(tree, budgets[slot].nodes))  # of two sources: each fits the rows that are left, not both
-        return plans, trees
-
-    def _book(self, plans: list[Source], lookup: float, resample: float, draft: float) -> None:
-        """Tell clock and controller what the trees of a step took, in seconds."""
-        self.clock.draft += lookup + draft
-        self.clock.resample += resample
-        taken = {Source.LOOKUP: lookup, Source.RESAMPLE: resample, Source.FRESH: draft}
-        self.controller.timed({source: seconds * 1e3 for source, seconds in taken.items()
+        with stage("lookup"):
+            found = self.lookup.draft(batch, budgets) if self.lookup else [root_only(seq.tokens[-1]) for seq in batch]
+            plans = [
+                self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
+                for seq, tree, budget in zip(batch, found, budgets, strict=True)
+            ]
+        with stage("resample"):
+            resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
+        with stage("draft"):
+            drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
+        self.controller.timed({source: stage(name).latest * 1e3 for source, name in _STAGES.items()
                                if source is Source.LOOKUP or source in plans})  # fmt: skip
+        with stage("choose"):
+            trees = list(found)
+            for slot, seq in enumerate(batch):
+                if plans[slot] is Source.NONE:
+                    continue
+                made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
+                tree = self.controller.choose(seq, plans[slot], found[slot], made)
+                trees[slot] = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
+        return plans, trees
 
     def _made(
         self, make: Make, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]

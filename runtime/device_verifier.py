@@ -23,6 +23,7 @@ from redraft.names import VerifierShape
 from redraft.runtime.device_frame import ChunkFrame, SlotMove, TreeFrame
 from redraft.runtime.device_tree import DeviceTrees, same_trees
 from redraft.runtime.metrics import Clock
+from redraft.runtime.ranges import Ranges
 from redraft.runtime.sampler import Greedy, OverTokens
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
@@ -54,6 +55,7 @@ class DeviceVerifier(Verifier):
         self.slots = slots
         self.vocabulary = shape.vocabulary
         self.clock = Clock()
+        self.ranges = Ranges(self.clock)
         self.device = device
         self._collector: Collector | None = None
         self._taps = taps
@@ -84,20 +86,16 @@ class DeviceVerifier(Verifier):
             made = None  # fewer nodes exist than the drafter's call has room for: from the host, where they are cut
         nodes = list(map(len, trees))
         frame = self._tree_frame(len(batch), made.width if made else max(nodes), made)
-        started = time.perf_counter()
-        if made is None:
-            frame.place(trees)
-        frame.start([seq.past_len for seq in batch], nodes)
-        self._announce(batch)
-        if all(map(_judged_on_device, batch)):
-            frame.step()
-            outcomes = frame.outcomes(nodes)
-        else:
-            outcomes = _judge(frame, batch, trees)
-        spent = time.perf_counter() - started
-        self.clock.verify += spent
-        self.clock.engine += spent
-        return outcomes
+        with self.ranges.stage("fill"):
+            if made is None:
+                frame.place(trees)
+            frame.start([seq.past_len for seq in batch], nodes)
+            self._announce(batch)
+        with self.ranges.stage("verify"), self.ranges.call(names.VERIFIER):
+            if all(map(_judged_on_device, batch)):
+                frame.step()
+                return frame.outcomes(nodes)
+            return _judge(frame, batch, trees)
 
     def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
         """See `Verifier.prefill`; of the feature rows only their number is said."""
@@ -108,7 +106,8 @@ class DeviceVerifier(Verifier):
             self._latest = frame = self._chunk_frame(padded)
             frame.place(chunk, start)
             self._announce([seq])
-            frame.step()
+            with self.ranges.stage("prefill"):
+                frame.step()
             yield start, self.features(0, len(chunk))
 
     def first_outcome(self, seq: Request) -> Outcome:

@@ -37,7 +37,8 @@ def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
     else:
         batch.append(seq)
     seq.started = time.perf_counter()
-    cycle.begin(seq)
+    with cycle.ranges.stage("begin"):
+        cycle.begin(seq)
 
 
 def retire(cycle: Cycle, batch: list[Sequence]) -> None:

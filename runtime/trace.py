@@ -1,10 +1,13 @@
 """What every step chose and what came of it, one JSON line a step, and the replay that checks such a file.
 
-    {"request": 0, "prompt": [ids], "first": id}                              once, when a request begins
+    {"request": 0, "prompt": [ids], "first": id, "table_ms": [of verifying n nodes]}      once, when a request begins
     {"request": 0, "position": 41, "source": "fresh", "tokens": […], "parents": […], "log_probs": […],
-     "said": [the verifier's token after every node], "path": [accepted nodes], "committed": [ids]}      every step
+     "said": [the verifier's token after every node], "path": [accepted nodes], "committed": [ids],
+     "choice": {"rate": …, "gains": {source: …}, "tried": false, "log_probs": […], "looked_up": [nodes]}}    every step
 
-Trees and answers are complete, so that acceptance can be computed again from the file alone.
+Trees and answers are complete, so that acceptance can be computed again from the file alone. So can where a tree came
+from and how much of it was verified, where that was weighed: `choice` is `redraft.types.Choice`, its `log_probs` are
+those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+import numpy as np
+
 from redraft.errors import DataError
+from redraft.runtime.controller import best_size
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path
-from redraft.types import DraftTree, Outcome, Source
+from redraft.types import Choice, DraftTree, Outcome, Source
 
 Recorder = Callable[[Sequence, Source, DraftTree, Outcome], None]
 
@@ -29,10 +36,15 @@ def no_record(seq: Sequence, plan: Source, tree: DraftTree, outcome: Outcome) ->
 
 
 class TraceWriter:
-    """A recorder that writes to `file`; give it to a cycle as `record`."""
+    """A recorder that writes to `file`; give it to a cycle as `record`.
 
-    def __init__(self, file: IO[str]) -> None:
+    explain: as `Controller.explain`.   table_ms: of the cost curve.
+    """
+
+    def __init__(self, file: IO[str], explain: Callable[[Sequence], Choice | None], table_ms: Several[float]) -> None:
         self._file = file
+        self._explain = explain
+        self._table_ms = table_ms
         self._numbers: dict[int, int] = {}
         self._count = itertools.count()
 
@@ -41,7 +53,8 @@ class TraceWriter:
         if id(seq) not in self._numbers or len(seq.tokens) == seq.prompt_length + 1:
             self._numbers[id(seq)] = next(self._count)
             begun = {"prompt": seq.tokens[: seq.prompt_length], "first": seq.tokens[seq.prompt_length]}
-            self._write({"request": self._numbers[id(seq)], **begun})
+            self._write({"request": self._numbers[id(seq)], **begun, "table_ms": self._table_ms})
+        choice = self._explain(seq)
         self._write(
             {
                 "request": self._numbers[id(seq)],
@@ -53,6 +66,7 @@ class TraceWriter:
                 "said": outcome.node_tokens.tolist(),
                 "path": list(outcome.path),
                 "committed": list(outcome.tokens),
+                **({"choice": _choice(choice, tree)} if choice else {}),
             }
         )
 
@@ -60,14 +74,35 @@ class TraceWriter:
         self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
 
 
+def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
+    known, paths = set(_paths(choice.found)), _paths(tree)
+    return {
+        "rate": choice.rate,
+        "gains": choice.gains,
+        "tried": choice.tried,
+        "log_probs": choice.whole.log_probs.tolist(),
+        "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
+    }
+
+
+def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
 @dataclass
 class Replay:
     """What a trace says when it is played again.
 
-    requests: prompt and committed tokens by request.   steps, nodes, accepted: counts by source.
+    requests: prompt and committed tokens by request.   table_ms: its cost curve.   steps: by source of their tree.
+    nodes, accepted: by source, those that the lookup had being its own in every tree.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
+    table_ms: dict[int, list[float]] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
     nodes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -76,6 +111,7 @@ class Replay:
 def replay(lines: Iterable[str]) -> Replay:
     """Play a trace: every tree must begin where its request stands and be accepted as far as the trace says.
 
+    Where its choice was weighed, it must come from where most was expected and be no larger than what pays.
     Raises DataError naming the line that is no record or does not follow from those before it.
     """
     played = Replay()
@@ -83,12 +119,20 @@ def replay(lines: Iterable[str]) -> Replay:
         try:
             values = json.loads(line)
             if "prompt" in values:
-                played.requests[values["request"]] = [*map(int, values["prompt"]), int(values["first"])]
+                _begin(played, values)
             else:
                 _play(played, values)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(f"line {number} of the trace: {type(error).__name__}: {error}") from None
     return played
+
+
+def _begin(played: Replay, values: dict[str, Any]) -> None:
+    number = values["request"]
+    if number in played.requests:
+        raise ValueError(f"request {number} begins a second time")
+    played.requests[number] = [*map(int, values["prompt"]), int(values["first"])]
+    played.table_ms[number] = [float(ms) for ms in values["table_ms"]]
 
 
 def _play(played: Replay, values: dict[str, Any]) -> None:
@@ -102,6 +146,22 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
         raise ValueError(f"nodes {list(path)} are accepted, the trace says {values['path']}")
     tokens.extend(committed)
     source = str(Source(values["source"]))
+    looked_up: set[int] = set()
+    if choice := values.get("choice"):
+        _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms[values["request"]])
+        looked_up = set(choice["looked_up"])
     played.steps[source] += 1
-    played.nodes[source] += len(values["tokens"]) - 1
-    played.accepted[source] += len(path)
+    for node in range(1, len(values["tokens"])):
+        owner = str(Source.LOOKUP) if node in looked_up else source
+        played.nodes[owner] += 1
+        played.accepted[owner] += node in path
+
+
+def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: list[float]) -> None:
+    gains = choice["gains"]
+    expected = Source.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
+    if source != expected:
+        raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
+    most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
+    if nodes > most:
+        raise ValueError(f"{most} nodes were worth verifying, the trace has {nodes}")

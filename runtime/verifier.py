@@ -16,6 +16,7 @@ from redraft.engines.base import Array, Call, Engine
 from redraft.engines.device import Device
 from redraft.names import VerifierShape
 from redraft.runtime.metrics import Clock
+from redraft.runtime.ranges import Ranges
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import Layout, layout, root_only
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
@@ -31,8 +32,8 @@ Features = Mapping[str, FloatArray]
 class Verifier:
     """Runs the verifier's graph over trees and prompts.
 
-    `capacity` is the number of rows of a slot, `slots` the largest batch, `vocabulary` the number of token ids. `clock`
-    collects the time in the engine.
+    `capacity` is the number of rows of a slot, `slots` the largest batch, `vocabulary` the number of token ids.
+    `ranges` are those of all that works with this verifier, `clock` is theirs.
     """
 
     device: Device | None = None
@@ -45,6 +46,7 @@ class Verifier:
         self.slots = slots
         self.vocabulary = shape.vocabulary
         self.clock = Clock()
+        self.ranges = Ranges(self.clock)
         self._engine = engine
         self._taps = taps
         self._symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
@@ -60,16 +62,18 @@ class Verifier:
 
         Sequence i sits in slot i; past_len + the largest tree must fit in `capacity`.
         """
-        frame = self._frame(len(batch), width := max(map(len, trees)), width)
-        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            frame.place(slot, tree, seq.past_len)
-        frame.live[0] = max([seq.past_len for seq in batch]) + width
+        with self.ranges.stage("fill"):
+            frame = self._frame(len(batch), width := max(map(len, trees)), width)
+            for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
+                frame.place(slot, tree, seq.past_len)
+            frame.live[0] = max([seq.past_len for seq in batch]) + width
         self._run(frame)
         outcomes = []
-        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            outcome = seq.sampler.judge(frame.logits[slot, : len(tree)], tree, seq.past_len)
-            self._keep(slot, seq.past_len, outcome.path)
-            outcomes.append(outcome)
+        with self.ranges.stage("judge"):
+            for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
+                outcome = seq.sampler.judge(frame.logits[slot, : len(tree)], tree, seq.past_len)
+                self._keep(slot, seq.past_len, outcome.path)
+                outcomes.append(outcome)
         return outcomes
 
     def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
@@ -84,7 +88,8 @@ class Verifier:
             self._last = frame = self._frame(1, padded, 1)
             frame.place_chunk(chunk, start)
             frame.live[0] = start + padded
-            frame.call.run()
+            with self.ranges.stage("prefill"):
+                frame.call.run()
             yield start, frame.features(0, len(chunk))
 
     def first_outcome(self, seq: Request) -> Outcome:
@@ -112,11 +117,8 @@ class Verifier:
         return (time.perf_counter() - start) * 1e3
 
     def _run(self, frame: _Frame) -> None:
-        start = time.perf_counter()
-        frame.call.run()
-        spent = time.perf_counter() - start
-        self.clock.verify += spent
-        self.clock.engine += spent
+        with self.ranges.stage("verify"), self.ranges.call(names.VERIFIER):
+            frame.call.run()
         self._last = frame
 
     def _keep(self, slot: int, past_len: int, path: tuple[int, ...]) -> None:

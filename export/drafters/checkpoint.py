@@ -43,11 +43,13 @@ class Identity:
     @classmethod
     def of(cls, verifier: Checkpoint) -> Identity:
         """The identity of a Hugging Face checkpoint: reads all of it once."""
-        tokenizer = verifier.path / TOKENIZER_FILE
-        return cls(
-            weights=tuple(_digest(verifier.path / name) for name in sorted(verifier.files)),
-            tokenizer=_digest(tokenizer) if tokenizer.is_file() else "",
-        )
+        files = (name for name in (*verifier.files, TOKENIZER_FILE) if (verifier.path / name).is_file())
+        return cls.from_digests(verifier, {name: _digest(verifier.path / name) for name in files})
+
+    @classmethod
+    def from_digests(cls, verifier: Checkpoint, digests: Mapping[str, str]) -> Identity:
+        """The same from SHA-256 digests of its files, by name."""
+        return cls(tuple(digests[name] for name in sorted(verifier.files)), digests.get(TOKENIZER_FILE, ""))
 
 
 @dataclass(frozen=True)

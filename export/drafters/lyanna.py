@@ -23,10 +23,6 @@ from redraft.errors import CheckpointError
 from redraft.export import support
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 
-METHOD = "lyanna"
-TAP = "last"
-"""The verifier's feature that a draft begins with."""
-
 
 @dataclass(frozen=True)
 class LyannaConfig(LayerConfig):

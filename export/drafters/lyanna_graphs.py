@@ -24,7 +24,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
-from redraft.export.drafters.lyanna import METHOD, TAP, LyannaConfig, LyannaDrafter
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.token_tree import emit_token_tree, token_tree
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
@@ -34,7 +34,7 @@ from redraft.names import Dtype, LyannaShape, WeightRef
 DRAFT = f"{names.LYANNA_DRAFT}.onnx"
 RESAMPLE = f"{names.LYANNA_RESAMPLE}.onnx"
 _TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
-_STEM = f"{METHOD}."
+_STEM = f"{names.LYANNA}."
 """What the names of a drafter's parameters and files begin with in a bundle."""
 _TRACED_ROWS = 3
 _TRACED_CAPACITY = 16
@@ -63,12 +63,12 @@ def export_lyanna(
 
     Raises CheckpointError where the drafter is of another method, was trained for another verifier, or does not load.
     """
-    if drafter.method != METHOD:
-        raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {METHOD!r}")
+    if drafter.method != names.LYANNA:
+        raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {names.LYANNA!r}")
     settings = drafter.configure(LyannaConfig)
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    if TAP not in verifier.taps:
-        raise CheckpointError(f"the verifier's graph has no feature {TAP!r}", f'add "{TAP}" to the taps of its recipe')
+    if (tap := names.LAST_TAP) not in verifier.taps:
+        raise CheckpointError(f"the verifier's graph has no feature {tap!r}", f'add "{tap}" to the taps of its recipe')
     module = empty_drafter(settings, verifier.shape.dtype)
     source, counts = drafter.open_weights(parameter_shapes(module), _STEM)
     return _export(module, source, counts, verifier, out, options, progress)
@@ -107,7 +107,8 @@ def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precision:
     """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
     dtype = verifier.shape.dtype
-    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype and precision != "fp8"]
+    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
+    fitting = [precision for precision in fitting if precision != "fp8"]
     chosen = options.precision or ("int8" if dtype == "float32" else fitting[0])
     if chosen not in fitting:
         raise UsageError(
@@ -276,7 +277,7 @@ def _export_draft(
     _rename(model, {**{f"drafter.{name.removeprefix(_STEM)}": name for name in own.parameters}, **shared})
     source = Beside(own, verifier.source)
     refs = place(
-        model, source, out, precision, progress, file=METHOD, logits=names.CHAIN_LOGITS, shared=verifier.weights
+        model, source, out, precision, progress, file=names.LYANNA, logits=names.CHAIN_LOGITS, shared=verifier.weights
     )
     finish(model)
     ir.save(model, out / DRAFT)

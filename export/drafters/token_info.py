@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from redraft import names
 from redraft.export import weights
-from redraft.export.drafters.lyanna import METHOD, LyannaDrafter
+from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.weights import Slabs
 from redraft.names import LyannaShape, TensorSpec, WeightRef
 
-FILE = f"{weights.FOLDER}/{METHOD}.token_info.safetensors"
+FILE = f"{weights.FOLDER}/{names.LYANNA}.token_info.safetensors"
 _SLAB_TOKENS = 1024
 _INT8_MAX = 127.0
 _FP8_MAX = 448.0

@@ -79,7 +79,7 @@ def _log_softmax(logits: Floats) -> Floats:
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=np.float32)
 
 
-def lookup(tables: Sequence[Any], token: int, vocabulary: int) -> Floats:
+def lookup(tables: Sequence[Any], token: int) -> Floats:
     """What `token` adds to all logits, read from tables as `names.token_info_tables` lists them."""
     tables = [np.asarray(table) for table in tables]
     index = tables.pop() if tables[-1].ndim == 1 else None
@@ -101,11 +101,10 @@ def token_tree(
     nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The operator's meaning: the references above, a sequence at a time. `whole`: all steps count, `used` is 0."""
-    vocabulary = step_logits.shape[2]
     trees = []
     for logits, gone, root in zip(step_logits.numpy(), used.tolist(), roots.tolist(), strict=True):
         kept = logits[: len(logits) - gone]
-        tree = build_subtree(kept, root, lambda token: lookup(tables, token, vocabulary), width).likeliest(nodes)
+        tree = build_subtree(kept, root, lambda token: lookup(tables, token), width).likeliest(nodes)
         trees.append(tree)
     return (
         torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),

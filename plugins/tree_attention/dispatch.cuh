@@ -14,12 +14,20 @@ enum class Action { kPlan, kRun };
 template <class Shape>
 int attend_with(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   static std::atomic<int> resident[kMostDevices];
-  if (blocks == 0) {
+  static std::atomic<bool> allowed[kMostDevices];
+  // A plan of given blocks asks no device: it can be made where there is none.
+  if (blocks == 0 || action == Action::kRun) {
     int device = 0;
     if (const int status = current_device(&device)) return status;
-    blocks = resident[device].load();
-    if (blocks == 0) resident[device] = blocks = resident_blocks(attend<Shape>, device, kThreads, Shape::kSharedBytes);
-    if (blocks == 0) return REDRAFT_DEVICE_ERROR;
+    if (!allowed[device]) {
+      if (const int status = allow_shared_memory(attend<Shape>, Shape::kSharedBytes)) return status;
+      allowed[device] = true;
+    }
+    if (resident[device] == 0) {
+      resident[device] = resident_blocks(attend<Shape>, device, kThreads, Shape::kSharedBytes);
+    }
+    if (resident[device] == 0) return REDRAFT_DEVICE_ERROR;
+    if (blocks == 0) blocks = resident[device];
   }
   plan.rows = Shape::kRows;
   plan.tile = Shape::kTile;

@@ -33,15 +33,21 @@ inline int current_device(int *device) {
   return failed(REDRAFT_DEVICE_ERROR, "device: expected at most number %d, found %d", kMostDevices - 1, *device);
 }
 
-// Blocks of a kernel that the device runs at once, or 0 and a failure. Lets the kernel use that much shared memory.
+// Lets a kernel use more shared memory than the 48 KiB that every block may.
+template <class Kernel>
+int allow_shared_memory(Kernel *kernel, int shared_bytes) {
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (status == cudaSuccess) return REDRAFT_OK;
+  return failed(REDRAFT_DEVICE_ERROR, "the device does not give a block of the attention kernel %d bytes: %s",
+                shared_bytes, cudaGetErrorString(status));
+}
+
+// Blocks of a kernel that the device runs at once, or 0 and a failure. After allow_shared_memory.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, int device, int threads, int shared_bytes) {
   int processors = 0;
   int each = 0;
   cudaError_t status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  }
   if (status == cudaSuccess) {
     status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared_bytes);
   }
@@ -67,6 +73,11 @@ using Stream = void *;
 
 inline int current_device(int *device) {
   *device = 0;
+  return REDRAFT_OK;
+}
+
+template <class Kernel>
+int allow_shared_memory(Kernel *, int) {
   return REDRAFT_OK;
 }
 

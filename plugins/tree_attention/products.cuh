@@ -2,7 +2,7 @@
 //
 // Sums lie as the instruction leaves them: of the 16 x 8 block n, lane 4 g + t holds rows g and g + 8, columns 2 t and
 // 2 t + 1, in sums[n][0 .. 1] and sums[n][2 .. 3]. 16-bit elements use m16n8k16. float uses m16n8k8 on TF32 halves:
-// x = big + small, and big*big + big*small + small*big leaves an error near float's own (the 3xTF32 of CUTLASS).
+// x = big + small, and big*big + big*small + small*big leaves an error near float's own (Ootomo and Yokota 2022).
 
 #pragma once
 

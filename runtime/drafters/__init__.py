@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from redraft import names
 from redraft.errors import UsageError
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.verifier import Verifier
@@ -13,7 +14,7 @@ from redraft.runtime.verifier import Verifier
 DRAFTERS: Mapping[str, str] = {
     "none": "redraft.runtime.drafters.none:NoDrafter",
     "ngram": "redraft.runtime.drafters.ngram:NgramDrafter",
-    "lyanna": "redraft.runtime.drafters.lyanna:LyannaDrafter",
+    names.LYANNA: "redraft.runtime.drafters.lyanna:LyannaDrafter",
 }
 
 ON_DEVICE: Mapping[str, str] = {"lyanna": "redraft.runtime.drafters.lyanna_device:DeviceLyanna"}

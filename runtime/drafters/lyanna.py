@@ -28,7 +28,6 @@ from redraft.runtime.tree import head, root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
-TAP = "last"
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it, so that few shapes are prepared."""
@@ -110,7 +109,7 @@ class LyannaDrafter(Drafter):
     @classmethod
     def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
         """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
-        config = from_mapping(LyannaConfig, options, "lyanna")
+        config = from_mapping(LyannaConfig, options, names.LYANNA)
         manifest = engines.bundle.manifest if engines else None
         if engines is None or manifest is None or manifest.lyanna is None:
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
@@ -132,13 +131,13 @@ class LyannaDrafter(Drafter):
     def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
         backlog: Backlog = seq.drafting
-        backlog.append(features[TAP])
+        backlog.append(features[names.LAST_TAP])
         self._catch_up([seq], [True])
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         """See `Drafter.accept`."""
         backlog: Backlog = seq.drafting
-        rows = features[TAP]
+        rows = features[names.LAST_TAP]
         backlog.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
         backlog.used += len(outcome.path) + 1
 
@@ -149,10 +148,12 @@ class LyannaDrafter(Drafter):
         return remaining if self.config.resample and remaining > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
+        """See `Drafter.draft`. Raises ValueError where nothing was committed since the last draft."""
         wanted = [budget.nodes > 0 for budget in budgets]
-        self._catch_up(batch, wanted)
         backlogs: list[Backlog] = [seq.drafting for seq in batch]
+        if any(yes and not backlog.waiting for backlog, yes in zip(backlogs, wanted, strict=True)):
+            raise ValueError("nothing was committed since the last draft of a sequence")
+        self._catch_up(batch, wanted)
         call = self._run_draft(batch, [b.waiting if yes else 0 for b, yes in zip(backlogs, wanted, strict=True)])
         for backlog, yes in zip(backlogs, wanted, strict=True):
             if yes:
@@ -167,7 +168,8 @@ class LyannaDrafter(Drafter):
             backlog: Backlog = seq.drafting
             call.inputs[names.FIRST_STEP][slot] = backlog.used if budget.nodes else 1
             call.inputs[names.TOKENS][slot] = seq.tokens[-1]
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
+            call.run()
         return self._trees(call, batch, budgets, call.outputs[names.TREE_COUNT].tolist())
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
@@ -217,7 +219,8 @@ class LyannaDrafter(Drafter):
                 inputs[names.FEATURE_ROWS][slot, :count] = backlog.features[:count]
                 inputs[names.TOKENS][slot, :count] = seq.tokens[past_len + 1 : past_len + 1 + count]
         inputs[names.LIVE][0] = max([seq.drafting.past_len for seq in batch]) + width
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_DRAFT):
+            call.run()
         for slot, logits in kept.items():
             self._chain_logits[slot] = logits
         for seq, count in zip(batch, rows, strict=True):
@@ -227,9 +230,6 @@ class LyannaDrafter(Drafter):
     def _draft_call(self, sequences: int, rows: int) -> Call:
         sizes = {"M": rows} if self._fixed_batch else {"B": sequences, "M": rows}
         return self._draft_engine.prepare(**sizes)
-
-    def _timed(self, call: Call) -> None:
-        self.verifier.clock.engine += _seconds(call)
 
     def _trees(
         self, call: Call, batch: Several[Sequence], budgets: Several[Budget], counts: list[int]

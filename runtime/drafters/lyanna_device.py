@@ -24,7 +24,7 @@ from redraft.runtime.device_frame import SlotMove, leading
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters.base import Drafter, OpenEngine
-from redraft.runtime.drafters.lyanna import CATCH_UP, TAP, LyannaConfig
+from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Features, Verifier
@@ -91,7 +91,9 @@ class DeviceLyanna(Drafter):
         if rows > (most := names.MOST_WAITING_ROWS - CATCH_UP):
             raise UsageError(f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes")
         waiting = leading(self._state[names.WAITING], sequences)
-        return collected(self._collect, features[names.features(TAP)], path, waiting, self._targets[sequences])
+        return collected(
+            self._collect, features[names.features(names.LAST_TAP)], path, waiting, self._targets[sequences]
+        )
 
     def announce(self, batch: Several[Sequence]) -> None:
         """See `Collector.announce`. Where others draft for the batch, what waits for them is not kept."""
@@ -106,7 +108,7 @@ class DeviceLyanna(Drafter):
 
     def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
         """See `Drafter.prefilled`."""
-        seq.drafting.rows += len(features[TAP])
+        seq.drafting.rows += len(features[names.LAST_TAP])
         while seq.drafting.rows > CATCH_UP:
             self._catch_up([seq])
 
@@ -137,7 +139,8 @@ class DeviceLyanna(Drafter):
         used = [seq.drafting.used if yes else 1 for seq, yes in zip(batch, wanted, strict=True)]
         call.write(names.FIRST_STEP, used)
         call.write(names.TOKENS, [seq.tokens[-1] for seq in batch])
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
+            call.run()
         nodes = names.resample_nodes(self.shape)
         left = [min(names.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
         return call.trees(batch, budgets, left)
@@ -186,16 +189,12 @@ class DeviceLyanna(Drafter):
         call.write(names.PENDING, [max(count, 1) for count in rows])
         call.write(names.PAST_LEN, starts)
         call.write(names.LIVE, [int(starts.max()) + width])
-        self._timed(call)
+        with self.verifier.ranges.call(names.LYANNA_DRAFT):
+            call.run()
         for state, count in zip(states, rows, strict=True):
             state.past_len += count
             state.rows -= count
         return call
-
-    def _timed(self, call: _Call) -> None:
-        started = time.perf_counter()
-        call.run()
-        self.verifier.clock.engine += time.perf_counter() - started
 
     def _waiting(self, sequences: int) -> Buffer:
         return leading(self._state[names.WAITING], sequences)

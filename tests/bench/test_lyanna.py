@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -420,7 +421,7 @@ class FakeRuntime:
 
     def generate(self, prompts, params, method, budget, trace=None):
         if trace is not None:
-            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2}) + "\n")
+            trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}) + "\n")
             source = "resample" if self.settings["resample"] else "fresh"
             step = {"position": 1, "source": source, "tokens": [2, 3], "parents": [-1, 0], "said": [3, 4]}
             trace.write(json.dumps({"request": 0, **step, "path": [1], "committed": [3, 4]}) + "\n")
@@ -473,3 +474,10 @@ def test_a_form_is_a_recipe_that_builds_it(tmp_path):
 def test_tables_are_aligned():
     out = io.StringIO(render({"title": [["a", "long"], ["wider", "b"]]}))
     assert out.read() == "title\n\na      long\n-----  ----\nwider  b"
+
+
+def test_the_commands_that_the_docs_give_are_whole(root):
+    """An option that a part requires and its command lacks would be found by the reader."""
+    text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`python -m redraft\.bench\.lyanna (.*?)`", text)
+    assert {lyanna.parser().parse_args(command.split()).part for command in commands} == set(lyanna.PARTS)

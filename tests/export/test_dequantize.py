@@ -100,7 +100,7 @@ def test_an_exported_graph_runs_with_dequantized_weights(kind: Kind, exports: Ex
     onnx.checker.check_model(folder / exported.graph, full_check=True)
     expected, found = logits(*exports("fp32")), logits(exported, folder)
     error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert 1e-4 < error < {"int8": 0.05, "int4": 0.6, "fp8": 0.3}[kind]
+    assert 1e-4 < error < {"int8": 0.1, "int4": 0.6, "fp8": 0.3}[kind]
 
 
 @pytest.mark.slow

@@ -45,6 +45,22 @@ def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
     return [next(t for t in requests.values() if t[: len(prompt)] == prompt) for prompt in PROMPTS]
 
 
+def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice_holds() -> None:
+    """Replaying computes source and size again; a gain that was another would have chosen another source."""
+    lines = traced(budget=None)
+    steps = [json.loads(line) for line in lines if "position" in line]
+    weighed = [step for step in steps if "choice" in step]
+    assert len(weighed) == sum(step["source"] != Source.NONE for step in steps) > 0
+    assert all(step["choice"]["looked_up"] == list(range(1, len(step["tokens"]))) for step in weighed)
+    assert replay(lines).nodes[Source.LOOKUP] > 0
+    number = next(i for i, line in enumerate(lines) if len(json.loads(line).get("choice", {}).get("log_probs", [])) > 1)
+    step = json.loads(lines[number])
+    step["choice"]["gains"]["fresh"] = step["choice"]["gains"]["lookup"] + 1.0
+    lines[number] = json.dumps(step)
+    with pytest.raises(DataError, match=f"line {number + 1} .* most was expected of a tree from fresh"):
+        replay(lines)
+
+
 def test_figures_are_those_of_the_run() -> None:
     file = io.StringIO()
     results = make_runtime().generate(PROMPTS, greedy(26), "ngram", BUDGET, trace=file)

@@ -9,11 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from redraft.errors import CheckpointError
+from redraft.names import LYANNA
 
 if TYPE_CHECKING:
     from redraft.train.method import Method
 
-METHODS = {"lyanna": "Train a Lyanna drafter: a chain of predicted hidden states with token information."}
+METHODS = {LYANNA: "Train a Lyanna drafter: a chain of predicted hidden states with token information."}
 """Names, each of a module `<name>_method` here whose METHOD says how to train it, and the command line's help."""
 
 

@@ -121,11 +121,24 @@ class LyannaObjective(nn.Module):
 
     def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """h_i and l'_i of every step, for features [B, T, n] of the first T tokens."""
-        head, embed = self.verifier.get_output_embeddings().weight, self.verifier.get_input_embeddings()
         rows = features.shape[1]
-        for step, hidden in enumerate(chains(self.drafter, features, tokens, embed)):
-            before = tokens[:, step + 1 : rows + step + 1]
-            yield hidden, step_logits(self.drafter, hidden, before, head, embed)
+        for step, hidden in enumerate(chains(self.drafter, features, tokens, self.verifier.get_input_embeddings())):
+            yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
+
+    def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """l'_i: logits of hidden states [B, T, n], with what the tokens [B, T] before each predicted one add."""
+        head = self.verifier.get_output_embeddings().weight
+        logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
+        if self.drafter.token_info is None:
+            return logits
+        distinct, index = tokens.unique(return_inverse=True)
+        return logits + self.added(distinct)[index]  # every distinct token once: V numbers each
+
+    def added(self, distinct: torch.Tensor) -> torch.Tensor:
+        """What tokens [D], each another, add to all logits: float32 [D, V]."""
+        assert self.drafter.token_info is not None
+        values: torch.Tensor = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
+        return values
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
@@ -136,15 +149,3 @@ class LyannaObjective(nn.Module):
         total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()
         metrics = {"mse": mse.mean().item(), "ce": ce.mean().item()}
         return total, metrics | {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
-
-
-def step_logits(
-    drafter: LyannaDrafter, hidden: torch.Tensor, tokens: torch.Tensor, head: torch.Tensor, embed: nn.Module
-) -> torch.Tensor:
-    """l'_i: logits of hidden states [B, T, n], with what the tokens [B, T] before each predicted one add."""
-    logits = F.linear(hidden, head).float() * drafter.config.logit_scale
-    if drafter.token_info is None:
-        return logits
-    distinct, index = tokens.unique(return_inverse=True)
-    added: torch.Tensor = drafter.token_info(embed(distinct)).float()  # every distinct token once: V numbers each
-    return logits + added[index]

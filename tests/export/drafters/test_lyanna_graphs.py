@@ -94,7 +94,7 @@ class Draft:
 
 
 def added(exported: Exported, token: int) -> np.ndarray:
-    return lookup(list(exported.tables.values()), token, VOCABULARY)
+    return lookup(list(exported.tables.values()), token)
 
 
 def same_tree(found: dict[str, np.ndarray], b: int, expected: Tree, count: int | None = None) -> None:
@@ -283,7 +283,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         tokens = np.arange(7, 7 + len(firsts)) * 3 % VOCABULARY
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
-            full = resample(batch[b], first, token, lambda t: lookup(values, t, VOCABULARY), shape.width, 0)
+            full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
             tree, count = full.likeliest(names.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()

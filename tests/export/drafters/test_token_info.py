@@ -80,7 +80,7 @@ def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(
     warm[hot_tokens(counts(), hot)] = True
     assert warm.sum() == hot
     for token in range(VOCABULARY):
-        found = lookup(list(tables.values()), token, VOCABULARY)
+        found = lookup(list(tables.values()), token)
         expected = np.where(warm & warm[token], exact[token], 0.0)
         assert (np.abs(found - expected) <= error_bound(form, expected)).all()
         assert not found[~warm].any()
@@ -142,7 +142,7 @@ def test_a_token_without_embedding_adds_nothing(form: str) -> None:
     embedding = EMBEDDING.numpy().copy()
     embedding[3] = 0
     tables = tables_of(shape_of(form, VOCABULARY), embedding)
-    assert not lookup(list(tables.values()), 3, VOCABULARY).any()
+    assert not lookup(list(tables.values()), 3).any()
     assert all(np.isfinite(table).all() for table in tables.values() if table.dtype.kind == "f")
 
 
@@ -150,7 +150,7 @@ def test_a_token_without_embedding_adds_nothing(form: str) -> None:
 def test_a_drafter_without_token_information_adds_nothing(form: str) -> None:
     drafter = random_drafter(replace(CONFIG, token_info=False))
     tables = tables_of(shape_of(form, HOT), drafter=drafter)
-    assert not any(lookup(list(tables.values()), token, VOCABULARY).any() for token in range(VOCABULARY))
+    assert not any(lookup(list(tables.values()), token).any() for token in range(VOCABULARY))
 
 
 def test_hot_tokens_are_the_most_frequent_and_of_equals_those_of_lower_id() -> None:

@@ -113,12 +113,12 @@ def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
 def test_tables_are_read_as_their_form_says() -> None:
     """Dense, scaled codes, and factors, the whole vocabulary hot or with a cold row and column behind it."""
     table = np.arange(9, dtype=np.float16).reshape(3, 3)
-    assert lookup([table], 1, 3).tolist() == [3, 4, 5]
+    assert lookup([table], 1).tolist() == [3, 4, 5]
     codes, scales = np.array([[1, -2], [3, 4]], np.int8), np.array([[0.5], [2.0]], np.float32)
-    assert lookup([codes, scales], 0, 2).tolist() == [0.5, -1.0]
+    assert lookup([codes, scales], 0).tolist() == [0.5, -1.0]
     left, right = np.array([[1, 2], [3, 4]], np.float32), np.array([[1, 0], [0, 10]], np.float32)
-    assert lookup([left, right], 1, 2).tolist() == [3, 40]
+    assert lookup([left, right], 1).tolist() == [3, 40]
     pruned, index = np.array([[1, 2, 0], [3, 4, 0], [0, 0, 0]], np.float16), np.array([1, 2, 2, 0])
-    assert [lookup([pruned, index], token, 4).tolist() for token in range(4)] == [
+    assert [lookup([pruned, index], token).tolist() for token in range(4)] == [
         [4, 0, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 1],
     ]  # fmt: skip

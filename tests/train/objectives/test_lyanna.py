@@ -10,7 +10,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
 from redraft.train.mtp import MtpModule
-from redraft.train.objectives.lyanna import LyannaObjective, chains, step_logits
+from redraft.train.objectives.lyanna import LyannaObjective, chains
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable, configure, warm_start
 from redraft.train.publish import load_mtp
 from redraft.train.verifier_model import open_verifier, verifier_states
@@ -107,24 +107,33 @@ def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens):
     assert set(metrics) == {"mse", "ce", "hit 1", "hit 2", "hit 3"}
 
 
+def beside_nothing(settings):
+    """An objective whose verifier is an embedding and a head alone."""
+    embed, head = torch.nn.Embedding(400, 32), torch.nn.Linear(32, 400, bias=False)
+    verifier = torch.nn.Module()
+    verifier.get_input_embeddings, verifier.get_output_embeddings = lambda: embed, lambda: head
+    objective = LyannaObjective(verifier, settings)
+    objective.drafter = drafter_of(settings)
+    return objective, embed, head.weight
+
+
 def test_step_logits_add_the_normalized_low_rank_token_information():
     """l' = s M h + g ⊙ x / rms(x), x = W2 W1 E(t)."""
-    drafter = drafter_of(config(logit_scale=0.25))
-    embed, head = torch.nn.Embedding(400, 32), torch.randn(400, 32)
+    objective, embed, head = beside_nothing(config(logit_scale=0.25))
+    drafter = objective.drafter
     hidden, tokens = torch.randn(2, 4, 32), torch.randint(0, 400, (2, 4))
     tokens[1] = tokens[0]  # repeated tokens share one product
     x = embed(tokens) @ drafter.token_info.down.weight.T @ drafter.token_info.up.weight.T
     normalized = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     expected = 0.25 * hidden @ head.T + drafter.token_info.norm.weight * normalized
-    assert torch.allclose(step_logits(drafter, hidden, tokens, head, embed), expected, atol=1e-4)
+    assert torch.allclose(objective.step_logits(hidden, tokens), expected, atol=1e-4)
 
 
 def test_without_token_info_logits_are_the_heads_product():
-    drafter = drafter_of(config(token_info=False))
-    embed, head, hidden = torch.nn.Embedding(400, 32), torch.randn(400, 32), torch.randn(1, 4, 32)
-    found = step_logits(drafter, hidden, torch.zeros(1, 4, dtype=torch.int64), head, embed)
+    (objective, _, head), hidden = beside_nothing(config(token_info=False)), torch.randn(1, 4, 32)
+    found = objective.step_logits(hidden, torch.zeros(1, 4, dtype=torch.int64))
     assert torch.allclose(found, hidden @ head.T, atol=1e-4)
-    assert not any("token_info" in name for name in drafter.state_dict())
+    assert not any("token_info" in name for name in objective.drafter.state_dict())
 
 
 @pytest.mark.parametrize("first_token", [True, False])

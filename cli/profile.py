@@ -1,0 +1,184 @@
+"""`redraft profile`: where the time of a run went, by the ranges of every step, and how engines compare with memory.
+
+On the CPU the ranges are recorded in this process and written as a trace; with `--nsys` the command runs again as a
+child of Nsight Systems, which sees the same ranges beside what the GPU does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redraft.cli.console import Report, print_json, print_table, progress
+from redraft.cli.generate import encode, read_prompt, writable
+from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_budget
+
+if TYPE_CHECKING:
+    from redraft.bench.roofline import Roofline
+    from redraft.bench.stages import Profile
+    from redraft.runtime import Generation
+    from redraft.runtime.ranges import Watcher
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to run, as the options say it; `text` is the prompt."""
+
+    engines: Path
+    text: str
+    method: str | None
+    max_new_tokens: int
+    budget: str | None
+    threads: int | None
+
+    def arguments(self) -> list[str]:
+        """The options that ask for this again."""
+        given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads}
+        options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        fixed = ["--engines", str(self.engines), "--max-new-tokens", str(self.max_new_tokens)]
+        return ["profile", *fixed, *options, f"--prompt={self.text}", "--nvtx"]
+
+
+def profile(
+    engines: Engines,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; `-` reads the standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
+    ] = None,
+    max_new_tokens: NewTokens = 128,
+    budget: BudgetText = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the trace, for Perfetto; with --nsys the report (.nsys-rep).")
+    ] = None,
+    nsys: Annotated[bool, typer.Option("--nsys", help="Measure with Nsight Systems instead of recording.")] = False,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Also compare every engine with the speed of the memory.")
+    ] = False,
+    threads: Threads = None,
+    nvtx: Annotated[
+        bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that watches already, such as ncu.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Decode one prompt and show where the time of its steps went."""
+    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads)
+    parse_budget(budget)
+    if nvtx:
+        emit(asked)
+        return
+    with progress(quiet=as_json) as report:
+        values = under_nsys(asked, out) if nsys else recorded(asked, out, report)
+        if roofline:
+            report("timing the engines")
+            values["roofline"] = compare_with_memory(engines, threads)
+    print_json(as_object(values)) if as_json else show(values)
+
+
+def emit(asked: Asked) -> None:
+    """Decode once while NVIDIA's tools watch."""
+    from redraft.cli.nsys import CAPTURED
+    from redraft.runtime.watchers import Nvtx
+
+    with ExitStack() as stack:
+        watcher = Nvtx()
+        decode(asked, stack, watcher, CAPTURED)
+
+
+def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
+    """The profile that a child of nsys gives; its report is kept where `out` says."""
+    from redraft.bench.stages import profile as summed
+    from redraft.cli.nsys import SUFFIX, check_out, recorded_by_nsys
+
+    with ExitStack() as stack:
+        if out is not None:
+            check_out(out)
+            writable(out, "--out").close()
+        report = out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"profile{SUFFIX}"
+        found = summed(recorded_by_nsys(asked.arguments(), report))
+    return {"method": asked.method, "source": "nsys", "profile": found, "trace": out}
+
+
+def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
+    """The profile of a run recorded in this process; its trace is written where `out` says."""
+    from redraft.bench.environment import environment, usable_threads
+    from redraft.bench.stages import profile as summed
+    from redraft.runtime.watchers import Recording
+
+    with ExitStack() as stack:
+        file = stack.enter_context(writable(out, "--out")) if out else None
+        report("decoding")
+        recording = Recording()
+        method, found = decode(asked, stack, recording)
+        machine = environment(asked.threads or usable_threads())
+        if file is not None:
+            recording.write(file, {"method": method, "engines": asked.engines.name, "environment": machine})
+    return {
+        "method": method,
+        "source": "clock",
+        "profile": summed(recording.ranges),
+        "metrics": found.metrics.to_json(),
+        "tokens": {"prompt": found.prompt_tokens, "new": len(found.token_ids)},
+        "environment": machine,
+        "trace": out,
+    }
+
+
+def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> tuple[str, Generation]:
+    """Decode the prompt twice, the second time while `watcher` sees it, inside of a range `around`: method, outcome."""
+    from redraft.runtime import Runtime, SamplingParams
+
+    runtime = stack.enter_context(Runtime.open(asked.engines, threads=asked.threads))
+    params = SamplingParams(max_tokens=asked.max_new_tokens)
+    ids, size = encode(runtime, asked.text, chat=False), parse_budget(asked.budget)
+    runtime.generate([ids], params, asked.method, size)
+    ranges = runtime.verifier.ranges
+    with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
+        found = runtime.generate([ids], params, asked.method, size)[0]
+    return asked.method or runtime.default_method, found
+
+
+def compare_with_memory(engines: Path, threads: int | None) -> Roofline:
+    """Needs the `onnx` package, to know which weights a graph reads."""
+    from redraft.bench.roofline import measure
+
+    return measure(engines, threads)
+
+
+def as_object(values: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a profile."""
+    plain = {key: value for key, value in values.items() if key not in ("profile", "roofline", "trace")}
+    roofline = values.get("roofline")
+    return {
+        **plain,
+        **values["profile"].to_json(),
+        "trace": str(values["trace"]) if values["trace"] else None,
+        "roofline": roofline.to_json() if roofline else None,
+    }
+
+
+def show(values: dict[str, Any]) -> None:
+    """The tables of a profile."""
+    from redraft.bench import stages
+
+    found: Profile = values["profile"]
+    print_table(stages.table(found), f"{values['method'] or 'default method'}, times of the {values['source']}")
+    sums = ", ".join(f"{name} {ms:.1f}" for name, ms in found.stage_ms.items())
+    typer.echo(f"ms by stage: {sums}; {found.outside_engines:.1%} of the steps' time outside of engine calls")
+    if values["trace"]:
+        typer.echo(f"wrote {values['trace']}")
+    if roofline := values.get("roofline"):
+        show_roofline(roofline)
+
+
+def show_roofline(found: Roofline) -> None:
+    """The engines against the memory."""
+    from redraft.bench.roofline import table
+
+    print_table(table(found), f"bytes that a call must move, {found.live_rows} rows live, {found.threads} threads")
+    typer.echo(f"memory: reads {found.read:.1f} GB/s, copies {found.copy:.1f} GB/s")

@@ -1,0 +1,110 @@
+"""Bytes that a call must move, worked out by hand, and the timing of real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper, save
+from tests.engines.bundles import manifest_of, write_bundle
+from tests.engines.graphs import Decoder
+
+from redraft import names
+from redraft.bench.roofline import HEADER, Stream, Traffic, measure, table, traffic
+from redraft.engines import Bundle, open_bundle
+from redraft.engines.manifest import GraphRecord
+from redraft.names import LyannaShape
+
+DECODER = Decoder()
+TOKENS, LIVE = 3, 40
+KV_ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size of a head, float32
+LYANNA = LyannaShape(hidden=32, vocabulary=61, kv_heads=2, head_dim=16, steps=4, width=3, nodes=13, token_info="int8",
+                     hot=20, rank=5)  # fmt: skip
+
+
+def test_a_verifiers_call(tmp_path: Path) -> None:
+    """All weights but of the embedding only the tokens' rows, unless the head is the same table."""
+    write_bundle(tmp_path / "bundle", DECODER)
+    bundle = open_bundle(tmp_path / "bundle")
+    found = traffic(bundle, names.VERIFIER, TOKENS, LIVE)
+    assert (found.kv_read, found.kv_written) == (LIVE * KV_ROW, TOKENS * KV_ROW)
+    assert found.inputs == 8 * (TOKENS + TOKENS + 1 + 1 + TOKENS) + TOKENS * TOKENS
+    assert found.outputs == 4 * TOKENS * (DECODER.vocabulary + DECODER.hidden)
+    products = DECODER.hidden * (64 + 32 + 32 + 64 + 3 * DECODER.mlp) * DECODER.layers * 4
+    assert products < found.weights < products + 2 * DECODER.vocabulary * DECODER.hidden * 4 + 5000
+    assert found.total == found.weights + found.kv_read + found.kv_written + found.inputs + found.outputs
+
+
+def write_graph(folder: Path, graph: str, *uses: tuple[str, int]) -> Bundle:
+    """A bundle whose graph is a record of Lyanna's signature and one weight [7, 10] that these operators read."""
+    weight = numpy_helper.from_array(np.zeros((7, 10), np.float32), "weight")
+    nodes = [helper.make_node(op, ["x"] * place + ["weight"], [f"y{i}"]) for i, (op, place) in enumerate(uses)]
+    outputs = [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)]
+    save(helper.make_model(helper.make_graph(nodes, "g", [], outputs, [weight])), folder / "graph.onnx")
+    signature = {
+        names.LYANNA_DRAFT: (names.lyanna_draft_inputs, names.lyanna_draft_outputs),
+        names.LYANNA_RESAMPLE: (names.lyanna_resample_inputs, names.lyanna_resample_outputs),
+    }[graph]
+    record = GraphRecord("graph.onnx", *(tensors(LYANNA) for tensors in signature))
+    return Bundle(folder, manifest_of(DECODER, lyanna=LYANNA, graphs={graph: record}))
+
+
+def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_path: Path) -> None:
+    found = traffic(write_graph(tmp_path, names.LYANNA_DRAFT, ("MatMul", 1)), names.LYANNA_DRAFT, 2, LIVE)
+    token_info = (1 + 3 * 3) * (21 + 4) + 61 * 8
+    cache_row = 2 * 2 * 16 * 4
+    assert found == Traffic(
+        weights=280 + token_info,
+        kv_read=LIVE * cache_row,
+        kv_written=(2 + 3) * cache_row,
+        inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1),
+        outputs=13 * (8 + 8 + 4) + 4 * 61 * 4,
+    )
+
+
+def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
+    found = traffic(write_graph(tmp_path, names.LYANNA_RESAMPLE, ("Identity", 0)), names.LYANNA_RESAMPLE, 1, LIVE)
+    assert found.weights == 280 + (1 + 2 * 3) * (21 + 4) + 61 * 8
+    assert (found.kv_read, found.kv_written) == (0, 0)
+    assert found.inputs == 4 * 61 * 4 + 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("uses", "size"),
+    [
+        ((("MatMul", 1),), 280),
+        ((("MatMul", 1), ("MatMul", 1)), 280),
+        ((("Gather", 0),), 3 * 40),
+        ((("Gather", 1),), 280),
+        ((("Gather", 0), ("MatMul", 1)), 3 * 40 + 280),
+    ],
+)
+def test_a_table_is_read_by_rows_and_a_product_s_weight_once(
+    tmp_path: Path, uses: tuple[tuple[str, int], ...], size: int
+) -> None:
+    bundle = write_graph(tmp_path, names.LYANNA_RESAMPLE, *uses)
+    rest = (1 + 2 * 3) * (21 + 4) + 61 * 8
+    assert traffic(bundle, names.LYANNA_RESAMPLE, 3, LIVE).weights - rest == size
+
+
+def test_engines_are_timed_one_token_and_a_tree(tmp_path: Path) -> None:
+    write_bundle(tmp_path / "bundle", DECODER)
+    found = measure(tmp_path / "bundle", threads=1, nodes=4, live=1000)
+    assert [(engine.graph, engine.tokens) for engine in found.engines] == [("verifier", 1), ("verifier", 4)]
+    assert found.live_rows == DECODER.max_positions - 4
+    for engine in found.engines:
+        assert engine.gigabytes_per_second == pytest.approx(engine.traffic.total / engine.ms / 1e6)
+        assert engine.share_of_bandwidth == pytest.approx(engine.gigabytes_per_second / max(found.read, found.copy))
+    assert table(found)[0] == HEADER
+    assert table(found)[1][:2] == ("verifier", "1")
+
+
+def test_bandwidth_counts_both_directions_of_a_copy_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([2e-3, 1e-3, 1e-3, 4e-3])
+    monkeypatch.setattr("redraft.bench.roofline._seconds", lambda call: next(seconds))
+    stream = Stream(2, size=1 << 20)
+    for _ in range(2):
+        stream.run()
+    assert (stream.read, stream.copy) == pytest.approx(((1 << 20) / 1e6, (2 << 20) / 1e6))
+    assert stream.best == stream.copy

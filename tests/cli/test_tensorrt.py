@@ -1,0 +1,97 @@
+"""`redraft build --backend tensorrt` on the embedded model, with a stand-in for the GPU and for TensorRT's builder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from redraft.cli import main
+from redraft.engines import open_bundle
+from redraft.engines.tensorrt import stage
+from redraft.engines.tensorrt.builder import EngineBuild
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.plugin import Plugin
+from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt.tools import Tools
+
+Refused = Callable[..., str]
+Build = Callable[..., int]
+
+
+@pytest.fixture
+def built() -> list[str]:
+    """Graphs that were really built."""
+    return []
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> Build:
+    """Run `redraft build tiny` for a TensorRT release that is not here; returns the exit status."""
+    library = tmp_path / "libredraft_tensorrt_10.so"
+    library.write_bytes(b"plugin")
+
+    def fake(one: EngineBuild) -> bytes:
+        built.append(one.graph.name)
+        return b"engine"
+
+    def run(release: str, *options: object) -> int:
+        tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
+        monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
+        monkeypatch.setattr("redraft.cli.assembly.find_tools", lambda options: tools)
+        monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=fake))
+        return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
+
+    return run
+
+
+_STAGE: Any = stage.stage_engines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["10.9.0.34", "10.15.1"])
+def test_every_graph_of_the_embedded_model_is_taken(
+    release: str, build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny"
+    assert build(release, "-o", out, "--precision", "fp16") == 0, capsys.readouterr().err
+    bundle = open_bundle(out)
+    record = bundle.manifest.tensorrt
+    assert record is not None
+    assert set(record.engines) == set(stage.GRAPHS)
+    assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
+    for graph in bundle.manifest.graphs.values():
+        onnx.checker.check_model(out / graph.file, full_check=True)
+    assert build(release, "-o", out, "--precision", "fp16") == 0
+    assert len(built) == len(record.engines)  # the second build did nothing
+    capsys.readouterr()
+    assert main.run(["inspect", str(out), "--json"]) == 0
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(commands)
+
+
+@pytest.mark.slow
+def test_what_the_parser_lacks_is_named_and_nothing_is_left(
+    build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--token-info", "int8") == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "lyanna.draft: node " in line
+    assert "is Gather of int8" in line
+    assert line.endswith("build with --token-info fp16")
+    assert not (tmp_path / "tiny").exists()
+    assert built == []
+
+
+def test_options_of_tensorrt_are_refused_elsewhere(refused: Refused, tmp_path: Path) -> None:
+    line = refused("build", "tiny", "-o", tmp_path / "tiny", "--attention", "native", status=2)
+    assert "--attention is for TensorRT engines; give --backend tensorrt" in line
+    line = refused("build", "tiny", "-o", tmp_path / "tiny", "--precision", "fp8", status=2)
+    assert "fp8 weights are for TensorRT engines" in line
