@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.console import print_json, progress
-from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_acceptance, parse_budget
+from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_acceptance, parse_budget
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def bench(
         str | None, typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: real speed, meaningless text.")
     ] = None,
     threads: Threads = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
@@ -48,7 +49,7 @@ def bench(
     settings = Settings(SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos), size, forced)
     with progress(quiet=as_json) as report:
         report("opening the engines")
-        with Runtime.open(engines, threads=threads) as runtime:
+        with Runtime.open(engines, threads=threads, device=device) as runtime:
             runs = compare(runtime, loaded, listed or ["ngram", *_best(runtime)], settings, report)
             result = figures(runtime, runs, settings, engines, threads)
     print_json(result) if as_json else print_table(result)
@@ -78,10 +79,15 @@ def figures(
     synthetic = settings.acceptance is not None
     return {
         "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
-        "environment": {**environment(threads or usable_threads()), "model": model},
+        "environment": {**environment(threads or usable_threads()), "device": _device(runtime), "model": model},
         "max_new_tokens": settings.params.max_tokens,
         "methods": summarise(runs, gap_finder(runtime, settings), synthetic),
     }
+
+
+def _device(runtime: Runtime) -> str:
+    """Where a step stays; `host` where the runtime computes between engine calls."""
+    return runtime.verifier.device.name if runtime.verifier.device else "host"
 
 
 def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:

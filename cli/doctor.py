@@ -123,6 +123,7 @@ def _accelerators() -> Iterator[Finding]:
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
     from redraft.engines.tensorrt.target import find_target
 
+    backends: list[str] = []
     try:
         gpu = find_gpu()
     except BackendError as error:
@@ -132,10 +133,15 @@ def _accelerators() -> Iterator[Finding]:
         capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
         memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
         yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
+        backends = ["ONNX Runtime"] if "CUDAExecutionProvider" in execution_providers() else []
         try:
             yield Finding("TensorRT", "ok", find_target(lambda: gpu).version)
+            backends.append("TensorRT")
         except BackendError as error:
             yield Finding("TensorRT", "absent", error.message, error.mend)
+    yield Finding("device cpu", "ok", "ONNX Runtime")
+    yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing runs on a GPU here",
+                  None if backends else "install onnxruntime-gpu in place of onnxruntime, or TensorRT")  # fmt: skip
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
     yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
                   None if plugins else "run `make plugins TENSORRT_ROOT=dir`")  # fmt: skip

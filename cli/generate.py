@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from redraft.cli.console import print_caveats, print_json
-from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_budget
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def generate(
         Path | None, typer.Option(help="Write what every step chose and what came of it, one JSON line a step.")
     ] = None,
     threads: Threads = None,
+    device: Device = None,
     verify: Annotated[bool, typer.Option(help="Check the bundle's digests first.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -59,7 +60,7 @@ def generate(
         seed=seed,
     )
     with ExitStack() as stack:
-        runtime = stack.enter_context(Runtime.open(engines, threads=threads, verify=verify))
+        runtime = stack.enter_context(Runtime.open(engines, threads=threads, verify=verify, device=device))
         file = stack.enter_context(writable(trace)) if trace else None
         ids = encode(runtime, text, chat)
         if as_json:

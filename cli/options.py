@@ -17,6 +17,10 @@ BUDGET_FORM = "nodes=12,depth=4,width=4"
 Engines = Annotated[Path, typer.Option("--engines", help="An engine bundle, as `redraft build` writes.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all that this process may use by default.")]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", help="cpu or cuda: all of a step stays there. By default TensorRT's GPU, else the host."),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 BudgetText = Annotated[
     str | None,

@@ -17,9 +17,10 @@ from torch import nn
 from redraft import names
 from redraft.export import passes, tracing
 from redraft.export.verifier import finish
-from redraft.names import Dtype, LyannaShape, TensorSpec, VerifierShape
+from redraft.names import LyannaShape, TensorSpec, VerifierShape
 
 _TRACED = 3
+_ONNX_TYPES = {"int64": "INT64", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
 
 class _Layout(nn.Module):
@@ -126,12 +127,6 @@ def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
     return builder.model(name, names.move_inputs(state), names.move_outputs(state))
 
 
-_KINDS: dict[Dtype, int] = {
-    "int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16,
-    "bfloat16": onnx.TensorProto.BFLOAT16,
-}  # fmt: skip
-
-
 class _Builder:
     """A graph put together node by node: TensorScatter has no counterpart in torch that could be traced."""
 
@@ -164,7 +159,8 @@ class _Builder:
 
 
 def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(spec.name, _KINDS[spec.dtype], spec.shape)
+    kind = getattr(onnx.TensorProto, _ONNX_TYPES[spec.dtype])
+    return onnx.helper.make_tensor_value_info(spec.name, kind, spec.shape)
 
 
 def _traced(

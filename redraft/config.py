@@ -59,10 +59,9 @@ class LyannaBuild:
             raise UsageError(
                 f"unknown lyanna.token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
             )
-        if self.precision is not None and self.precision not in get_args(Precision):
-            raise UsageError(
-                f"unknown lyanna.precision {self.precision!r}", f"choose one of {', '.join(get_args(Precision))}"
-            )
+        known = [precision for precision in get_args(Precision) if precision != "fp8"]
+        if self.precision is not None and self.precision not in known:
+            raise UsageError(f"unknown lyanna.precision {self.precision!r}", f"choose one of {', '.join(known)}")
         for name in ("steps", "width", "nodes", "hot_tokens", "prune_above"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

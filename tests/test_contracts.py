@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("redraft", "bench", "cli", "engines", "export", "runtime", "train")
+PACKAGES = ("redraft", "bench", "cli", "engines", "export", "plugins", "runtime", "train")
 TYPE_ERROR = '"""Planted."""\n\nlength: int = "three"\n'
 
 

@@ -16,6 +16,7 @@ PACKAGES = {
     "cli": "redraft/cli",
     "engines": "redraft/engines",
     "export": "redraft/export",
+    "plugins": "redraft/plugins",
     "runtime": "redraft/runtime",
     "train": "redraft/train",
 }

@@ -107,7 +107,8 @@ def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precision:
     """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
     dtype = verifier.shape.dtype
-    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype and precision != "fp8"]
+    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
+    fitting = [precision for precision in fitting if precision != "fp8"]
     chosen = options.precision or ("int8" if dtype == "float32" else fitting[0])
     if chosen not in fitting:
         raise UsageError(

@@ -148,3 +148,13 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
     assert word in refused("generate", "--engines", bundle, *arguments, status=2)
+
+
+def test_text_over_a_device_is_the_hosts(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
+    result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--device", "cpu")
+    assert result.stdout == f"{plain['text']}\n"
+
+
+def test_an_unknown_device_is_refused(refused: Refused, bundle: Path) -> None:
+    line = refused("generate", "--engines", bundle, "--prompt", "a", "--device", "tpu", status=2)
+    assert "unknown device 'tpu'; choose one of cpu, cuda" in line

@@ -60,7 +60,17 @@ def test_doctor_finds_the_cpu_path_working(redraft: Redraft) -> None:
     names = {finding["name"] for finding in found["findings"]}
     assert result.returncode == 0
     assert found["cpu_path_works"] is True
-    assert {"python", "onnxruntime", "processor", "memory", "disk", "cache folder", "TensorRT library"} <= names
+    assert {
+        "python",
+        "onnxruntime",
+        "processor",
+        "memory",
+        "disk",
+        "cache folder",
+        "GPU",
+        "TensorRT",
+        "TensorRT plugin",
+    } <= names
 
 
 def test_doctor_fails_when_the_cpu_path_cannot_work(

@@ -114,7 +114,7 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
         (lambda m: m.pop("taps"), "manifest: missing key taps"),
         (lambda m: m["shape"].update(layers="2"), "manifest.shape.layers: expected int, found str"),
-        (lambda m: m.update(precision="fp8"), "expected one of fp32, fp16, bf16, int8, int4, found 'fp8'"),
+        (lambda m: m.update(precision="fp12"), "expected one of fp32, fp16, bf16, int8, int4, fp8, found 'fp12'"),
         (lambda m: m["files"].update({"../x": {"size": 1, "sha256": ""}}), "file name '../x' leaves the bundle"),
         (lambda m: m["files"].pop("verifier.onnx"), "manifest has no digest of verifier.onnx"),
         (lambda m: m["graphs"].clear(), "expected a graph 'verifier', found none"),

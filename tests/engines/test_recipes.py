@@ -46,7 +46,7 @@ def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
     [
         ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, shape, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
-        ('source = "x"\n[build]\nprecision = "fp8"\n', "unknown precision 'fp8'"),
+        ('source = "x"\n[build]\nprecision = "fp12"\n', "unknown precision 'fp12'"),
         ('source = "x"\n[build]\nlyanna = "y"\n', "expected a table [build.lyanna]"),
         ('source = "x"\n[build.lyanna]\nsource = 3\n', "lyanna.source must name a drafter's folder"),
         ('source = "x"\nshape = 3\n', "expected [shape] with `model_type`"),
@@ -118,9 +118,15 @@ def test_budget_and_hot_tokens_are_the_papers(name):
 
 
 def test_without_tensorrt_its_backend_names_what_to_install(monkeypatch):
-    check_buildable("onnxruntime")
-    for found, message in ((None, "which is not installed; run `pip install tensorrt`, or build with --backend"),
-                           (object(), "writes ONNX graphs only; build with --backend onnxruntime")):  # fmt: skip
-        monkeypatch.setattr(backends, "find_spec", lambda name, found=found: found)
-        with pytest.raises(BackendError, match=message):
-            check_buildable("tensorrt")
+    check_buildable(BuildConfig())
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="not installed; run `pip install tensorrt`, or build with --backend"):
+        check_buildable(BuildConfig(backend="tensorrt"))
+
+
+def test_with_tensorrt_its_backend_asks_for_the_rest(monkeypatch):
+    asked = []
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    monkeypatch.setattr(backends, "find_tools", asked.append)
+    check_buildable(BuildConfig(backend="tensorrt"))
+    assert asked == [BuildConfig().tensorrt]

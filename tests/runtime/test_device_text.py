@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from redraft import names
-from redraft.engines import open_bundle
+from redraft.engines import BundleWriter, open_bundle
+from redraft.engines.manifest import GraphRecord
+from redraft.export.step_graphs import export_step_graphs
+from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.types import Budget, Costs
+from tests.cli.conftest import write_tokenizer
+from tests.engines.bundles import manifest_of
+from tests.engines.fake_cuda import FakeCuda, QueuedKernels
+from tests.engines.graphs import Decoder, save_verifier
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE
@@ -126,3 +133,38 @@ def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.metrics.num_spec_steps == theirs.metrics.num_spec_steps
     assert sum(g.metrics.num_accepted_draft_tokens for g in found) > STEPS
+
+
+@pytest.fixture(scope="module")
+def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder whose heads are as wide as our kernels want them."""
+    decoder = Decoder(head_dim=64, vocabulary=13, max_positions=CONTEXT)
+    out = tmp_path_factory.mktemp("wide") / "wide"
+    signatures = names.step_signatures(decoder.shape, None)
+    with BundleWriter(out, "wide") as writer:
+        save_verifier(decoder, writer.staging)
+        write_tokenizer(writer.staging)
+        files = export_step_graphs(decoder.shape, None, writer.staging)
+        graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+        writer.commit(manifest_of(decoder, graphs={**manifest_of(decoder).graphs, **graphs}))
+    return out
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
+    wide_bundle: Path, tmp_path: Path, kernels: Kernels, slots: int
+) -> None:
+    """Trees of n-grams, accepted in part and off their first branch; on fakes the launch is part of a CUDA graph."""
+    bundle, budget = open_bundle(wide_bundle, verify=False), Budget(8, 4, 3)
+    with Runtime.open(wide_bundle, threads=1, verify=False) as host:
+        expected = [g.token_ids for g in host.generate(ALL, PARAMS, "none")]
+    cuda = FakeCuda()
+    queued = QueuedKernels(kernels, cuda)
+    gpu = tensorrt_device(bundle, tmp_path, kernels=queued, cuda=cuda)
+    for device in (cpu_device(bundle, kernels), gpu.device):
+        with open_over(device, wide_bundle, slots) as runtime:
+            found = runtime.generate(ALL, PARAMS, "ngram", budget)
+        assert [g.token_ids for g in found] == expected
+        assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
+    assert queued.launched > 0
+    assert cuda.launches > queued.launched

@@ -1,0 +1,124 @@
+"""Accepted rows kept by our kernel are those that the graph keeps, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines.bundle import Bundle
+from redraft.engines.compaction import CompactProgram, can_compact
+from redraft.engines.cuda import Cuda
+from redraft.engines.device import Buffer, Device
+from redraft.engines.manifest import GraphRecord
+from redraft.engines.onnxruntime_device import OnnxRuntimeDevice, OnnxRuntimeProgram
+from redraft.engines.tensorrt_device import TensorRtDevice
+from redraft.export.step_graphs import export_step_graphs
+from redraft.names import Dtype, VerifierShape
+from redraft.plugins.library import BUILD, CPU_LIBRARY, LIBRARY_VARIABLE, Kernels, find_kernels
+from tests.engines.bundles import manifest_of
+
+from .fake_cuda import FakeCuda, QueuedKernels
+from .fake_tensorrt import FakeTensorRt
+from .graphs import Decoder
+
+CAPACITY = 40
+
+
+def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bundle:
+    """A bundle of the graphs of a step alone, which nobody checks."""
+    shape = VerifierShape(2, 2, head_dim, 32, 11, CAPACITY, dtype)
+    files = export_step_graphs(shape, None, folder)
+    signatures = names.step_signatures(shape, None)
+    graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+    return Bundle(folder, manifest_of(Decoder(), shape=shape, graphs=graphs))
+
+
+def kept(device: Device, dtype: Dtype, paths: np.ndarray, past_len: np.ndarray, slots: int = 3) -> list[np.ndarray]:
+    """The KV buffers after keeping, bound to the slots that `paths` has."""
+    program = device.program(names.STEP_KEEP)
+    rng, buffers = np.random.default_rng(5), dict[str, Buffer]()
+    caches = []
+    for spec in program.inputs[2:]:
+        whole = device.empty(dtype, slots, *(CAPACITY if dim == "C" else int(dim) for dim in spec.shape[1:]))
+        whole.write(rng.standard_normal(whole.shape).astype(dtype))
+        caches.append(whole)
+        buffers[spec.name] = buffers[names.present(spec.name)] = whole.part(len(paths), *whole.shape[1:])
+    buffers[names.PATH], buffers[names.PAST_LEN] = (device.empty("int64", *x.shape) for x in (paths, past_len))
+    run = device.chain([program.bind(buffers)])
+    for _ in range(3):  # of a chain, the first in order, the rest as a graph: moving again changes nothing that counts
+        for cache, seed in zip(caches, range(len(caches)), strict=True):
+            cache.write(np.random.default_rng(seed).standard_normal(cache.shape).astype(dtype))
+        buffers[names.PATH].write(paths)
+        buffers[names.PAST_LEN].write(past_len)
+        run()
+    return [cache.read() for cache in caches]
+
+
+def path(nodes: int, *accepted: int) -> list[int]:
+    """As the accepting graph writes it: the root, what was accepted, then every entry its own place."""
+    return [0, *accepted, *range(1 + len(accepted), nodes)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "paths",
+    [
+        [path(6, 2, 5)],
+        [path(6, 1, 2, 3), path(6), path(6, 5)],
+        [path(12, 1, 4, 11), path(12, 3, 7, 8, 9, 10, 11)],
+        [path(2, 1)],
+        [path(2)],
+        [path(1), path(1)],
+    ],
+    ids=str,
+)
+def test_the_kernel_keeps_what_the_graph_keeps(
+    kernels: Kernels, tmp_path: Path, paths: list[list[int]], head_dim: int, dtype: Dtype
+) -> None:
+    """The last row of the last path ends with its buffer; slots that are not in the batch stay as they are."""
+    bundle = bundle_of(tmp_path, head_dim, dtype)
+    past_len = np.array([7, 0, CAPACITY - 12][: len(paths)])
+    cuda = FakeCuda()
+    queued = QueuedKernels(kernels, cuda)
+    graph = OnnxRuntimeDevice(bundle, "cpu", 1)
+    host = OnnxRuntimeDevice(bundle, "cpu", 1, kernels)
+    gpu = TensorRtDevice(bundle, {}, Cuda(cuda), FakeTensorRt(cuda), queued)
+    assert isinstance(graph.program(names.STEP_KEEP), OnnxRuntimeProgram)
+    expected = kept(graph, dtype, np.array(paths), past_len)
+    for device in (host, gpu):
+        assert isinstance(device.program(names.STEP_KEEP), CompactProgram)
+        for found, wanted in zip(kept(device, dtype, np.array(paths), past_len), expected, strict=True):
+            assert found.tobytes() == wanted.tobytes()
+    assert (queued.launched, cuda.launches) == (2, 2)
+
+
+def test_what_the_kernel_does_not_know_is_left_to_the_graph(kernels: Kernels, tmp_path: Path) -> None:
+    bundle = bundle_of(tmp_path, head_dim=16)
+    assert not can_compact(bundle.graph(names.STEP_KEEP))
+    assert isinstance(OnnxRuntimeDevice(bundle, "cpu", 1, kernels).program(names.STEP_KEEP), OnnxRuntimeProgram)
+
+
+def test_reads_of_paths_end_with_the_buffer(kernels: Kernels, tmp_path: Path) -> None:
+    """What follows the paths in memory would move rows if it were read."""
+    bundle = bundle_of(tmp_path)
+    arguments = []
+
+    class Spy:
+        def compact(self, args: object, stream: int = 0) -> None:
+            arguments.append(args)
+
+    device = OnnxRuntimeDevice(bundle, "cpu", 1, Spy())
+    kept(device, "float32", np.array([path(4, 2), path(4, 3)]), np.array([1, 2]))
+    (args,) = {id(args): args for args in arguments}.values()
+    lengths = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * 2).from_address(args.path_lengths))
+    assert lengths.tolist() == [3, 3]
+    assert args.max_path == 4
+
+
+def test_the_kernels_for_the_cpu_are_none_for_the_gpu(kernels: Kernels) -> None:
+    assert find_kernels("libnothing.so", {}) is None
+    assert find_kernels(environment={LIBRARY_VARIABLE: str(BUILD / CPU_LIBRARY)}) is None

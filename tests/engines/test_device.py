@@ -1,0 +1,194 @@
+"""Buffers and bindings, over ONNX Runtime and over TensorRT on fakes: what is refused, and what is copied when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines.bundle import BundleWriter, open_bundle
+from redraft.engines.cuda import Cuda
+from redraft.engines.device import Buffer, Device
+from redraft.engines.manifest import GraphRecord
+from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.tensorrt_device import TensorRtDevice
+from redraft.export.step_graphs import export_step_graphs
+
+from .bundles import manifest_of
+from .fake_cuda import FakeCuda
+from .fake_tensorrt import FakeTensorRt, write_engine
+from .graphs import Decoder, save_verifier
+
+DECODER = Decoder(layers=1, vocabulary=11)
+GRAPHS = (names.STEP_LAYOUT, names.STEP_KEEP)
+Change = Callable[[Device, dict[str, Buffer]], object]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with the graphs of a step."""
+    out = tmp_path_factory.mktemp("bundle") / "small"
+    with BundleWriter(out, "small") as writer:
+        save_verifier(DECODER, writer.staging)
+        (writer.staging / "tokenizer.json").write_text("{}")
+        files = export_step_graphs(DECODER.shape, None, writer.staging)
+        manifest = manifest_of(DECODER)
+        signatures = names.step_signatures(DECODER.shape, None)
+        graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+        writer.commit(manifest_of(DECODER, graphs={**manifest.graphs, **graphs}))
+    return out
+
+
+@pytest.fixture(params=["onnxruntime", "tensorrt"])
+def device(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Device:
+    bundle = open_bundle(folder)
+    if request.param == "onnxruntime":
+        return OnnxRuntimeDevice(bundle, "cpu", 1)
+    cuda = FakeCuda()
+    engines = {name: write_engine(tmp_path / name, (folder / f"{name}.onnx").resolve()) for name in GRAPHS}
+    return TensorRtDevice(bundle, engines, Cuda(cuda, 256), FakeTensorRt(cuda))
+
+
+def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[str, Buffer]:
+    return {
+        names.TREE_PARENTS: device.empty("int64", sequences, nodes), names.PAST_LEN: device.empty("int64", sequences),
+        names.POSITIONS: device.empty("int64", sequences, nodes),
+        names.TREE_MASK: device.empty("bool", sequences, nodes, nodes),
+    }  # fmt: skip
+
+
+def test_fresh_memory_is_zero(device: Device) -> None:
+    assert not device.empty("float32", 3, 5).read().any()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "float32", "float16", "bfloat16", "uint8"])
+@pytest.mark.parametrize("shape", [(3,), (5, 40), (1, 2, 70)])
+def test_what_was_written_is_read_and_the_array_is_free_at_once(
+    device: Device, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Also of arrays larger than what is staged at a time, and of many small ones."""
+    kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
+    buffers = [device.empty(dtype, *shape) for _ in range(4)]  # type: ignore[arg-type]
+    values = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(kind)
+    expected = []
+    for turn, buffer in enumerate(buffers):
+        expected.append((values * (turn % 2)).astype(kind) if turn else values.copy())
+        given = expected[-1].copy()
+        buffer.write(given)
+        given[...] = 1
+    for buffer, wanted in zip(buffers, expected, strict=True):
+        np.testing.assert_array_equal(buffer.read(), wanted)
+
+
+def test_a_strided_array_is_written_as_it_reads(device: Device) -> None:
+    values = np.arange(12).reshape(3, 4).T
+    buffer = device.empty("int64", 4, 3)
+    buffer.write(values)
+    np.testing.assert_array_equal(buffer.read(), values)
+
+
+def test_what_was_read_does_not_change(device: Device) -> None:
+    buffer = device.empty("int64", 2)
+    buffer.write(np.array([1, 2]))
+    found = buffer.read()
+    buffer.write(np.array([3, 4]))
+    assert found.tolist() == [1, 2]
+    assert buffer.read().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros(3, np.int64), np.zeros((1, 2), np.int64), np.zeros(2, np.int32), np.zeros(2)]
+)
+def test_another_type_or_shape_is_not_written(device: Device, values: np.ndarray) -> None:
+    with pytest.raises(ValueError, match=r"expected int64\[2\], found"):
+        device.empty("int64", 2).write(values)
+
+
+def test_a_part_is_bound_only_and_is_no_larger_than_the_whole(device: Device) -> None:
+    whole = device.empty("int64", 4, 3)
+    part = whole.part(2, 3)
+    assert part.address == whole.address
+    with pytest.raises(ValueError, match="not read or written"):
+        part.read()
+    with pytest.raises(ValueError, match="not read or written"):
+        part.part(2, 3).write(np.zeros((2, 3), np.int64))
+    with pytest.raises(ValueError, match=r"\[5, 3\] is more than the \[4, 3\]"):
+        whole.part(5, 3)
+    assert whole.part(4, 3).read().shape == (4, 3)
+
+
+def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device) -> None:
+    """Twice, and in a chain, which TensorRT replays as a captured graph."""
+    buffers = layout_buffers(device)
+    run = device.chain([device.program(names.STEP_LAYOUT).bind(buffers)])
+    for past in ([4, 9], [0, 1], [7, 2], [5, 5]):
+        buffers[names.TREE_PARENTS].write(np.array([[-1, 0, 1], [-1, 0, 0]]))
+        buffers[names.PAST_LEN].write(np.array(past))
+        run()
+        positions = np.array([[0, 1, 2], [0, 1, 1]]) + np.array(past)[:, None]
+        np.testing.assert_array_equal(buffers[names.POSITIONS].read(), positions)
+        assert buffers[names.TREE_MASK].read()[1, 2].tolist() == [True, False, True]
+
+
+def test_a_chain_is_its_runs_in_order(device: Device) -> None:
+    done: list[int] = []
+    chain = device.chain([lambda: done.append(1), lambda: done.append(2)])
+    for _ in range(3):
+        chain()
+    device.chain([])()
+    assert done == [1, 2] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda device, buffers: buffers.pop(names.PAST_LEN), "missing or unknown: past_len"),
+        (lambda device, buffers: buffers.update(more=device.empty("int64", 1)), "missing or unknown: more"),
+        (lambda device, buffers: buffers.update(past_len=device.empty("int32", 2)), r"past_len: expected int64\['B'\]"),
+        (lambda device, buffers: buffers.update(past_len=device.empty("int64", 2, 1)), "past_len: expected"),
+        (lambda device, buffers: buffers.update(past_len=device.empty("int64", 3)), "'B': 2.*found int64.*3"),
+        (lambda device, buffers: buffers.update(tree_mask=device.empty("bool", 2, 3, 4)), "tree_mask: expected"),
+    ],
+)
+def test_bindings_that_do_not_fit_are_named(device: Device, change: Change, message: str) -> None:
+    buffers = layout_buffers(device)
+    change(device, buffers)
+    with pytest.raises(ValueError, match=message):
+        device.program(names.STEP_LAYOUT).bind(buffers)
+
+
+@pytest.mark.parametrize("graph", [names.STEP_KEEP, names.STEP_MOVE])
+def test_what_is_updated_in_place_is_one_buffer(device: Device, graph: str) -> None:
+    buffers = state_buffers(device, graph)
+    device.program(graph).bind(buffers)
+    other = names.present(names.key_cache(0))
+    with pytest.raises(ValueError, match=f"{other}: expected the buffer of kv.0.key"):
+        device.program(graph).bind({**buffers, other: device.empty("float32", *buffers[other].shape)})
+
+
+def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) -> dict[str, Buffer]:
+    """Buffers of a graph over KV rows, which hold their own numbers."""
+    buffers: dict[str, Buffer] = {}
+    for spec in device.program(graph).inputs:
+        sizes = {"B": slots, "T": nodes, "C": 16}
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+        buffers[spec.name] = device.empty(spec.dtype, *shape)
+        if spec.dtype == "float32":
+            buffers[spec.name].write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    return {**buffers, **{s.name: buffers[s.in_place_of] for s in device.program(graph).outputs if s.in_place_of}}
+
+
+def test_a_slot_moves_where_the_host_says(device: Device) -> None:
+    """The latest slots written count, though earlier moves may still be under way."""
+    buffers = state_buffers(device, names.STEP_MOVE, slots=4)
+    run = device.program(names.STEP_MOVE).bind(buffers)
+    before = buffers["kv.0.key"].read()
+    for source, target in ((3, 0), (2, 1)):
+        buffers[names.SOURCE_SLOT].write(np.array([source]))
+        buffers[names.TARGET_SLOT].write(np.array([target]))
+        run()
+    np.testing.assert_array_equal(buffers["kv.0.key"].read(), before[[3, 2, 2, 3]])
+    np.testing.assert_array_equal(buffers["kv.0.value"].read(), before[[3, 2, 2, 3]])

@@ -1,0 +1,401 @@
+"""TensorRT's programs on fakes: profiles, captured graphs, sizes on the host, memory, and errors in one line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines import cuda as cuda_module
+from redraft.engines import open_device, tensorrt_device
+from redraft.engines.bundle import Bundle, open_bundle
+from redraft.engines.cuda import Cuda
+from redraft.engines.device import Buffer
+from redraft.engines.manifest import GraphRecord
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt_device import Chain, TensorRtDevice
+from redraft.errors import BackendError, BundleError, UsageError
+
+from .bundles import manifest_of, write_bundle
+from .fake_cuda import FakeCuda, Status
+from .fake_tensorrt import FakeTensorRt, Profile, write_engine
+from .graphs import Decoder
+
+DECODER = Decoder(layers=1, vocabulary=11)
+CAPACITY = 32
+Make = Callable[..., TensorRtDevice]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    out = tmp_path_factory.mktemp("bundle") / "small"
+    write_bundle(out, DECODER)
+    return open_bundle(out)
+
+
+@pytest.fixture
+def make(bundle: Bundle, tmp_path: Path) -> Make:
+    """A device with an engine of the verifier."""
+
+    def made(profiles: Sequence[Profile] = ({},), host: Sequence[str] = (), total: int = 1 << 30) -> TensorRtDevice:
+        cuda = FakeCuda(total)
+        file = write_engine(tmp_path / "v.engine", (bundle.path / "verifier.onnx").resolve(), profiles, host, True)
+        return TensorRtDevice(bundle, {names.VERIFIER: file}, Cuda(cuda, 1 << 12), FakeTensorRt(cuda))
+
+    return made
+
+
+def fakes(device: TensorRtDevice) -> tuple[FakeCuda, FakeTensorRt]:
+    return device.tensorrt.cuda, device.tensorrt
+
+
+def verifier_buffers(device: TensorRtDevice, nodes: int = 3, rows: int = 3, sequences: int = 1) -> dict[str, Buffer]:
+    program, buffers = device.program(names.VERIFIER), {}
+    sizes = {"B": sequences, "T": nodes, "R": rows, "C": CAPACITY}
+    for spec in (*program.inputs, *program.outputs):
+        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else device.empty(spec.dtype, *shape)
+    buffers[names.TREE_MASK].write(np.tri(nodes, dtype=np.bool_)[None].repeat(sequences, 0))
+    buffers[names.LIVE].write(np.array([nodes]))
+    return buffers
+
+
+PREFILL: Profile = {names.TOKEN_IDS: ([1, 1], [1, 16]), names.OUTPUT_ROWS: ([1, 1], [1, 1])}
+TOKEN: Profile = {names.TOKEN_IDS: ([1, 1], [2, 1]), names.OUTPUT_ROWS: ([1, 1], [2, 1])}
+TREE: Profile = {names.TOKEN_IDS: ([1, 2], [2, 8]), names.OUTPUT_ROWS: ([1, 2], [2, 8])}
+
+
+@pytest.mark.parametrize(
+    ("sequences", "nodes", "rows", "profile"), [(1, 16, 1, 0), (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 8, 8, 2)]
+)
+def test_the_narrowest_profile_that_holds_the_shapes_is_taken(
+    make: Make, sequences: int, nodes: int, rows: int, profile: int
+) -> None:
+    device = make([PREFILL, TOKEN, TREE])
+    device.program(names.VERIFIER).bind(verifier_buffers(device, nodes, rows, sequences))
+    assert fakes(device)[1].contexts[-1].profile == profile
+
+
+@pytest.mark.parametrize(("sequences", "nodes"), [(1, 9), (3, 8)])
+def test_a_tree_larger_than_every_profile_is_refused_in_one_line(make: Make, sequences: int, nodes: int) -> None:
+    device = make([PREFILL, TOKEN, TREE])
+    buffers = verifier_buffers(device, nodes, nodes, sequences)
+    with pytest.raises(
+        BackendError, match=f"no optimization profile of verifier takes B={sequences}, T={nodes}"
+    ) as error:
+        device.program(names.VERIFIER).bind(buffers)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_is_loaded_once_and_each_set_of_shapes_has_a_context(make: Make) -> None:
+    device = make()
+    assert device.program(names.VERIFIER) is device.program(names.VERIFIER)
+    first, second = verifier_buffers(device, 3), verifier_buffers(device, 5, 5)
+    for buffers in (first, second):
+        device.program(names.VERIFIER).bind(buffers)()
+    shapes = [context.shapes[names.TOKEN_IDS] for context in fakes(device)[1].contexts]
+    assert shapes == [(1, 3), (1, 5)]
+
+
+def test_a_chain_is_captured_after_its_first_run_and_replayed(make: Make) -> None:
+    """What the device reads may change between replays."""
+    device = make()
+    cuda, tensorrt = fakes(device)
+    buffers = verifier_buffers(device)
+    run = device.program(names.VERIFIER).bind(buffers)
+    chain = device.chain([device.chain([run])])
+    said = []
+    for token in (3, 4, 5, 3):
+        buffers[names.TOKEN_IDS].write(np.full((1, 3), token))
+        chain()
+        said.append(buffers[names.LOGITS].read())
+    assert (cuda.launches, tensorrt.contexts[0].enqueued) == (3, 2)
+    np.testing.assert_array_equal(said[0], said[3])
+    assert not np.array_equal(said[0], said[1])
+
+
+def test_sizes_that_an_engine_reads_on_the_host_are_never_stale(make: Make) -> None:
+    """Such a step is not captured: the graph would keep the size of the first."""
+    device = make(host=[names.LIVE])
+    device.program(names.VERIFIER)  # before its file is written over
+    plain = make()
+    cuda, tensorrt = fakes(device)
+    found, expected = [], []
+    for where, outputs in ((device, found), (plain, expected)):
+        buffers = verifier_buffers(where)
+        chain = where.chain([where.program(names.VERIFIER).bind(buffers)])
+        for past in (0, 3, 6):
+            buffers[names.PAST_LEN].write(np.array([past]))
+            buffers[names.LIVE].write(np.array([past + 3]))
+            chain()
+            outputs.append(buffers[names.LOGITS].read())
+    assert (cuda.launches, tensorrt.contexts[0].enqueued) == (0, 3)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_any_other_input_on_the_host_is_refused(make: Make) -> None:
+    device = make(host=[names.PAST_LEN])
+    with pytest.raises(BackendError, match="wants past_len on the host"):
+        device.program(names.VERIFIER).bind(verifier_buffers(device))
+
+
+def test_what_cannot_be_captured_runs_in_order_and_says_so_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Chain, "_told", False)
+    device = make()
+    cuda, _ = fakes(device)
+    buffers = verifier_buffers(device)
+    run = device.program(names.VERIFIER).bind(buffers)
+
+    def synchronizes() -> None:
+        run()
+        device.cuda.synchronize()
+
+    synchronizes.capturable = True  # type: ignore[attr-defined]
+    chains = [device.chain([synchronizes]), device.chain([synchronizes])]
+    said = []
+    for _ in range(3):
+        for chain in chains:
+            chain()
+            said.append(buffers[names.LOGITS].read())
+    assert cuda.launches == 0
+    assert cuda.captured is None
+    assert all(np.array_equal(said[0], other) for other in said)
+    lines = [record.getMessage() for record in caplog.records if "captured" in record.getMessage()]
+    assert len(lines) == 1
+    assert "cudaErrorStreamCaptureUnsupported" in lines[0]
+
+
+def test_memory_is_given_back(make: Make) -> None:
+    device = make()
+    cuda, _ = fakes(device)
+    held = cuda.held()
+    buffer = device.empty("float32", 100, 10)
+    part = buffer.part(10, 10)
+    assert cuda.held() == held + 4000
+    del buffer
+    assert cuda.held() == held + 4000
+    del part
+    assert cuda.held() == held
+
+
+def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    device = make(total=8 << 20)
+    with caplog.at_level(logging.INFO, "redraft.tensorrt"):
+        device.expect({"KV": 4 << 20, "tables": 3 << 20})
+    assert "KV 4.0 MiB, tables 3.0 MiB; 8.0 MiB free" in caplog.text
+    with pytest.raises(
+        BackendError, match=r"9\.0 MiB of GPU memory needed \(KV 6\.0 MiB, tables 3\.0 MiB\), 8\.0 free"
+    ):
+        device.expect({"KV": 6 << 20, "tables": 3 << 20})
+    with pytest.raises(BackendError, match=r"cudaErrorMemoryAllocation: 16\.0 MiB asked for, 8\.0 MiB free"):
+        device.empty("uint8", 16 << 20)
+
+
+def test_an_error_of_cuda_is_one_line_with_its_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = make()
+    failing = lambda *args: (Status.cudaErrorStreamCaptureUnsupported,)  # noqa: E731
+    monkeypatch.setattr(fakes(device)[0], "cudaMemcpyAsync", failing)
+    with pytest.raises(BackendError, match="cudaMemcpyAsync failed with cudaErrorStreamCaptureUnsupported"):
+        device.empty("int64", 1).write(np.zeros(1, np.int64))
+
+
+def test_what_tensorrt_logged_last_is_the_reason(make: Make) -> None:
+    device = make()
+    run = device.program(names.VERIFIER).bind(verifier_buffers(device))
+    fakes(device)[1].contexts[0].addresses.popitem()
+    with pytest.raises(BackendError, match="TensorRT refuses verifier: this cannot be enqueued"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.write_bytes(b"no engine"), "does not load the engine of verifier: magic tag does not match"),
+        (lambda file: file.unlink(), "the engine of verifier cannot be read"),
+    ],
+)
+def test_an_engine_that_does_not_load_is_refused(
+    make: Make, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    device = make()
+    damage(tmp_path / "v.engine")
+    with pytest.raises(BundleError, match=message) as error:
+        device.program(names.VERIFIER)
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_of_another_graph_is_refused(bundle: Bundle, make: Make, tmp_path: Path) -> None:
+    other = Decoder(layers=2, vocabulary=11)
+    path = tmp_path / "other"
+    write_bundle(path, other)
+    write_engine(tmp_path / "v.engine", path / "verifier.onnx", updates=True)
+    device = TensorRtDevice(
+        bundle, {names.VERIFIER: tmp_path / "v.engine"}, Cuda(fake := FakeCuda()), FakeTensorRt(fake)
+    )
+    with pytest.raises(BundleError, match=r"engine of verifier: unexpected tensor kv\.1\.key"):
+        device.program(names.VERIFIER)
+
+
+def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, make: Make) -> None:
+    record = bundle.graph(names.VERIFIER)
+    signatures = names.step_signatures(DECODER.shape, None)
+    graphs = {
+        names.VERIFIER: record, **{name: GraphRecord("x.onnx", *signatures[name]) for name in signatures}
+    }  # fmt: skip
+    device = make()
+    device._bundle = Bundle(bundle.path, manifest_of(DECODER, graphs=graphs))
+    with pytest.raises(BundleError, match=r"expected an engine of step\.layout, found verifier; run `redraft build"):
+        device.program(names.STEP_LAYOUT)
+    with pytest.raises(BundleError, match="our kernels do that as well: run `make plugins`"):
+        device.program(names.STEP_KEEP)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def with_engines(bundle: Bundle, tmp_path: Path, **changes: object) -> Bundle:
+    """The bundle with the record of an engine, which lies elsewhere."""
+    values = {
+        "version": "10.13.3", "gpu": "GPU", "compute_capability": "9.0", "attention": "plugin",
+        "plugin": "0" * 64, "plugin_file": "plugin.so",
+        "engines": {names.VERIFIER: EngineRecord(str(tmp_path / "v.engine"), "v.onnx", ())},
+    }  # fmt: skip
+    record = TensorRtRecord(**{**values, **changes})  # type: ignore[arg-type]
+    manifest = manifest_of(DECODER, backend="tensorrt", backend_version="10.13.3", tensorrt=record)
+    return Bundle(bundle.path, manifest)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, bundle: Bundle, tmp_path: Path) -> dict[str, Any]:
+    """Fakes in place of GPU, CUDA and TensorRT; what was asked of them."""
+    cuda, asked = FakeCuda(), {}
+    tensorrt = FakeTensorRt(cuda)
+    write_engine(tmp_path / "v.engine", (bundle.path / "verifier.onnx").resolve(), updates=True)
+    monkeypatch.setattr(tensorrt_device, "find_target", lambda: Target("10.13.3", Gpu("GPU", (9, 0), 1, 1)))
+    monkeypatch.setattr(tensorrt_device, "import_tensorrt", lambda: tensorrt)
+    monkeypatch.setattr(tensorrt_device, "open_cuda", lambda: Cuda(cuda))
+    monkeypatch.setattr(tensorrt_device, "load_plugin", lambda path, module: asked.update(plugin=path))
+    return asked
+
+
+def test_a_bundle_of_tensorrts_is_opened_with_its_plugin(
+    bundle: Bundle, tmp_path: Path, installed: dict[str, Any]
+) -> None:
+    device = open_device(with_engines(bundle, tmp_path), "cuda")
+    assert isinstance(device, TensorRtDevice)
+    assert installed == {"plugin": bundle.path / "plugin.so"}
+    device.program(names.VERIFIER).bind(verifier_buffers(device))()
+    assert not hasattr(device.tensorrt, "engine_host_code_allowed")
+
+
+def test_an_embedded_plugin_is_allowed_to_run(bundle: Bundle, tmp_path: Path, installed: dict[str, Any]) -> None:
+    device = open_device(with_engines(bundle, tmp_path, plugin_file=""), "cuda")
+    assert isinstance(device, TensorRtDevice)
+    assert device.tensorrt.engine_host_code_allowed
+    assert not installed
+
+
+def test_engines_for_another_gpu_are_refused(bundle: Bundle, tmp_path: Path, installed: dict[str, Any]) -> None:
+    with pytest.raises(BackendError, match=r"the engines are for TensorRT .* on Another"):
+        open_device(with_engines(bundle, tmp_path, gpu="Another"), "cuda")
+
+
+def test_without_a_driver_nothing_of_cuda_is_touched(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> Gpu:
+        raise BackendError("no CUDA driver")
+
+    monkeypatch.setattr(cuda_module, "find_gpu", absent)
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    with pytest.raises(BackendError, match="no CUDA driver"):
+        cuda_module.open_cuda()
+
+
+def test_an_unknown_device_is_refused(bundle: Bundle) -> None:
+    with pytest.raises(UsageError, match="unknown device 'tpu'; choose one of cpu, cuda"):
+        open_device(bundle, "tpu")
+
+
+# --- the real packages -----------------------------------------------------------------------------------------------
+
+CUDA_NAMES = (
+    "cudaSetDevice", "cudaStreamCreateWithFlags", "cudaStreamNonBlocking", "cudaMallocHost", "cudaMalloc", "cudaFree",
+    "cudaMemGetInfo", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamSynchronize", "cudaStreamBeginCapture",
+    "cudaStreamEndCapture", "cudaGetLastError", "cudaGraphInstantiate", "cudaGraphDestroy", "cudaGraphLaunch",
+    "cudaGraphExecDestroy",
+)  # fmt: skip
+TENSORRT_NAMES = {
+    "ILogger": ("VERBOSE", "INFO", "WARNING", "log"),
+    "Runtime": ("deserialize_cuda_engine", "engine_host_code_allowed"),
+    "ICudaEngine": (
+        "num_io_tensors", "get_tensor_name", "get_tensor_dtype", "get_tensor_location", "device_memory_size_v2",
+        "num_optimization_profiles", "get_tensor_profile_shape", "create_execution_context",
+    ),
+    "IExecutionContext": (
+        "set_optimization_profile_async", "set_device_memory", "set_input_shape", "set_tensor_address",
+        "execute_async_v3",
+    ),
+    "TensorLocation": ("HOST",),
+    "DataType": tuple(tensorrt_device._TYPES.values()),
+    "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
+}  # fmt: skip
+
+
+def test_cuda_python_has_all_that_is_called() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    missing = [name for name in CUDA_NAMES if not hasattr(runtime, name)]
+    assert not missing
+    for group, member in (
+        ("cudaError_t", "cudaSuccess"), ("cudaMemcpyKind", "cudaMemcpyHostToDevice"),
+        ("cudaMemcpyKind", "cudaMemcpyDeviceToHost"), ("cudaMemcpyKind", "cudaMemcpyDeviceToDevice"),
+        ("cudaStreamCaptureMode", "cudaStreamCaptureModeThreadLocal"),
+    ):  # fmt: skip
+        assert hasattr(getattr(runtime, group), member)
+
+
+@pytest.mark.parametrize("source", ["engines/cuda.py", "engines/tensorrt_device.py"])
+def test_the_lists_above_are_complete(root: Path, source: str) -> None:
+    """Every attribute of the packages that the sources name is checked, and nothing else."""
+    import re
+
+    text = (root / source).read_text()
+    used = set(re.findall(r'"(cuda[A-Z]\w+)"', text)) | set(re.findall(r"_runtime\.(cuda\w+)", text))
+    used -= {"cudaError_t", "cudaMemcpyKind", "cudaStreamCaptureMode", "cudaMemcpyHostToDevice"}
+    used -= {"cudaMemcpyDeviceToHost", "cudaMemcpyDeviceToDevice"}
+    if "cuda.py" in source:
+        assert used | {"cudaStreamNonBlocking"} == set(CUDA_NAMES)
+    else:
+        members = set(re.findall(r"(?:_?engine|context|_context)\.(\w+)\(", text))
+        listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in TENSORRT_NAMES[group]}
+        assert members <= listed
+        assert {name.split(".")[0] for name in re.findall(r"tensorrt\.([A-Z]\w+)", text)} <= set(TENSORRT_NAMES)
+
+
+@pytest.mark.skipif("REDRAFT_TENSORRT_PYTHON" not in os.environ, reason="REDRAFT_TENSORRT_PYTHON names no interpreter")
+def test_tensorrt_has_all_that_is_called() -> None:
+    """In the interpreter named, where TensorRT or its lean runtime is installed; no driver is needed."""
+    program = (
+        "import importlib.util, json, sys\n"
+        "name = 'tensorrt' if importlib.util.find_spec('tensorrt') else 'tensorrt_lean'\n"
+        "found = __import__(name)\n"
+        "wanted = json.loads(sys.argv[1])\n"
+        "print(json.dumps([f'{g}.{n}' for g, ns in wanted.items() for n in ns if not hasattr(getattr(found, g), n)]))\n"
+    )
+    python = os.environ["REDRAFT_TENSORRT_PYTHON"]
+    result = subprocess.run([python, "-c", program, json.dumps(TENSORRT_NAMES)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []
