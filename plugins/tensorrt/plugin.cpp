@@ -1,8 +1,9 @@
 // redraft::TreeAttention as a TensorRT plugin (IPluginV3), over the C entries of the kernels.
 //
 // TensorRT's ONNX parser looks a node up by op_type and by its attributes plugin_version and plugin_namespace, "1" and ""
-// where it has none; the node's domain plays no part (onnx-tensorrt, FallbackPluginImporter). So the creator is
-// registered as TreeAttention, version 1, in the empty namespace. The parser hands INT attributes over as int32.
+// where it has none; from 10.10 on a node's domain is its namespace. The creator is registered as TreeAttention, version
+// 1, in the empty namespace, so that nodes given to the parser have no domain (engines/tensorrt/prepare.py). The parser
+// hands INT attributes over as int32.
 //
 // present_key and present_value are the caches themselves where both are bound to one address, or where the preview
 // feature kALIASED_PLUGIN_IO_10_03 is on. Otherwise each call copies the caches first, which costs their whole capacity.
