@@ -82,7 +82,7 @@ class BuilderConfig:
         self.limits: dict[int, int] = {}
         self.previews: dict[int, bool] = {}
         self.plugins_to_serialize: list[str] = []
-        self.loaded_times: bytes | None = None
+        self.loaded_times: list[bytes] = []
         self.DLA_core = -1
         self.default_device_type = DeviceType.GPU
         self.profiling_verbosity = ProfilingVerbosity.DETAILED
@@ -117,7 +117,7 @@ class BuilderConfig:
         return self.previews.get(feature, False)
 
     def create_timing_cache(self, serialized_timing_cache: bytes) -> TimingCache:
-        self.loaded_times = bytes(serialized_timing_cache)
+        self.loaded_times.append(bytes(serialized_timing_cache))
         return TimingCache()
 
     def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:

@@ -84,7 +84,7 @@ def test_measured_times_are_saved_and_read_by_the_next_build(install: Install, b
     assert build.timing_cache.read_bytes() == b"times"
     fake = install()
     build_engine(build)
-    assert fake.configs[0].loaded_times == b"times"
+    assert fake.configs[0].loaded_times[0] == b"times"  # what the build itself starts from
 
 
 def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBuild) -> None:

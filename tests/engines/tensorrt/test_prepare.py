@@ -22,7 +22,8 @@ from redraft.export.tree_attention import bodies
 from tests.engines.graphs import Decoder, save_verifier
 
 PAST, NODES = (3, 6), 5
-PARENTS = (-1, 0, 0, 1, 2)
+PARENTS = (-1, 0, 0, 1, None)
+"""The last node is padding: it sees committed rows and itself."""
 
 
 def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
@@ -30,7 +31,8 @@ def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     mask = np.eye(NODES, dtype=bool)
     for node, parent in enumerate(PARENTS[1:], 1):
-        mask[node] |= mask[parent]
+        if parent is not None:
+            mask[node] |= mask[parent]
     depth = mask.sum(1) - 1
     values = {
         names.TOKEN_IDS: random.integers(0, decoder.vocabulary, (2, NODES)),

@@ -12,7 +12,7 @@ import pytest
 from redraft import names
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
-from redraft.engines.manifest import Manifest
+from redraft.engines.manifest import Manifest, dump_manifest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
@@ -77,6 +77,14 @@ def test_every_file_of_the_engines_is_under_the_digests(build: Build, tmp_path: 
     engine = tmp_path / "bundle" / "verifier.engine"
     engine.write_bytes(engine.read_bytes()[::-1])
     with pytest.raises(BundleError, match=r"verifier\.engine: expected SHA-256"):
+        open_bundle(tmp_path / "bundle")
+
+
+def test_an_engine_without_a_digest_is_refused(build: Build, tmp_path: Path) -> None:
+    manifest, _ = build()
+    files = {name: record for name, record in manifest.files.items() if name != "verifier.engine"}
+    (tmp_path / "bundle" / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
+    with pytest.raises(BundleError, match=r"no digest of verifier\.engine"):
         open_bundle(tmp_path / "bundle")
 
 
