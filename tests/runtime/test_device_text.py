@@ -40,7 +40,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
 
-@pytest.fixture(params=["cpu", "tensorrt", "sizes on the host"])
+@pytest.fixture(params=["cpu", "tensorrt", pytest.param("sizes on the host", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
     """Opens the bundle over a device."""
     bundle = open_bundle(lyanna_bundle, verify=False)
