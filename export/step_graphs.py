@@ -11,49 +11,13 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-import torch
-from torch import nn
 
 from redraft import names
-from redraft.export import passes, tracing
+from redraft.export import tracing
 from redraft.export.verifier import finish
 from redraft.names import LyannaShape, TensorSpec, VerifierShape
 
-_TRACED = 3
-_ONNX_TYPES = {"int64": "INT64", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
-
-
-class _Layout(nn.Module):
-    """Ancestors by doubling: who is reached in at most 2^k steps towards the root."""
-
-    def forward(self, parents: torch.Tensor, past_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        nodes = torch.arange(parents.shape[1])
-        reached = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()  # [B, T, T]
-        for _ in range(names.MOST_DEPTH.bit_length() - 1):
-            reached = ((reached @ reached) > 0).float()
-        return reached.long().sum(2) - 1 + past_len[:, None], reached > 0
-
-
-class _Accept(nn.Module):
-    """The deepest node of whose ancestors, itself included, each is what the verifier says after its parent."""
-
-    def forward(
-        self, logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, mask: torch.Tensor, count: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        said = logits.argmax(2)  # [B, T]
-        nodes = torch.arange(tokens.shape[1])[None]
-        root = parents < 0
-        right = (tokens == said.gather(1, torch.maximum(parents, torch.tensor(0)))) & (nodes < count[:, None]) | root
-        wrong = (mask & ~right[:, None]).long().sum(2)  # ancestors that do not hold
-        depths = mask.long().sum(2)
-        last = torch.where(wrong == 0, depths, 0).argmax(1, keepdim=True)  # [B, 1]
-        on_path = mask.gather(1, last[:, :, None].expand(-1, -1, mask.shape[2]))[:, 0]  # [B, T]
-        kept = on_path.long().sum(1)
-        # The path's nodes in order, then whatever comes: nodes of the path sort before all others.
-        first = torch.where(on_path, nodes, nodes + tokens.shape[1]).float()  # a type that every TopK knows
-        order = first.topk(tokens.shape[1], dim=1, largest=False)[1]
-        path = torch.where(nodes < kept[:, None], order, nodes)
-        return path, kept, torch.cat([kept[:, None], path, said], dim=1)
+_ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
 
 def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Path) -> dict[str, str]:
@@ -74,18 +38,59 @@ def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Pa
 
 
 def _layout() -> ir.Model:
-    b, t = (torch.export.Dim(name, min=1) for name in "BT")
-    args = (torch.tensor([[-1, 0, 0], [-1, 0, 1]]), torch.zeros(2, dtype=torch.long))
-    return _traced(_Layout(), args, ({0: b, 1: t}, {0: b}), names.step_layout_inputs(), names.step_layout_outputs())
+    """Ancestors by doubling: who is reached in at most 2^k steps towards the root."""
+    builder = _Builder()
+    add = builder.add
+    nodes = _nodes(builder)
+    own = add("Equal", add("Unsqueeze", nodes, builder.ints(1)), nodes)  # [T, T]
+    parent = add("Equal", add("Unsqueeze", names.TREE_PARENTS, builder.ints(2)), nodes)  # [B, T, T]
+    reached = add("Or", parent, own)
+    for step in range(names.MOST_DEPTH.bit_length() - 1):
+        ways = add("Cast", reached, to=onnx.TensorProto.FLOAT)
+        last = step == names.MOST_DEPTH.bit_length() - 2
+        reached = add("Greater", add("MatMul", ways, ways), builder.real(0.0), output=names.TREE_MASK if last else "")
+    depth = add("Sub", _count(builder, names.TREE_MASK, 2), builder.ints(1))
+    add("Add", depth, add("Unsqueeze", names.PAST_LEN, builder.ints(1)), output=names.POSITIONS)
+    return builder.model(names.STEP_LAYOUT, names.step_layout_inputs(), names.step_layout_outputs())
 
 
 def _accept(shape: VerifierShape) -> ir.Model:
-    b, t = (torch.export.Dim(name, min=1) for name in "BT")
-    rows = torch.zeros(2, _TRACED, dtype=torch.long)
-    mask = torch.ones(2, _TRACED, _TRACED, dtype=torch.bool)
-    args = (torch.zeros(2, _TRACED, shape.vocabulary), rows, rows.clone(), mask, torch.full((2,), _TRACED))
-    dynamic = ({0: b, 1: t}, {0: b, 1: t}, {0: b, 1: t}, {0: b, 1: t, 2: t}, {0: b})
-    return _traced(_Accept(), args, dynamic, names.step_accept_inputs(shape), names.step_accept_outputs())
+    """The deepest node of whose ancestors, itself included, each is what the verifier says after its parent."""
+    builder = _Builder()
+    add = builder.add
+    nodes = _nodes(builder)
+    said = add("ArgMax", names.LOGITS, axis=2, keepdims=0)  # [B, T]
+    wanted = add("GatherElements", said, add("Max", names.TREE_PARENTS, builder.ints(0)), axis=1)
+    live = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
+    drafted = add("And", add("Equal", names.TOKEN_IDS, wanted), live)
+    right = add("Or", drafted, add("Less", names.TREE_PARENTS, builder.ints(0)))  # the root always is
+    above = add("And", names.TREE_MASK, add("Unsqueeze", add("Not", right), builder.ints(1)))
+    holds = add("Equal", _count(builder, above, 2), builder.ints(0))  # [B, T]
+    depth = add("Where", holds, _count(builder, names.TREE_MASK, 2), builder.ints(0))
+    last = add("ArgMax", depth, axis=1, keepdims=1)  # [B, 1]
+    ancestors = add("Cast", names.TREE_MASK, to=onnx.TensorProto.INT64)
+    on_path = add("Cast", add("GatherND", ancestors, last, batch_dims=1), to=onnx.TensorProto.BOOL)  # [B, T]
+    kept = _count(builder, on_path, 1, output=names.KEPT)
+    # The path's nodes in order, then whatever comes: nodes of the path sort before all others.
+    width = add("Gather", add("Shape", names.TOKEN_IDS), builder.ints(1))  # [1]
+    order = add("Where", on_path, nodes, add("Add", nodes, width))
+    ranks = add("Cast", order, to=onnx.TensorProto.FLOAT)  # a type that every TopK knows
+    _smallest, first = builder.add_all("TopK", (ranks, width), 2, axis=1, largest=0, sorted=1)
+    count = add("Unsqueeze", kept, builder.ints(1))
+    path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
+    add("Concat", count, path, said, output=names.VERDICT, axis=1)
+    return builder.model(names.STEP_ACCEPT, names.step_accept_inputs(shape), names.step_accept_outputs())
+
+
+def _nodes(builder: _Builder) -> str:
+    """0 … T - 1, of a graph that takes parents [B, T]."""
+    return builder.count(builder.add("Shape", names.TREE_PARENTS), 1)
+
+
+def _count(builder: _Builder, flags: str, axis: int, output: str = "") -> str:
+    """How many are true along an axis."""
+    ones = builder.add("Cast", flags, to=onnx.TensorProto.INT64)
+    return builder.add("ReduceSum", ones, builder.ints(axis), output=output, keepdims=0)
 
 
 def _keep(shape: VerifierShape) -> ir.Model:
@@ -128,7 +133,7 @@ def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
 
 
 class _Builder:
-    """A graph put together node by node: TensorScatter has no counterpart in torch that could be traced."""
+    """A graph put together node by node: tracing these few nodes with torch takes seconds of every build."""
 
     def __init__(self) -> None:
         self._nodes: list[onnx.NodeProto] = []
@@ -139,17 +144,25 @@ class _Builder:
         self._nodes.append(onnx.helper.make_node(kind, inputs, [name], **attributes))
         return name
 
+    def add_all(self, kind: str, inputs: tuple[str, ...], count: int, **attributes: Any) -> list[str]:
+        """Append a node of several outputs; returns their names."""
+        outputs = [f"{kind}.{len(self._nodes)}.{place}" for place in range(count)]
+        self._nodes.append(onnx.helper.make_node(kind, inputs, outputs, **attributes))
+        return outputs
+
     def ints(self, *values: int) -> str:
         """A constant int64 vector."""
-        name = f"ints.{len(self._nodes)}"
-        self._nodes.append(onnx.helper.make_node("Constant", [], [name], value_ints=values))
-        return name
+        return self.add("Constant", value_ints=values)
 
     def count(self, sizes: str, axis: int) -> str:
         """0, 1, … as many as `sizes` says of an axis."""
         end = self.add("Squeeze", self.add("Gather", sizes, self.ints(axis)))
-        zero, one = (self.add("Squeeze", self.ints(value)) for value in range(2))
+        zero, one = (self.add("Constant", value_int=value) for value in range(2))
         return self.add("Range", zero, end, one)
+
+    def real(self, value: float) -> str:
+        """A constant float32 without axes."""
+        return self.add("Constant", value_float=value)
 
     def model(self, name: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> ir.Model:
         """The finished graph under its contract."""
@@ -161,15 +174,3 @@ class _Builder:
 def _value(spec: TensorSpec) -> onnx.ValueInfoProto:
     kind = getattr(onnx.TensorProto, _ONNX_TYPES[spec.dtype])
     return onnx.helper.make_tensor_value_info(spec.name, kind, spec.shape)
-
-
-def _traced(
-    module: nn.Module,
-    args: tuple[torch.Tensor, ...],
-    dynamic: tuple[dict[int, torch.export.Dim], ...],
-    inputs: tuple[TensorSpec, ...],
-    outputs: tuple[TensorSpec, ...],
-) -> ir.Model:
-    model = tracing.trace_graph(module.eval(), args, dynamic, inputs, outputs)
-    passes.simplify(model)
-    return model
