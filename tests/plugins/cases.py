@@ -139,7 +139,14 @@ def pack_bits(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def run(
-    kernels: Kernels, case: Case, *, bits: bool = True, ctas: int = 0, order: int = 0, write: bool = True
+    kernels: Kernels,
+    case: Case,
+    *,
+    bits: bool = True,
+    ctas: int = 0,
+    order: int = 0,
+    write: bool = True,
+    truncate: bool = False,
 ) -> tuple[NDArray, NDArray, NDArray]:
     """out [B, T, Hq, D] and the caches afterwards, by the CPU build. Fails if a kernel wrote past an array's end."""
     batch, nodes, q_heads, head_dim = case.q.shape
@@ -161,6 +168,7 @@ def run(
     )  # fmt: skip
     scratch, whole_scratch = guarded(np.full(kernels.workspace_bytes(args), 255, dtype=np.uint8))
     kernels.set_order(order)
+    kernels.truncate_sums(truncate)
     kernels.attend(args, scratch.ctypes.data, scratch.nbytes)
     for whole in (whole_out, whole_keys, whole_values, whole_scratch):
         assert guards_hold(whole)

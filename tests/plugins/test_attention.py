@@ -42,6 +42,23 @@ def test_random_trees_in_a_ragged_batch(
     assert_right(kernels, random_case(nodes, dtype, head_dim, [70, 0, 131, 64], nodes, heads))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "past_len", "nodes", "heads", "options"),
+    [
+        *((head_dim, [70, 0, 131, 64], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
+        (64, [700, 33], 23, (6, 2), {}),
+        (128, [1100], 4, (2, 1), {"scale": 128**-0.5}),
+        (64, [90], 8, (2, 1), {"softcap": 2.0, "scale": 0.5}),
+    ],
+)
+def test_float32_with_sums_cut_off_as_tensor_cores_do(
+    kernels: Kernels, head_dim: int, past_len: list[int], nodes: int, heads: tuple[int, int], options: dict[str, float]
+) -> None:
+    case = random_case(13, "float32", head_dim, past_len, nodes, heads, **options)
+    assert_right(kernels, case, truncate=True)
+    assert not same_bits(run(kernels, case)[0], run(kernels, case, truncate=True)[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("past_len", [[0], [7, 90]])
 def test_causal_chunks(kernels: Kernels, dtype: str, past_len: list[int]) -> None:
