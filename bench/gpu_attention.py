@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -81,12 +82,10 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     batches, lengths, nodes = QUICK if options.quick else (BATCHES, LENGTHS, NODES)
     for dtype, heads, batch, live, t in product(("float16", "bfloat16"), HEADS, batches, lengths, nodes):
         sizes = AttentionSizes(dtype, batch, live, t, *heads, 128)
-        report.add(
-            "attention", unless_out_of_memory(vars(sizes), lambda s=sizes: timed(kernels, s, copy, options.ctas))
-        )
+        report.add("attention", unless_out_of_memory(vars(sizes), partial(timed, kernels, sizes, copy, options.ctas)))
     for batch, (kv_heads, path) in product((1, 16), COMPACTIONS):
         compaction = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "path": path}
-        report.add("compaction", unless_out_of_memory(compaction, lambda c=compaction: compacted(kernels, c, copy)))
+        report.add("compaction", unless_out_of_memory(compaction, partial(compacted, kernels, compaction, copy)))
 
 
 def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -158,8 +157,8 @@ def best(us: dict[str, float], library: str) -> str | None:
 def problems_for(least: int) -> int:
     """Problems of `least` bytes that do not fit the L2 four times over, nor fill the device's memory."""
     torch = require_device()
-    wanted = -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // least)
-    return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * torch.cuda.mem_get_info()[0]) // least))
+    wanted = -(-4 * int(torch.cuda.get_device_properties(0).L2_cache_size) // least)
+    return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * int(torch.cuda.mem_get_info()[0])) // least))
 
 
 def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from redraft.bench.gpu_attention import best, captured_others, measure, unless_o
 from redraft.bench.gpu_checks import FEATURES, checks
 from redraft.bench.gpu_competitors import BIAS_COLUMNS, competitors, packed_mask
 from redraft.bench.gpu_device import Captured, capture, missing_device, paired_us
-from redraft.bench.gpu_problem import CompactionProblem, DeviceProblem
+from redraft.bench.gpu_problem import CompactionProblem, DeviceProblem, Features
 from redraft.bench.gpu_report import Report
 from redraft.errors import KernelError
 from redraft.plugins.library import CPU_LIBRARY, LIBRARY_VARIABLE, AttentionArgs, CompactArgs, Kernels
@@ -270,6 +270,16 @@ def test_compaction_is_recognized(kernels: Kernels) -> None:
     problem.caches[2][1, 1, 7, 5] += 1
     assert not problem.right()
     assert isinstance(problem.args, CompactArgs)
+
+
+@pytest.mark.parametrize("row", [30, 32, 33])
+def test_a_row_in_the_wrong_place_is_noticed(kernels: Kernels, row: int) -> None:
+    """A new row that is another, and one written past a tree's count."""
+    problem = DeviceProblem(SIZES, device="cpu", features=Features(counts=(5, 3)))
+    problem.ours(kernels)()
+    assert problem.rows_written()
+    problem.values[1, 1, row, 7] = 2
+    assert not problem.rows_written()
 
 
 class Recorder:

@@ -99,7 +99,7 @@ def test_random_trees_in_a_ragged_batch(
     case = random_case(nodes, dtype, head_dim, [70, 0, 1131, 64], nodes, heads)
     out, keys, values = run(device_kernels, case)
     _, expected_keys, expected_values = reference(case)
-    assert error_of(case, out) < 1
+    assert error_of(case, out, truncated=True) < 1
     assert keys.tobytes() == expected_keys.tobytes()
     assert values.tobytes() == expected_values.tobytes()
 
@@ -118,14 +118,14 @@ def test_random_trees_in_a_ragged_batch(
 )
 def test_special_cases(device_kernels: Kernels, dtype: str, build: Callable[[str], Case]) -> None:
     case = build(dtype)
-    assert error_of(case, run(device_kernels, case)[0]) < 1
+    assert error_of(case, run(device_kernels, case)[0], truncated=True) < 1
 
 
 @pytest.mark.parametrize("nodes", [5, 45])
 def test_a_mask_of_bits_is_the_same_as_a_mask_of_bytes(device_kernels: Kernels, nodes: int) -> None:
     case = random_case(15, "float16", 64, [20, 50], nodes)
     packed = run(device_kernels, case, bits=True)
-    assert error_of(case, packed[0]) < 1
+    assert error_of(case, packed[0], truncated=True) < 1
     assert all(a.tobytes() == b.tobytes() for a, b in zip(packed, run(device_kernels, case), strict=True))
 
 
@@ -133,7 +133,7 @@ def test_a_mask_of_bits_is_the_same_as_a_mask_of_bytes(device_kernels: Kernels, 
 def test_rows_that_are_in_the_cache_already(device_kernels: Kernels, bits: bool) -> None:
     case = random_case(16, "float16", 64, [20, 50], 9)
     written = run(device_kernels, case)
-    assert error_of(case, written[0]) < 1
+    assert error_of(case, written[0], truncated=True) < 1
     filled = replace(case, key_cache=written[1], value_cache=written[2])
     again = run(device_kernels, filled, bits=bits, write=False)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(written, again, strict=True))
@@ -159,7 +159,7 @@ def test_a_length_outside_the_cache_harms_nothing(device_kernels: Kernels, wrong
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
 def test_any_number_of_blocks(device_kernels: Kernels, ctas: int) -> None:
     case = random_case(6, "float16", 128, [5000, 12, 700], 4, (8, 2))
-    assert error_of(case, run(device_kernels, case, ctas)[0]) < 1
+    assert error_of(case, run(device_kernels, case, ctas)[0], truncated=True) < 1
 
 
 def test_the_measured_problems_agree_with_float32(device_kernels: Kernels) -> None:
