@@ -6,6 +6,7 @@ import importlib
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,16 @@ from redraft.errors import UsageError
 COPY_BYTES = 2 << 30
 REPLAYS = 30
 WARM_UPS = 3
+SLEEP_CYCLES = 2_000_000
+"""About a millisecond on the device, in which the host hands it the events and the graph: a launch is not timed."""
 
-Capture = Sequence[Callable[[], None]]
-"""Calls that one CUDA graph holds, each over memory of its own, so that none finds its data in the cache."""
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph of `calls` calls, each over memory of its own, so that none finds its data in the cache."""
+
+    replay: Callable[[], None]
+    calls: int
 
 
 def missing_device() -> str | None:
@@ -57,36 +65,37 @@ def device_environment() -> dict[str, Any]:
     }
 
 
-def capture(calls: Capture) -> Callable[[], None]:
-    """One CUDA graph of all `calls`, in order; returns its replay."""
+def capture(calls: Sequence[Callable[[], object]]) -> Captured:
+    """One CUDA graph of all `calls`, in order, after one run of each beside the current stream's work."""
     torch = require_device()
-    side = torch.cuda.Stream()
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(current)
     with torch.cuda.stream(side):
         for call in calls:
             call()
+    current.wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return Captured(graph.replay, len(calls))
 
 
-def paired_us(captures: Mapping[str, Capture], replays: int = REPLAYS) -> dict[str, list[float]]:
+def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[str, list[float]]:
     """Microseconds of one call by name, of every replay. Names take turns, so that pairs share the device's state."""
     torch = require_device()
-    graphs = {name: (capture(calls), len(calls)) for name, calls in captures.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_UPS + replays):
-        for name, (replay, count) in graphs.items():
+        for name, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP_CYCLES)
             start.record()
-            replay()
+            graph.replay()
             end.record()
             end.synchronize()
             if turn >= WARM_UPS:
-                times[name].append(start.elapsed_time(end) * 1e3 / count)
+                times[name].append(start.elapsed_time(end) * 1e3 / graph.calls)
     return times
 
 
@@ -95,7 +104,7 @@ def copy_bytes_per_second() -> float:
     torch = require_device()
     size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-    times = paired_us({"copy": [lambda: target.copy_(source)]})["copy"]
+    times = paired_us({"copy": capture([lambda: target.copy_(source)])})["copy"]
     return float(2 * size / (np.median(times) * 1e-6))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,18 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=REPORTS, help="folder that `make plugins` left")
     options = parser.parse_args()
-    texts = [path.read_text() for path in sorted(options.reports.glob("attend_*.txt"))]
-    if not texts:
+    paths = sorted(options.reports.glob("attend_*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if not paths:
         raise UsageError(f"no compiler reports in {options.reports}", "build the kernels with `make plugins`")
     kernels = Kernels(BUILD / CPU_LIBRARY)
-    return {"kernels": [described(kernels, found) for text in texts for found in parse(text)]}
+    return {"kernels": [described(kernels, found) for found in newest(path.read_text() for path in paths)]}
+
+
+def newest(reports: Iterable[str]) -> list[dict[str, Any]]:
+    """Each kernel and architecture once, as the last of `reports` has it: an earlier build may have left files."""
+    keys = ("dtype", "head_dim", "rows", "architecture")
+    entries = {tuple(found[key] for key in keys): found for report in reports for found in parse(report)}
+    return [entries[key] for key in sorted(entries)]
 
 
 def parse(report: str) -> Iterator[dict[str, Any]]:

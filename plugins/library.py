@@ -124,17 +124,28 @@ class Kernels:
         """CPU build only: the order in which threads take turns, 0 ascending, 1 descending, else a seed."""
         self._library.redraft_cpu_set_order(ctypes.c_uint(order))
 
+    def truncate_sums(self, truncate: bool) -> None:
+        """CPU build only: whether matrix products cut their sums off towards zero, as tensor cores do."""
+        self._library.redraft_cpu_truncate_sums(ctypes.c_int(truncate))
+
     def _check(self, status: int) -> None:
         if status:
             raise KernelError(self._library.redraft_last_error().decode())
 
 
+def missing_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why there is no library to load, or None where its file exists."""
+    path = _library_path(name, environment)
+    if path.exists():
+        return None
+    return f"no kernels at {path}; build them with `make plugins`, or name them in {LIBRARY_VARIABLE}"
+
+
 def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels:
     """Load the library that REDRAFT_KERNELS names, else `name` from build/plugins. Raises KernelError."""
-    path = Path(environment.get(LIBRARY_VARIABLE) or BUILD / name)
-    if not path.exists():
-        raise KernelError(f"no kernels at {path}; build them with `make plugins`, or name them in {LIBRARY_VARIABLE}")
-    return Kernels(path)
+    if reason := missing_kernels(name, environment):
+        raise KernelError(reason)
+    return Kernels(_library_path(name, environment))
 
 
 def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels | None:
@@ -143,3 +154,7 @@ def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
         return None
     kernels = open_kernels(name, environment)
     return None if kernels.on_cpu else kernels
+
+
+def _library_path(name: str, environment: Mapping[str, str]) -> Path:
+    return Path(environment.get(LIBRARY_VARIABLE) or BUILD / name)

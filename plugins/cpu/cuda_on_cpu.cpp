@@ -1,5 +1,6 @@
 #include "cuda_on_cpu.h"
 
+#include <limits.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,7 +8,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -20,11 +23,20 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kWarp = 32;
+constexpr size_t kGrantedBytes = 48 * 1024;
+// Below a float's last place, of the largest term: none, as on the first tensor cores (Fasi et al. 2021); later ones
+// keep some.
+constexpr int kBitsMore = 0;
 
 struct Copy {
   void *target;
   const void *source;
   bool valid;
+};
+
+// The unit of shared memory, as it is aligned on a device.
+struct alignas(16) Chunk {
+  unsigned char bytes[16];
 };
 
 // Threads that meet: `arrived` of this round, and how many rounds are over.
@@ -51,7 +63,8 @@ struct Fiber {
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<unsigned char> shared;
+  std::vector<Chunk> shared;
+  size_t shared_bytes = 0;
   Meeting barrier;
   const std::function<void()> *kernel = nullptr;
   Fiber *running = nullptr;
@@ -61,6 +74,10 @@ struct Block {
 
 thread_local Block block;
 thread_local unsigned chosen_order = 0;
+thread_local Sums chosen_sums = Sums::kNearest;
+
+std::mutex allowances_lock;
+std::map<const void *, size_t> allowances;
 
 void enter() {
   (*block.kernel)();
@@ -123,7 +140,10 @@ std::vector<int> in_order(int count, std::mt19937 &random) {
 }
 
 void run_block(const Position &position, size_t shared_bytes, std::mt19937 &random) {
-  block.shared.assign(shared_bytes, 0xff);
+  Chunk poison;
+  memset(&poison, 0xff, sizeof poison);
+  block.shared.assign((shared_bytes + sizeof(Chunk) - 1) / sizeof(Chunk), poison);
+  block.shared_bytes = shared_bytes;
   block.barrier = Meeting{};
   block.warps.assign((position.threads + kWarp - 1) / kWarp, Warp{});
   if (block.fibers.size() < static_cast<size_t>(position.threads)) block.fibers.resize(position.threads);
@@ -169,7 +189,59 @@ void launch(int blocks_x, int blocks_y, int threads, size_t shared_bytes, const 
 
 void set_order(unsigned order) { chosen_order = order; }
 
-unsigned char *shared_memory() { return block.shared.data(); }
+void set_sums(Sums sums) { chosen_sums = sums; }
+
+Sums sums() { return chosen_sums; }
+
+float truncated_sum(const double *terms, int count) {
+  int top = INT_MIN;
+  double plain = 0;
+  for (int i = 0; i < count; ++i) {
+    plain += terms[i];
+    int exponent = INT_MIN;
+    if (terms[i] != 0) frexp(terms[i], &exponent);
+    top = std::max(top, exponent);
+  }
+  if (top == INT_MIN || !isfinite(plain)) return static_cast<float>(plain);
+  const int last = top - 24 - kBitsMore;
+  double total = 0;  // exact: at most 24 + 3 bits
+  for (int i = 0; i < count; ++i) total += ldexp(trunc(ldexp(terms[i], -last)), last);
+  if (total == 0) return 0.f;
+  int exponent;
+  frexp(total, &exponent);
+  return static_cast<float>(ldexp(trunc(ldexp(total, 24 - exponent)), exponent - 24));
+}
+
+void allow_shared_memory(const void *kernel, size_t bytes) {
+  const std::lock_guard<std::mutex> guard(allowances_lock);
+  allowances[kernel] = bytes;
+}
+
+const char *refusal(const void *kernel, int64_t blocks_x, int64_t blocks_y, int threads, size_t shared_bytes) {
+  if (blocks_x < 1 || blocks_x > INT32_MAX || blocks_y < 1 || blocks_y > 65535) return "the grid is out of bounds";
+  if (threads < 1 || threads > 1024) return "a block has more than 1024 threads, or none";
+  if (shared_bytes <= kGrantedBytes) return nullptr;
+  const std::lock_guard<std::mutex> guard(allowances_lock);
+  const auto found = allowances.find(kernel);
+  if (found != allowances.end() && shared_bytes <= found->second) return nullptr;
+  return "more shared memory than 48 KiB, and none was allowed";
+}
+
+unsigned char *shared_memory() { return reinterpret_cast<unsigned char *>(block.shared.data()); }
+
+void check_shared(const char *what, const void *address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  const auto start = reinterpret_cast<uintptr_t>(block.shared.data());
+  if (at % 16 != 0) {
+    fprintf(stderr, "cuda_on_cpu: %s: expected an address at a multiple of 16 bytes, found %p\n", what, address);
+    abort();
+  }
+  if (at < start || at + 16 > start + block.shared_bytes) {
+    fprintf(stderr, "cuda_on_cpu: %s: expected 16 of the block's %zu bytes of shared memory, found offset %td\n", what,
+            block.shared_bytes, static_cast<ptrdiff_t>(at - start));
+    abort();
+  }
+}
 
 void sync_block() { meet(block.barrier, here.threads); }
 
@@ -182,6 +254,12 @@ const Lanes &exchange(const void *given, size_t size) {
 }
 
 void copy_async(void *target, const void *source, bool valid) {
+  check_shared("cp.async's target", target);
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) {
+    fprintf(stderr, "cuda_on_cpu: cp.async's source: expected an address at a multiple of 16 bytes, found %p\n",
+            source);
+    abort();
+  }
   const Copy copy{target, source, valid};
   if (chosen_order % 2 == 1) {
     land(copy);

@@ -35,6 +35,7 @@ void wait_copies() {
 
 // Of each 8x8 matrix lane 4 g + t receives row g, columns 2 t and 2 t + 1.
 inline void load_matrices(uint32_t (&to)[4], const void *row) {
+  cuda_on_cpu::check_shared("ldmatrix's row", row);
   const cuda_on_cpu::Lanes &rows = cuda_on_cpu::exchange(&row, sizeof row);
   const int lane = thread_index() % kWarp;
   for (int matrix = 0; matrix < 4; ++matrix) {
@@ -45,6 +46,7 @@ inline void load_matrices(uint32_t (&to)[4], const void *row) {
 
 // Transposed: row and column change places.
 inline void load_matrices_transposed(uint32_t (&to)[4], const void *row) {
+  cuda_on_cpu::check_shared("ldmatrix's row", row);
   const cuda_on_cpu::Lanes &rows = cuda_on_cpu::exchange(&row, sizeof row);
   const int lane = thread_index() % kWarp;
   for (int matrix = 0; matrix < 4; ++matrix) {
@@ -94,15 +96,26 @@ struct Operands {
 // (row >= 8) + 2 (k >= 4), t = k % 4; of b in word 4 + the same choice by k.
 template <int kDepth, class Value>
 void add_products(float (&sum)[4], const cuda_on_cpu::Lanes &lanes, Value value) {
+  constexpr int kBlock = 4;  // products that the first tensor cores add at once, and later ones of TF32
+  const bool truncated = cuda_on_cpu::sums() == cuda_on_cpu::Sums::kTruncated;
   const int lane = thread_index() % kWarp;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8;
     const int column = lane % 4 * 2 + i % 2;
     float total = sum[i];
+    double terms[1 + kBlock];
     for (int k = 0; k < kDepth; ++k) {
       const int upper = k >= kDepth / 2;
-      total += value(lanes, row % 8, k % (kDepth / 2), row / 8 + 2 * upper) *
-               value(lanes, column, k % (kDepth / 2), 4 + upper);
+      const float a = value(lanes, row % 8, k % (kDepth / 2), row / 8 + 2 * upper);
+      const float b = value(lanes, column, k % (kDepth / 2), 4 + upper);
+      if (!truncated) {
+        total += a * b;
+        continue;
+      }
+      terms[1 + k % kBlock] = static_cast<double>(a) * b;
+      if (k % kBlock < kBlock - 1) continue;
+      terms[0] = total;
+      total = cuda_on_cpu::truncated_sum(terms, 1 + kBlock);
     }
     sum[i] = total;
   }

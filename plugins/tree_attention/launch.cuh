@@ -82,7 +82,8 @@ inline int current_device(int *device) {
 }
 
 template <class Kernel>
-int allow_shared_memory(Kernel *, int) {
+int allow_shared_memory(Kernel *kernel, int shared_bytes) {
+  cuda_on_cpu::allow_shared_memory(reinterpret_cast<const void *>(kernel), shared_bytes);
   return REDRAFT_OK;
 }
 
@@ -93,6 +94,10 @@ int resident_blocks(Kernel *, int, int, int) {
 
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), Grid grid, int threads, int shared_bytes, Stream, Arguments... arguments) {
+  if (const char *reason =
+          cuda_on_cpu::refusal(reinterpret_cast<const void *>(kernel), grid.x, grid.y, threads, shared_bytes)) {
+    return failed(REDRAFT_DEVICE_ERROR, "a kernel did not start: %s", reason);
+  }
   cuda_on_cpu::launch(grid.x, grid.y, threads, shared_bytes, [&] { kernel(arguments...); });
   return REDRAFT_OK;
 }

@@ -3,7 +3,8 @@
 //
 // Every entry returns 0 or an error code and never synchronizes; `redraft_last_error` says in one line what was expected
 // and what was found. Calls are safe from several threads and can be captured in a CUDA graph: what lies in device
-// memory (lengths, trees) may change between replays, what lies in the argument structs may not.
+// memory (lengths, trees) may change between replays, what lies in the argument structs may not. The device that owns
+// the stream and the pointers must be the calling thread's current one; no entry sets it.
 
 #ifndef REDRAFT_TREE_ATTENTION_H_
 #define REDRAFT_TREE_ATTENTION_H_
@@ -33,7 +34,8 @@ enum { REDRAFT_FLOAT16 = 0, REDRAFT_BFLOAT16 = 1, REDRAFT_FLOAT32 = 2 };
 // the rows of the nodes themselves. Query head h reads key head h / (q_heads / kv_heads). Node i of sequence b sees
 // the committed rows and the nodes that its mask names (always itself and its ancestors), less what `window` hides.
 //
-// Tensors are contiguous; all but lengths, positions and masks are of `dtype` and begin at a multiple of 16 bytes.
+// Tensors are contiguous; all but lengths, positions and masks are of `dtype` and begin at a multiple of 16 bytes. `out`
+// must not overlap q, k, v or the caches: blocks write it while others still read those.
 typedef struct {
   int32_t dtype;               // REDRAFT_FLOAT16, REDRAFT_BFLOAT16 or REDRAFT_FLOAT32; sums are always float32
   int32_t batch;               // B

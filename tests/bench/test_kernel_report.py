@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_tiles_come_from_the_library(kernels: Kernels) -> None:
 def test_blocks_at_once(registers: int, shared: int, blocks: int) -> None:
     """The scarcer of registers (in units of 8 a thread) and shared memory decides."""
     assert resident_blocks(registers, shared, "sm_90") == blocks
+
+
+def test_a_report_of_an_earlier_build_does_not_count(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for age, (name, registers) in enumerate([("attend_half.txt", 200), ("attend_half.cu.o.txt", 253)]):
+        path = tmp_path / name
+        path.write_text(REPORT.replace("253 registers", f"{registers} registers"))
+        os.utime(path, (1000 - age, 1000 - age))
+    monkeypatch.setattr(sys, "argv", ["kernel_report", "--reports", str(tmp_path)])
+    found = kernel_report.main()["kernels"]
+    assert [(entry["dtype"], entry["registers"]) for entry in found] == [("bfloat16", 128), ("float32", 200)]
 
 
 def test_nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

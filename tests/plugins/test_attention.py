@@ -24,7 +24,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def assert_right(kernels: Kernels, case: Case, **how: int | bool) -> None:
     out, keys, values = run(kernels, case, **how)
     _, expected_keys, expected_values = reference(case)
-    assert error_of(case, out) < 1
+    assert error_of(case, out, bool(how.get("truncate"))) < 1
     assert same_bits(keys, expected_keys)
     assert same_bits(values, expected_values)
 
@@ -40,6 +40,24 @@ def test_random_trees_in_a_ragged_batch(
     kernels: Kernels, dtype: str, head_dim: int, nodes: int, heads: tuple[int, int]
 ) -> None:
     assert_right(kernels, random_case(nodes, dtype, head_dim, [70, 0, 131, 64], nodes, heads))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "past_len", "nodes", "heads", "options"),
+    [
+        *((head_dim, [70, 0, 131, 64], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
+        (256, [131, 70], 13, (4, 2), {"scale": 1 / 16}),
+        (64, [700, 33], 23, (6, 2), {}),
+        (128, [1100], 4, (2, 1), {"scale": 128**-0.5}),
+        (64, [90], 8, (2, 1), {"softcap": 2.0, "scale": 0.5}),
+    ],
+)
+def test_float32_with_sums_cut_off_as_tensor_cores_do(
+    kernels: Kernels, head_dim: int, past_len: list[int], nodes: int, heads: tuple[int, int], options: dict[str, float]
+) -> None:
+    case = random_case(13, "float32", head_dim, past_len, nodes, heads, **options)
+    assert_right(kernels, case, truncate=True)
+    assert not same_bits(run(kernels, case)[0], run(kernels, case, truncate=True)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -78,6 +78,49 @@ def test_threads_that_do_not_meet_end_the_process(run: Run) -> None:
     assert b"63 threads of block 0 wait for a thread that does not come" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("copy to 8", "cp.async's target: expected an address at a multiple of 16 bytes"),
+        ("copy from 4", "cp.async's source: expected an address at a multiple of 16 bytes"),
+        (
+            "copy to the end",
+            "cp.async's target: expected 16 of the block's 2048 bytes of shared memory, found offset",
+        ),
+        ("copy to before the start", "found offset -16"),
+        ("load from 8", "ldmatrix's row: expected an address at a multiple of 16 bytes"),
+        ("load from the end", "ldmatrix's row: expected 16 of the block's 2048 bytes"),
+        ("load transposed from 8", "ldmatrix's row: expected an address at a multiple of 16 bytes"),
+        ("load transposed from the end", "ldmatrix's row: expected 16 of the block's 2048 bytes"),
+    ],
+)
+def test_an_address_that_a_device_does_not_take_ends_the_process(run: Run, name: str, line: str) -> None:
+    done = run(name)
+    assert done.returncode != 0
+    assert line in done.stderr.decode()
+
+
+def test_the_last_bytes_of_shared_memory_are_taken(run: Run) -> None:
+    assert run("last bytes").returncode == 0
+
+
+def test_launches_that_a_device_refuses(run: Run) -> None:
+    """Shared memory past 48 KiB, past what was allowed or allowed to another kernel; too large a grid or block."""
+    assert numbers(run("launches")) == [0, 2, 2, 0, 2, 0, 2, 2, 2]
+
+
+def test_truncated_sums(run: Run) -> None:
+    """What lies below the largest term's last place is lost, and the total is cut towards zero."""
+    last = 2.0**-23
+    found = [float.fromhex(line) for line in run("truncated").stdout.decode().split()]
+    assert found == [1.0, -1.0, 2 + 2 * last, 2.5, 0.0, float("inf")]
+
+
+def test_truncated_products_of_a_warp(run: Run) -> None:
+    nearest, truncated = (float(run(name).stdout.split()[0]) for name in ("half", "truncated half"))
+    assert nearest < truncated < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["half", "bfloat16"])
 def test_products_of_a_warp(run: Run, dtype: str) -> None:
     assert float(run(dtype).stdout.split()[0]) < 5e-6
