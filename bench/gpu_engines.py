@@ -29,7 +29,7 @@ from redraft.bench.stages import profile
 from redraft.bench.statistics import first_difference
 from redraft.engines import open_bundle
 from redraft.engines.manifest import Manifest
-from redraft.errors import RedraftError, UsageError
+from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.cost import measure_curve
 from redraft.runtime.watchers import Recording
@@ -42,10 +42,8 @@ _FORCED = (0.9, 0.8, 0.7)
 def main() -> dict[str, Any]:
     """Measure what the options ask for, and write it where `--out` says."""
     options = _arguments()
-    try:
-        found = measure(options)
-    except RedraftError as error:
-        found = {"skipped": str(error)}
+    reason = missing_device() if options.device == "cuda" else None
+    found = {"skipped": reason} if reason else measure(options)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -53,13 +51,15 @@ def main() -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All sections. Raises RedraftError where the device or what runs the engines is not here."""
-    if options.device == "cuda" and (reason := missing_device()):
-        raise UsageError(reason)
+    """All sections, or why nothing runs the engines here."""
     manifest = open_bundle(options.engines, verify=False).manifest
     prompts = load_prompts(options.prompts, options.limit)
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
-    with Runtime.open(options.engines, device=options.device) as runtime:
+    try:
+        opened = Runtime.open(options.engines, device=options.device)
+    except BackendError as error:
+        return {"skipped": str(error)}
+    with opened as runtime:
         methods = [PLAIN, *(["ngram", "lyanna"] if manifest.lyanna else ["ngram"])]
         texts = {method: _decoded(runtime, prompts, params, method, options.budget) for method in methods}
         settings = Settings(params, options.budget, options.synthetic_acceptance)

@@ -35,7 +35,7 @@ from redraft.engines.device import (
     numpy_type,
 )
 from redraft.engines.onnxruntime_backend import load_session
-from redraft.errors import BundleError
+from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -52,7 +52,7 @@ _SIZES = frozenset({
 
 
 class OnnxRuntimeDevice:
-    """See `redraft.engines.device.Device`. Raises BundleError where this ONNX Runtime has no such device.
+    """See `redraft.engines.device.Device`. Raises BackendError where this ONNX Runtime has no such device.
 
     kernels: ours for the same memory, ready when a launch returns; None leaves everything to graphs.
     """
@@ -62,7 +62,7 @@ class OnnxRuntimeDevice:
     ) -> None:
         available = ort.get_available_providers()
         if PROVIDERS[name] not in available:
-            raise BundleError(
+            raise BackendError(
                 f"this ONNX Runtime runs on {', '.join(available)}, not on {PROVIDERS[name]}",
                 "install onnxruntime-gpu in place of onnxruntime",
             )

@@ -14,6 +14,7 @@ from tests.runtime.lyanna_bundle import write_lyanna_bundle
 from redraft.bench import gpu_engines
 from redraft.bench.gpu_device import missing_device
 from redraft.engines import open_bundle
+from redraft.errors import BundleError
 from redraft.runtime import Runtime
 
 OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
@@ -83,3 +84,16 @@ def test_random_weights_are_not_compared(bundle: Path, prompts: Path, monkeypatc
 @pytest.mark.skipif(missing_device() is None, reason="a CUDA device is here")
 def test_without_a_device_the_report_says_why(bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "--engines", bundle, "--prompts", prompts) == {"skipped": missing_device()}
+
+
+def test_without_what_runs_the_engines_the_report_says_why(
+    bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_engines, "missing_device", lambda: None)
+    found = run(monkeypatch, "--engines", bundle, "--prompts", prompts)
+    assert "CUDAExecutionProvider; install onnxruntime-gpu" in found["skipped"]
+
+
+def test_an_error_is_no_reason_to_skip(tmp_path: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BundleError, match="expected an engine bundle"):
+        run(monkeypatch, "--engines", tmp_path / "none", "--prompts", prompts, "--device", "cpu")

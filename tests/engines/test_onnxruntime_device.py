@@ -16,7 +16,7 @@ from redraft.engines import onnxruntime_device, open_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import RECORD_ASSIGNMENT
 from redraft.engines.onnxruntime_device import OnnxRuntimeDevice, host_inputs, left_to_cpu
-from redraft.errors import BundleError
+from redraft.errors import BackendError, BundleError
 
 from .bundles import write_bundle
 
@@ -59,7 +59,7 @@ def test_a_real_session_says_which_nodes_the_cpu_has(bundle: Bundle) -> None:
 def test_a_build_without_cuda_is_refused_in_one_line(bundle: Bundle) -> None:
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("this build has CUDA")
-    with pytest.raises(BundleError, match="not on CUDAExecutionProvider; install onnxruntime-gpu"):
+    with pytest.raises(BackendError, match="not on CUDAExecutionProvider; install onnxruntime-gpu"):
         open_device(bundle, "cuda")
 
 
