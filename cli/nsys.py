@@ -50,7 +50,8 @@ def recorded_by_nsys(arguments: Sequence[str], report: Path) -> list[Recorded]:
 def profile_options(report: Path) -> list[str]:
     """What `nsys` is told to collect; the command to run follows."""
     return [
-        "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--capture-range=nvtx",
+        "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=node", "--sample=none", "--cpuctxsw=none",
+        "--capture-range=nvtx",
         f"--nvtx-capture={CAPTURED}@{NVTX_DOMAIN}", "--capture-range-end=stop",
         "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0", "--force-overwrite=true",
         f"--output={report.with_suffix('')}",

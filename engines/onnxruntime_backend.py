@@ -52,7 +52,7 @@ def load_session(
     """The graph as a session on a provider, its signature checked. Raises BundleError, as `open_engine`."""
     record = bundle.graph(graph)
     _check_version(bundle)
-    if bundle.manifest.precision == "bf16":
+    if bundle.manifest.precision == "bf16" and provider[0] == CPU:
         raise BundleError(
             f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16", "build it with --precision fp16 or fp32"
         )

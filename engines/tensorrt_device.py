@@ -245,15 +245,16 @@ class EngineProgram:
         return beside.address
 
     def _profile(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> int:
-        """The narrowest profile that holds all shapes."""
+        """The profile that holds all shapes: of the narrowest ones, that which is tuned for the nearest."""
         sizes = {
             spec.name: buffers[spec.name].shape for spec in inputs if not all(isinstance(d, int) for d in spec.shape)
         }
-        widths: dict[int, int] = {}
+        widths: dict[int, tuple[int, int]] = {}
         for profile in range(self._engine.num_optimization_profiles):
             ranges = {name: self._engine.get_tensor_profile_shape(name, profile) for name in sizes}
             if all(_holds(ranges[name], shape) for name, shape in sizes.items()):
-                widths[profile] = sum(sum(tuple(most)) for _, _, most in ranges.values())
+                width = sum(sum(tuple(most)) for _, _, most in ranges.values())
+                widths[profile] = width, sum(_distance(ranges[name], shape) for name, shape in sizes.items())
         if not widths:
             raise BackendError(
                 f"no optimization profile of {self._graph} takes {self._asked(inputs, buffers)}",
@@ -349,6 +350,11 @@ class Chain:
     def _in_order(self) -> None:
         for run in self.runs:
             run()
+
+
+def _distance(profile: Sequence[Any], shape: tuple[int, ...]) -> int:
+    """How far `shape` is from what a profile's range of a tensor is tuned for."""
+    return sum(abs(tuned - size) for tuned, size in zip(tuple(profile[1]), shape, strict=True))
 
 
 def _holds(profile: Sequence[Any], shape: tuple[int, ...]) -> bool:

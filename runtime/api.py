@@ -10,6 +10,7 @@ from typing import IO, Any, Self
 
 from redraft import names
 from redraft.engines import Bundle, open_bundle, open_device, open_engine
+from redraft.engines.tensorrt.profiles import check_slots, check_tree, largest_call
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
@@ -101,10 +102,14 @@ class Runtime:
         manifest = bundle.manifest
         graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
         device = device or ("cuda" if manifest.backend == "tensorrt" else None)
+        largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
+        if largest is not None:
+            check_slots(largest[0], slots)
         if device is not None:
             verifier: Verifier = DeviceVerifier(
                 open_device(bundle, device, threads), manifest.shape, manifest.context, slots, manifest.taps
             )
+            verifier.largest_tree = largest[1] if largest else verifier.largest_tree
         else:
             engine = open_engine(bundle, graph, threads)
             verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
@@ -210,6 +215,7 @@ class Runtime:
         return cycle
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
+        check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
         drafter = self._drafter(method)
         if method == "none":
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))

@@ -58,7 +58,7 @@ def measure_curve(verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: f
 
     Overwrites KV rows, so no request may be running.
     """
-    fitting = [size for size in sizes if size <= verifier.capacity]
+    fitting = [size for size in sizes if size <= min(verifier.capacity, verifier.largest_tree)]
     best = dict.fromkeys(fitting, float("inf"))
     start = time.perf_counter()
     for done in range(_ROUNDS.stop):

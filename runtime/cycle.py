@@ -69,7 +69,7 @@ class Cycle:
     def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
         """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
         stage = self.ranges.stage
-        room = self.verifier.capacity - max([seq.past_len for seq in batch])
+        room = min(self.verifier.capacity - max([seq.past_len for seq in batch]), self.verifier.largest_tree)
         budgets = [fit(self.controller.budget(seq), seq, room) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]

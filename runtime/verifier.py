@@ -6,6 +6,7 @@ reads the first B slots of each buffer.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -38,6 +39,8 @@ class Verifier:
 
     device: Device | None = None
     """Where its buffers are, if the host cannot read them."""
+    largest_tree: int = sys.maxsize
+    """Nodes of a tree that a call takes at most, root included; what `capacity` leaves is another limit."""
 
     def __init__(
         self, engine: Engine, shape: VerifierShape, capacity: int, slots: int = 1, taps: tuple[str, ...] = ()

@@ -55,7 +55,12 @@ def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str
 
 
 def load_plugin(library: Path, tensorrt: Any = None) -> None:
-    """Register the plugin's creator with TensorRT, once a process. Raises BackendError where it is refused."""
+    """Register the plugin's creator with TensorRT, which takes it once a process: what is there already stays.
+
+    Raises BackendError where it is refused.
+    """
     registry = (tensorrt or import_tensorrt()).get_plugin_registry()
+    if registry is not None and registry.get_creator(NAME, VERSION, NAMESPACE) is not None:
+        return
     if registry is None or registry.load_library(str(library)) is None:
         raise BackendError(f"TensorRT does not load {library}", "build it with `make plugins TENSORRT_ROOT=dir`")

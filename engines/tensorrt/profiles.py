@@ -59,13 +59,27 @@ def profiles_of(graph: str, inputs: Sequence[TensorSpec], limits: Limits, live_i
     return tuple(found)
 
 
-def check_tree(profiles: Sequence[Profile], nodes: int) -> None:
-    """Raise UsageError for a tree of `nodes`, root included, that no profile of the verifier's engine takes."""
-    largest = max(profile.inputs[names.TOKEN_IDS].max[1] for profile in profiles if profile.name == TREE)
+def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
+    """Sequences, and nodes of a tree with its root, that the verifier's engine takes at most."""
+    batch, tree = next(profile.inputs[names.TOKEN_IDS].max for profile in profiles if profile.name == TREE)
+    return batch, tree
+
+
+def check_tree(largest: int, nodes: int) -> None:
+    """Raise UsageError for a tree of `nodes`, root included, where engines take `largest`."""
     if nodes > largest:
         raise UsageError(
             f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
             f"lower --budget nodes to {largest - 1}, or build again with --tree-nodes {nodes}",
+        )
+
+
+def check_slots(largest: int, slots: int) -> None:
+    """Raise UsageError for more sequences at once than engines take."""
+    if slots > largest:
+        raise UsageError(
+            f"{slots} sequences at once are more than the {largest} that the engine's profiles take",
+            f"lower the slots to {largest}, or build again with --batch {slots}",
         )
 
 

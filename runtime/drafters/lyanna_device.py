@@ -18,6 +18,7 @@ from redraft import names
 from redraft.config import from_mapping
 from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run, byte_size
+from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
 from redraft.names import LyannaShape, TensorSpec
 from redraft.runtime.device_frame import SlotMove, leading
@@ -82,6 +83,7 @@ class DeviceLyanna(Drafter):
         if engines is None or shape is None:
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
         assert isinstance(verifier, DeviceVerifier)
+        check_tree(verifier.largest_tree, shape.nodes)
         tables = {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)}
         return cls(verifier, shape, tables, config)
 

@@ -14,9 +14,11 @@ import pytest
 from redraft import names
 from redraft.engines import BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord
+from redraft.errors import UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
+from redraft.runtime.cost import measure_curve
 from redraft.types import Budget, Costs
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
@@ -91,6 +93,31 @@ def test_text_is_the_host_paths(
     assert max(len(prompt) + len(text) for prompt, text in zip(ALL, plain, strict=True)) == CONTEXT
     drafted = sum(generation.metrics.num_draft_tokens for generation in found)
     assert (drafted > 0) == (method != "none")
+
+
+@pytest.mark.parametrize(("method", "largest"), [("ngram", 3), ("lyanna", FULL.nodes + 1)])
+def test_no_tree_is_larger_than_the_engines_take(
+    opened: Open, plain: list[list[int]], method: str, largest: int
+) -> None:
+    with opened() as runtime:
+        runtime.verifier.largest_tree = largest
+        asked, measure = [], runtime.verifier.measure_ms
+        runtime.verifier.measure_ms = lambda b, nodes, live: asked.append(nodes) or measure(b, nodes, live) or 1.0
+        assert measure_curve(runtime.verifier, seconds=0).largest <= largest
+        assert max(asked) <= largest
+        found = runtime.generate(ALL[:4], PARAMS, method)
+        assert [list(generation.token_ids) for generation in found] == plain[:4]
+        sizes = [len(generation.metrics.size_histogram) - 1 for generation in found]
+        assert max(sizes) <= largest
+        with pytest.raises(UsageError, match=f"larger than the {largest} that the engine's profile takes"):
+            runtime.generate(ALL[:1], PARAMS, method, Budget(largest, 4, 4))
+
+
+def test_a_drafters_tree_that_no_engine_takes_is_refused(opened: Open) -> None:
+    with opened() as runtime:
+        runtime.verifier.largest_tree = 2
+        with pytest.raises(UsageError, match="larger than the 2 that the engine's profile takes"):
+            runtime.generate(ALL[:1], PARAMS, "lyanna")
 
 
 def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]) -> None:

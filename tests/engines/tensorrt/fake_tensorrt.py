@@ -167,6 +167,7 @@ class Fake:
         self.inputs = inputs
         self.error = error
         self.loads = loads
+        self.registered = False
         self.calls: list[tuple[str, Any]] = []
         self.configs: list[BuilderConfig] = []
         self.flags: list[int] = []
@@ -176,11 +177,18 @@ class Fake:
         return True
 
     def get_plugin_registry(self) -> Any:
-        return SimpleNamespace(load_library=self._load_library)
+        return SimpleNamespace(load_library=self._load_library, get_creator=self._get_creator)
+
+    def _get_creator(self, type: str, version: str, plugin_namespace: str) -> Any:
+        return object() if (type, version, plugin_namespace) == ("TreeAttention", "1", "") and self.registered else None
 
     def _load_library(self, plugin_path: str) -> Any:
+        """As TensorRT does: nothing for a library whose plugins are registered already."""
         self.calls.append(("load_library", plugin_path))
-        return object() if self.loads else None
+        if self.registered or not self.loads:
+            return None
+        self.registered = True
+        return object()
 
     def Builder(self, logger: ILogger) -> Any:
         return SimpleNamespace(

@@ -71,6 +71,15 @@ def test_the_plugin_is_registered_before_the_graph_is_parsed(install: Install, b
     assert not fake.configs[0].plugins_to_serialize
 
 
+def test_engines_built_one_after_the_other_register_the_plugin_once(install: Install, build: EngineBuild) -> None:
+    """TensorRT gives nothing back for a library whose plugins it knows already."""
+    fake = install()
+    for _ in range(2):
+        build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
+    assert [name for name, _ in fake.calls].count("load_library") == 1
+    assert len(fake.configs) == 2
+
+
 def test_an_embedded_plugin_makes_the_engine_version_compatible(install: Install, build: EngineBuild) -> None:
     fake = install()
     build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, Path("/p/lib.so"), embed_plugin=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redraft import names
-from redraft.engines.tensorrt.profiles import Limits, check_tree, profiles_of
+from redraft.engines.tensorrt.profiles import Limits, check_slots, check_tree, largest_call, profiles_of
 from redraft.engines.tensorrt.records import Range
 from redraft.errors import UsageError
 from redraft.names import LyannaShape, TensorSpec, VerifierShape
@@ -63,11 +63,16 @@ def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
         assert live.min <= live.opt <= live.max
 
 
-def test_a_tree_larger_than_the_profile_is_refused_with_what_mends_it() -> None:
+def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> None:
     profiles = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=False)
-    check_tree(profiles, 16)
+    batch, tree = largest_call(profiles)
+    assert (batch, tree) == (4, 16)
+    check_tree(tree, 16)
     with pytest.raises(UsageError, match=r"a tree of 17 nodes.*than the 16.*--budget nodes to 15.*--tree-nodes 17"):
-        check_tree(profiles, 17)
+        check_tree(tree, 17)
+    check_slots(batch, 4)
+    with pytest.raises(UsageError, match=r"5 sequences at once.*than the 4.*slots to 4.*--batch 5"):
+        check_slots(batch, 5)
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
