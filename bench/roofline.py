@@ -26,7 +26,7 @@ from redraft.engines import Bundle, open_bundle, open_engine
 from redraft.names import TensorSpec
 from redraft.runtime.drafters.base import OpenEngine
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.host_verifier import HostVerifier
 
 TREE_NODES = 8
 """Nodes of the tree beside the single token, root included."""
@@ -190,7 +190,7 @@ def _calls(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[tupl
     for graph in (names.VERIFIER, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
             engine = open_engine(bundle, graph, threads)
-            verifier = Verifier(engine, manifest.shape, manifest.context, 1, manifest.taps)
+            verifier = HostVerifier(engine, manifest.shape, manifest.context, 1, manifest.taps)
             for tokens in (1, nodes):
                 yield graph, tokens, partial(verifier.measure_ms, 1, tokens, live)
     if manifest.lyanna is None:

@@ -34,4 +34,4 @@ def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device
         return tensorrt_device.open_tensorrt_device(bundle)
     from redraft.engines import onnxruntime_device
 
-    return onnxruntime_device.OnnxRuntimeDevice(bundle, name, threads)
+    return onnxruntime_device.open_onnxruntime_device(bundle, name, threads)

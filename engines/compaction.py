@@ -27,18 +27,15 @@ class Compact(Protocol):
 class CompactProgram:
     """The keeping graph as a kernel, see `redraft.engines.device.Program`.
 
-    stream: CUDA stream that the launch goes to.   after: what then makes it seen by programs elsewhere, if anything.
+    stream: CUDA stream that the launch goes to.
     """
 
-    def __init__(
-        self, record: GraphRecord, device: Device, kernels: Compact, stream: int = 0, after: Run | None = None
-    ) -> None:
+    def __init__(self, record: GraphRecord, device: Device, kernels: Compact, stream: int = 0) -> None:
         self.inputs = record.inputs
         self.outputs = record.outputs
         self._device = device
         self._kernels = kernels
         self._stream = stream
-        self._after = after
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """See `Program.bind`."""
@@ -58,7 +55,7 @@ class CompactProgram:
             head_dim=head_dim, capacity=capacity, max_path=nodes, caches=addresses.address,
             past_len=buffers[names.PAST_LEN].address, paths=path.address + _ENTRY_BYTES, path_lengths=lengths.address,
         )  # fmt: skip
-        return CompactRun(self._kernels, args, self._stream, self._after, (addresses, lengths, dict(buffers)))
+        return CompactRun(self._kernels, args, self._stream, (addresses, lengths, dict(buffers)))
 
 
 class CompactRun:
@@ -67,19 +64,14 @@ class CompactRun:
     capturable = True
     """Lengths and paths lie in device memory."""
 
-    def __init__(
-        self, kernels: Compact, args: CompactArgs, stream: int, after: Run | None, keep: object
-    ) -> None:  # fmt: skip
+    def __init__(self, kernels: Compact, args: CompactArgs, stream: int, keep: object) -> None:
         self._kernels = kernels
         self._args = args
         self._stream = stream
-        self._after = after
         self._keep = keep
 
     def __call__(self) -> None:
         self._kernels.compact(self._args, self._stream)
-        if self._after is not None:
-            self._after()
 
 
 def can_compact(record: GraphRecord) -> bool:

@@ -6,6 +6,7 @@ Everything here is put in order on the stream. Nothing of CUDA is touched before
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import weakref
 from collections.abc import Callable
@@ -35,16 +36,22 @@ def open_cuda() -> Cuda:
 
 
 class Cuda:
-    """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads."""
+    """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads.
+
+    waits: how often the stream was waited for.   told: whether it was said that a step cannot be captured.
+    """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
         self._runtime = runtime
         self.call("cudaSetDevice", 0)
         self._stream = self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.stream = int(self._stream)
-        address = int(self.call("cudaMallocHost", staging_bytes))
-        self._staging: Array = np.ctypeslib.as_array((ctypes.c_uint8 * staging_bytes).from_address(address))
+        self._pinned = Pinned(self, staging_bytes)
+        self._staging = self._pinned.bytes
         self._staged = 0
+        self._capturing = False
+        self.waits = 0
+        self.told = False
 
     def call(self, function: str, *arguments: Any) -> Any:
         """What the function gives besides its status. Raises BackendError with the error's name."""
@@ -53,9 +60,17 @@ class Cuda:
             raise BackendError(f"CUDA does not work: {function} failed with {getattr(status, 'name', status)}")
         return found[0] if len(found) == 1 else tuple(found)
 
+    def forget_error(self) -> None:
+        """CUDA keeps a failure until it is asked for, and a launch of somebody else's would be blamed for it."""
+        self._runtime.cudaGetLastError()
+
     def allocate(self, size: int) -> Memory:
         """Memory of the device, zeroed."""
         return Memory(self, size)
+
+    def pinned(self, size: int) -> Pinned:
+        """Memory of the host that copies of the device reach directly."""
+        return Pinned(self, size)
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody uses."""
@@ -69,7 +84,7 @@ class Cuda:
             piece = source[start : start + self._staging.size]
             staged = self._stage(piece.size)
             staged[:] = piece
-            self._copy(address + start, staged.ctypes.data, piece.size, "cudaMemcpyHostToDevice")
+            self.copy(address + start, staged.ctypes.data, piece.size, "cudaMemcpyHostToDevice")
 
     def read(self, address: int, values: Array) -> None:
         """Copy from the device into a C-contiguous array, and wait for that and all before it."""
@@ -77,29 +92,37 @@ class Cuda:
         for start in range(0, target.size, self._staging.size):
             piece = target[start : start + self._staging.size]
             staged = self._stage(piece.size)
-            self._copy(staged.ctypes.data, address + start, piece.size, "cudaMemcpyDeviceToHost")
+            self.copy(staged.ctypes.data, address + start, piece.size, "cudaMemcpyDeviceToHost")
             self.synchronize()
             piece[:] = staged
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy within the device."""
-        self._copy(target, source, size, "cudaMemcpyDeviceToDevice")
+    def copy(self, target: int, source: int, size: int, kind: str) -> None:
+        """Copy between two addresses; `kind` is a name of cudaMemcpyKind, and memory of the host is pinned."""
+        direction = getattr(self._runtime.cudaMemcpyKind, kind)
+        self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
 
     def synchronize(self) -> None:
         """Wait for all that was put on the stream."""
         self.call("cudaStreamSynchronize", self._stream)
+        self.waits += 1
         self._staged = 0
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """What `run` puts on the stream, as a graph; nothing is executed. Raises BackendError where it cannot be."""
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
+        self._capturing, collecting = True, gc.isenabled()
+        gc.disable()  # memory given back while work is captured would be an error
         try:
             run()
         except BaseException:
             self._runtime.cudaStreamEndCapture(self._stream)  # fails too, and leaves the stream usable
-            self._runtime.cudaGetLastError()
+            self.forget_error()
             raise
+        finally:
+            self._capturing = False
+            if collecting:
+                gc.enable()
         return Graph(self, self.call("cudaStreamEndCapture", self._stream))
 
     def _stage(self, size: int) -> Array:
@@ -110,10 +133,6 @@ class Cuda:
         self._staged += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return piece
 
-    def _copy(self, target: int, source: int, size: int, kind: str) -> None:
-        direction = getattr(self._runtime.cudaMemcpyKind, kind)
-        self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
-
 
 class Memory:
     """Zeroed memory of the device, given back with the object."""
@@ -123,6 +142,7 @@ class Memory:
         try:
             self.address = int(cuda.call("cudaMalloc", max(size, 1)))
         except BackendError as error:
+            cuda.forget_error()
             free = cuda.free_bytes()
             raise BackendError(
                 f"{error.message}: {size / _MEBIBYTE:.1f} MiB asked for, {free / _MEBIBYTE:.1f} MiB free",
@@ -130,6 +150,36 @@ class Memory:
             ) from None
         _give_back(self, cuda, "cudaFree", self.address)
         cuda.call("cudaMemsetAsync", self.address, 0, max(size, 1), cuda._stream)
+
+
+class Pinned:
+    """Memory of the host that is not paged out, given back with the object. `bytes` uint8[size]."""
+
+    def __init__(self, cuda: Cuda, size: int) -> None:
+        self.address = int(cuda.call("cudaMallocHost", max(size, 1)))
+        self.bytes: Array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
+        _give_back(self, cuda, "cudaFreeHost", self.address)
+
+
+class Event:
+    """A moment of the stream."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._event = cuda.call("cudaEventCreate")
+        _give_back(self, cuda, "cudaEventDestroy", self._event)
+
+    def record(self) -> None:
+        """The moment when all work put in order so far is done; in a graph, of each of its runs."""
+        cuda = self._cuda
+        if cuda._capturing:
+            cuda.call("cudaEventRecordWithFlags", self._event, cuda._stream, cuda._runtime.cudaEventRecordExternal)
+        else:
+            cuda.call("cudaEventRecord", self._event, cuda._stream)
+
+    def seconds_since(self, other: Event) -> float:
+        """Between two moments that are past."""
+        return float(self._cuda.call("cudaEventElapsedTime", other._event, self._event)) * 1e-3
 
 
 class Graph:

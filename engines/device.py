@@ -20,10 +20,6 @@ Run = Callable[[], None]
 """Work put in order behind what was put before; it may still be under way when the function returns."""
 
 
-REMEMBERED_BYTES = 1 << 12
-"""Buffers up to this size keep what the host wrote last, for programs that read sizes there."""
-
-
 class Buffer(Protocol):
     """Memory of one element type and shape, C-contiguous, at a fixed address."""
 
@@ -39,6 +35,10 @@ class Buffer(Protocol):
     def address(self) -> int:
         """Where it begins, in the device's memory."""
 
+    @property
+    def host(self) -> Array | None:
+        """Where the host keeps what it sends here, for programs that read sizes on the host; None outside an inbox."""
+
     def write(self, values: Array) -> None:
         """Copy from the host, behind all work put in order so far. The array may be reused at once."""
 
@@ -46,7 +46,47 @@ class Buffer(Protocol):
         """A copy on the host, once all work put in order so far is done: what waits for the device."""
 
     def part(self, *shape: int) -> Self:
-        """The first elements under another shape, of at most as many; shares the memory. For `bind` only."""
+        """The first elements under another shape, of at most as many; shares the memory."""
+
+
+class Inbox(Protocol):
+    """Integers that the host sends to programs again and again, all of them with one copy."""
+
+    @property
+    def buffers(self) -> Mapping[str, Buffer]:
+        """What programs read, by name."""
+
+    @property
+    def send(self) -> Run:
+        """Copies what was filled in to `buffers`."""
+
+    def open(self) -> Mapping[str, Array]:
+        """The arrays to fill in, by name, int64 each; they keep what was filled in before.
+
+        Waits for the device if it was not waited for since they were opened last: then they may not have been sent yet.
+        """
+
+
+class Outbox(Protocol):
+    """What the host reads of a buffer again and again."""
+
+    @property
+    def fetch(self) -> Run:
+        """Copies the buffer to `values`."""
+
+    @property
+    def values(self) -> Array:
+        """The buffer's elements, once the device has been waited for. The next `fetch` writes over them."""
+
+
+class Work(Protocol):
+    """Runs in order, as one."""
+
+    def __call__(self) -> None:
+        """Put them in order."""
+
+    def seconds(self) -> float:
+        """How long the latest of them took where they run, once the device has been waited for."""
 
 
 class Program(Protocol):
@@ -74,17 +114,33 @@ class Device(Protocol):
     def name(self) -> str:
         """As users say it: `cpu`, `cuda` …"""
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether work may still be under way when the call that put it in order returns."""
+
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
 
-    def expect(self, parts: Mapping[str, int]) -> None:
-        """Buffers of so many bytes are asked for next, by what they are for. Raises BackendError if they do not fit."""
+    def inbox(self, **shapes: tuple[int, ...]) -> Inbox:
+        """An inbox of int64 fields of these shapes, zeros."""
+
+    def outbox(self, buffer: Buffer) -> Outbox:
+        """An outbox of all of `buffer`."""
+
+    def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
+        """Buffers of so many bytes, by what they are for, and these graphs are asked for next.
+
+        Raises BackendError if they do not fit together.
+        """
 
     def program(self, graph: str) -> Program:
         """Load a graph of the bundle. Raises BundleError."""
 
-    def chain(self, runs: Sequence[Run]) -> Run:
+    def chain(self, runs: Sequence[Run]) -> Work:
         """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""
+
+    def wait(self) -> None:
+        """Until all work put in order so far is done."""
 
 
 def numpy_type(dtype: Dtype) -> np.dtype[Any]:
@@ -107,12 +163,6 @@ def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
     """Raises ValueError where `shape` is more than `buffer` holds."""
     if math.prod(shape) > math.prod(buffer.shape):
         raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
-
-
-def check_whole(whole: bool) -> None:
-    """Raises ValueError for a part."""
-    if not whole:
-        raise ValueError("a part of a buffer can be bound, not read or written")
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:

@@ -17,7 +17,7 @@ from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError
 from redraft.names import LyannaShape, TensorSpec, VerifierShape, WeightRef
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 

@@ -1,19 +1,21 @@
 """Programs on ONNX Runtime over buffers of one device: `cpu`, or `cuda` with the build for it.
 
-Every tensor is bound by its address, so that nothing is copied between programs. On CUDA the logits never leave the
-device; on the CPU the same code runs over host memory, which is how it is tested.
+Every tensor is bound by its address, so that nothing is copied between programs. On the CPU the device's code runs over
+host memory, which is how it is tested; the logits never leave a GPU.
 
-On CUDA a run waits for its end (`disable_synchronize_execution_providers` stays off), because writing does not: it goes
-by the default stream, which does not wait for the provider's, and comes back when the copy is done. An input that the
-session reads on the host is bound to host memory: bound elsewhere, it would be copied once, when it is bound.
+On CUDA the sessions work on our stream and do not wait for their end, so that our copies and kernels come in order
+between theirs. An input that a session reads on the host is bound where the host keeps it (`Buffer.host`): bound on the
+GPU, it would be copied once, when it is bound.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -23,24 +25,26 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
+from redraft.engines.cuda import Cuda, open_cuda
+from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import (
-    REMEMBERED_BYTES,
     Buffer,
     Program,
     Run,
     check_bindings,
     check_part,
     check_values,
-    check_whole,
     numpy_type,
 )
+from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import load_session
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
+from redraft.plugins.library import find_kernels
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-OPTIONS: Mapping[str, Mapping[str, str]] = {"CUDAExecutionProvider": {"arena_extend_strategy": "kSameAsRequested"}}
-"""Options of a provider: by default CUDA's memory grows by powers of two, up to twice what weights and KV need."""
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+NO_WAITING = "disable_synchronize_execution_providers"
+"""What a run on CUDA is told: its end is put in order on the stream, not waited for."""
 _LOG = logging.getLogger("redraft.onnxruntime")
 _BFLOAT16 = 16
 """ONNX's number of the type, which NumPy lacks."""
@@ -51,105 +55,183 @@ _SIZES = frozenset({
 """What ONNX Runtime computes on the host on purpose, where it makes the sizes of tensors."""
 
 
-class OnnxRuntimeDevice:
-    """See `redraft.engines.device.Device`. Raises BackendError where this ONNX Runtime has no such device.
+def open_onnxruntime_device(bundle: Bundle, name: str, threads: int | None = None) -> HostDevice | OnnxRuntimeCuda:
+    """The device `name`. Raises BackendError where this ONNX Runtime has no such device, or the GPU does not work."""
+    if name == HostDevice.name:
+        return HostDevice(bundle, threads)
+    available = ort.get_available_providers()
+    if CUDA not in available:
+        raise BackendError(
+            f"this ONNX Runtime runs on {', '.join(available)}, not on {CUDA}",
+            "install onnxruntime-gpu in place of onnxruntime",
+        )
+    return OnnxRuntimeCuda(bundle, open_cuda(), find_kernels(), threads)
 
-    kernels: ours for the same memory, ready when a launch returns; None leaves everything to graphs.
+
+class HostDevice:
+    """The host as a device, see `redraft.engines.device.Device`: work is done when its call returns.
+
+    kernels: ours for the CPU, which are for tests; None leaves everything to graphs.
     """
 
-    def __init__(
-        self, bundle: Bundle, name: str = "cpu", threads: int | None = None, kernels: Compact | None = None
-    ) -> None:
-        available = ort.get_available_providers()
-        if PROVIDERS[name] not in available:
-            raise BackendError(
-                f"this ONNX Runtime runs on {', '.join(available)}, not on {PROVIDERS[name]}",
-                "install onnxruntime-gpu in place of onnxruntime",
-            )
-        self.name = name
+    name = "cpu"
+    asynchronous = False
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, kernels: Compact | None = None) -> None:
         self._bundle = bundle
         self._threads = threads
         self._kernels = kernels
 
-    def empty(self, dtype: Dtype, *shape: int) -> OnnxRuntimeBuffer:
+    def empty(self, dtype: Dtype, *shape: int) -> HostBuffer:
         """See `Device.empty`."""
-        zeros = np.zeros(math.prod(shape), numpy_type(dtype))
-        held = ort.OrtValue.ortvalue_from_numpy(zeros, self.name, 0)
-        return OnnxRuntimeBuffer(
-            dtype, shape, held.data_ptr(), held, zeros if zeros.nbytes <= REMEMBERED_BYTES else None
-        )
+        return HostBuffer(dtype, shape, np.zeros(shape, numpy_type(dtype)))
 
-    def expect(self, parts: Mapping[str, int]) -> None:
-        """See `Device.expect`: ONNX Runtime does not say what is free."""
+    def inbox(self, **shapes: tuple[int, ...]) -> HostInbox:
+        """See `Device.inbox`."""
+        return HostInbox({name: self.empty("int64", *shape) for name, shape in shapes.items()})
+
+    def outbox(self, buffer: Buffer) -> HostOutbox:
+        """See `Device.outbox`."""
+        assert buffer.host is not None
+        return HostOutbox(buffer.host)
+
+    def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
+        """See `Device.expect`: of the host's memory, a part of which may be swapped, nobody knows what is free."""
 
     def program(self, graph: str) -> Program:
         """See `Device.program`. Raises BundleError."""
-        record, provider = self._bundle.graph(graph), PROVIDERS[self.name]
+        record = self._bundle.graph(graph)
         if graph == names.STEP_KEEP and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
-        session = load_session(self._bundle, graph, self._threads, (provider, OPTIONS.get(provider, {})))
-        on_host = host_inputs(session) if provider != PROVIDERS["cpu"] else frozenset()
-        if provider != PROVIDERS["cpu"]:
-            if wrong := sorted(on_host - {names.LIVE}):
-                raise self._bundle.error(f"graph {graph}: {provider} leaves what reads {', '.join(wrong)} to the CPU")
-            if left := left_to_cpu(session.get_provider_graph_assignment_info()):
-                _LOG.warning("graph %s: %s leaves nodes to the CPU, which costs time: %s", graph, provider, left)
-        return OnnxRuntimeProgram(session, self.name, record.inputs, record.outputs, on_host)
+        session = load_session(self._bundle, graph, self._threads, (CPU, {}))
+        return OnnxRuntimeProgram(session, record)
 
-    def chain(self, runs: Sequence[Run]) -> Run:
-        """See `Device.chain`: one after the other, as a graph whose sizes follow its inputs cannot be captured."""
-        kept = tuple(runs)
+    def chain(self, runs: Sequence[Run]) -> InOrder:
+        """See `Device.chain`: one after the other."""
+        return InOrder(tuple(runs))
 
-        def run() -> None:
-            for each in kept:
-                each()
-
-        return run
+    def wait(self) -> None:
+        """See `Device.wait`."""
 
 
-@dataclass(frozen=True)
-class OnnxRuntimeBuffer:
-    """See `redraft.engines.device.Buffer`. `held` keeps the memory, `written` what the host wrote last, if a little."""
+@dataclass(frozen=True, eq=False)
+class HostBuffer:
+    """See `redraft.engines.device.Buffer`."""
 
     dtype: Dtype
     shape: tuple[int, ...]
-    address: int
-    held: ort.OrtValue
-    written: Array | None
-    whole: bool = True
+    values: Array
+
+    @property
+    def address(self) -> int:
+        """See `Buffer.address`."""
+        return int(self.values.ctypes.data)
+
+    @property
+    def host(self) -> Array:
+        """See `Buffer.host`."""
+        return self.values
 
     def write(self, values: Array) -> None:
         """See `Buffer.write`."""
-        check_whole(self.whole)
         check_values(self, values)
-        flat = np.ascontiguousarray(values).reshape(-1)
-        self.held.update_inplace(flat)
-        if self.written is not None:
-            self.written[...] = flat
+        self.values[...] = values
 
     def read(self) -> Array:
         """See `Buffer.read`."""
-        check_whole(self.whole)
-        return np.array(self.held.numpy()).reshape(self.shape)
+        return self.values.copy()
 
     def part(self, *shape: int) -> Self:
         """See `Buffer.part`."""
         check_part(self, shape)
-        return replace(self, shape=shape, whole=self.whole and shape == self.shape)
+        return type(self)(self.dtype, shape, self.values.reshape(-1)[: math.prod(shape)].reshape(shape))
+
+
+class HostInbox:
+    """See `redraft.engines.device.Inbox`: what is filled in is there already."""
+
+    def __init__(self, buffers: Mapping[str, HostBuffer]) -> None:
+        self.buffers = buffers
+        self._values = {name: buffer.values for name, buffer in buffers.items()}
+
+    def open(self) -> Mapping[str, Array]:
+        """See `Inbox.open`."""
+        return self._values
+
+    def send(self) -> None:
+        """See `Inbox.send`."""
+
+
+class HostOutbox:
+    """See `redraft.engines.device.Outbox`."""
+
+    def __init__(self, source: Array) -> None:
+        self._source = source
+        self.values = np.empty_like(source)
+
+    def fetch(self) -> None:
+        """See `Outbox.fetch`."""
+        self.values[...] = self._source
+
+
+class InOrder:
+    """See `redraft.engines.device.Work`."""
+
+    def __init__(self, runs: tuple[Run, ...]) -> None:
+        self._runs = runs
+        self._seconds = 0.0
+
+    def __call__(self) -> None:
+        started = time.perf_counter()
+        for run in self._runs:
+            run()
+        self._seconds = time.perf_counter() - started
+
+    def seconds(self) -> float:
+        """See `Work.seconds`."""
+        return self._seconds
+
+
+class OnnxRuntimeCuda(CudaDevice):
+    """See `redraft.engines.device.Device`: sessions of ONNX Runtime on our stream."""
+
+    def __init__(self, bundle: Bundle, cuda: Cuda, kernels: Compact | None = None, threads: int | None = None) -> None:
+        super().__init__(bundle, cuda, kernels)
+        self._threads = threads
+        self._without_waiting = ort.RunOptions()
+        self._without_waiting.add_run_config_entry(NO_WAITING, "1")
+
+    def _loaded_bytes(self, graph: str) -> int:
+        """The graphs of a bundle share weights, which each session loads for itself."""
+        return graph_bytes(self._bundle, graph)
+
+    def _load(self, graph: str, record: GraphRecord) -> Program:
+        options = {
+            "user_compute_stream": str(self.cuda.stream),
+            "arena_extend_strategy": "kSameAsRequested",  # by powers of two, it takes up to twice what is needed
+        }
+        session = load_session(self._bundle, graph, self._threads, (CUDA, options))
+        on_host = host_inputs(session)
+        if wrong := sorted(on_host - {names.LIVE}):
+            raise self._bundle.error(f"graph {graph}: {CUDA} leaves what reads {', '.join(wrong)} to the CPU")
+        if left := left_to_cpu(session.get_provider_graph_assignment_info()):
+            _LOG.warning("graph %s: %s leaves nodes to the CPU, which costs time: %s", graph, CUDA, left)
+        return OnnxRuntimeProgram(session, record, self.name, on_host, self._without_waiting)
 
 
 class OnnxRuntimeProgram:
-    """See `redraft.engines.device.Program`."""
+    """See `redraft.engines.device.Program`. on_host: inputs that the session reads there; options: of its runs."""
 
     def __init__(
-        self, session: ort.InferenceSession, device: str, inputs: tuple[TensorSpec, ...],
-        outputs: tuple[TensorSpec, ...], on_host: frozenset[str] = frozenset(),
+        self, session: ort.InferenceSession, record: GraphRecord, device: str = "cpu",
+        on_host: frozenset[str] = frozenset(), options: ort.RunOptions | None = None,
     ) -> None:  # fmt: skip
-        self.inputs = inputs
-        self.outputs = outputs
+        self.inputs = record.inputs
+        self.outputs = record.outputs
         self._session = session
         self._device = device
         self._on_host = on_host
+        self._options = options
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """See `Program.bind`."""
@@ -161,10 +243,11 @@ class OnnxRuntimeProgram:
                 kind: Any = _BFLOAT16 if buffer.dtype == "bfloat16" else np.dtype(buffer.dtype)
                 device, address = self._place(spec, buffer)
                 add(spec.name, device, 0, kind, buffer.shape, address)
-        native, bound, keep = self._session._sess, binding._iobinding, (binding, dict(buffers))
+        native, bound, options = self._session._sess, binding._iobinding, self._options
+        keep = (binding, dict(buffers))
 
         def run(_keep: object = keep) -> None:
-            native.run_with_iobinding(bound, None)
+            native.run_with_iobinding(bound, options)
 
         return run
 
@@ -172,9 +255,19 @@ class OnnxRuntimeProgram:
         """The device and the address to bind a tensor at."""
         if spec.name not in self._on_host:
             return self._device, buffer.address
-        written = buffer.written if isinstance(buffer, OnnxRuntimeBuffer) else None
-        assert written is not None
-        return "cpu", int(written.ctypes.data)
+        if buffer.host is None:
+            raise BackendError(f"a session reads {spec.name} on the host, which does not send it")
+        return "cpu", int(buffer.host.ctypes.data)
+
+
+_LENGTH = re.compile(rb"\x0a\x06length\x12.([0-9]+)", re.DOTALL)
+"""An entry of a tensor's `external_data` as protobuf writes it: field 1, the key; field 2, digits."""
+
+
+def graph_bytes(bundle: Bundle, graph: str) -> int:
+    """Bytes of a graph's file, and of its weights that lie outside."""
+    data = (bundle.path / bundle.graph(graph).file).read_bytes()
+    return len(data) + sum(int(length) for length in _LENGTH.findall(data))
 
 
 def host_inputs(session: ort.InferenceSession) -> frozenset[str]:
@@ -188,7 +281,7 @@ def left_to_cpu(assignment: Iterable[Any]) -> str:
     kinds = [
         node.op_type
         for part in assignment
-        if part.ep_name == PROVIDERS["cpu"]
+        if part.ep_name == CPU
         for node in part.get_nodes()
         if node.op_type not in _SIZES
     ]

@@ -41,9 +41,18 @@ def _layout() -> ir.Model:
     """Ancestors by doubling: who is reached in at most 2^k steps towards the root."""
     builder = _Builder()
     add = builder.add
+    width = add("Shape", names.HOST_TOKENS, start=1, end=2)  # [1]: T
+    made = add("Unsqueeze", add("Cast", names.ON_DEVICE, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
+    for tree, host, taken in (
+        (names.TREE_TOKENS, names.HOST_TOKENS, names.TOKEN_IDS),
+        (names.TREE_PARENTS, names.HOST_PARENTS, names.PARENTS),
+    ):
+        padded = add("Concat", tree, add("Sub", host, host), axis=1)  # K nodes and T that hang from the root
+        first = add("Slice", padded, builder.ints(0), width, builder.ints(1))
+        add("Where", made, first, host, output=taken)
     nodes = _nodes(builder)
     own = add("Equal", add("Unsqueeze", nodes, builder.ints(1)), nodes)  # [T, T]
-    parent = add("Equal", add("Unsqueeze", names.TREE_PARENTS, builder.ints(2)), nodes)  # [B, T, T]
+    parent = add("Equal", add("Unsqueeze", names.PARENTS, builder.ints(2)), nodes)  # [B, T, T]
     reached = add("Or", parent, own)
     for step in range(names.MOST_DEPTH.bit_length() - 1):
         ways = add("Cast", reached, to=onnx.TensorProto.FLOAT)
@@ -60,10 +69,10 @@ def _accept(shape: VerifierShape) -> ir.Model:
     add = builder.add
     nodes = _nodes(builder)
     said = add("ArgMax", names.LOGITS, axis=2, keepdims=0)  # [B, T]
-    wanted = add("GatherElements", said, add("Max", names.TREE_PARENTS, builder.ints(0)), axis=1)
+    wanted = add("GatherElements", said, add("Max", names.PARENTS, builder.ints(0)), axis=1)
     live = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
     drafted = add("And", add("Equal", names.TOKEN_IDS, wanted), live)
-    right = add("Or", drafted, add("Less", names.TREE_PARENTS, builder.ints(0)))  # the root always is
+    right = add("Or", drafted, add("Less", names.PARENTS, builder.ints(0)))  # the root always is
     above = add("And", names.TREE_MASK, add("Unsqueeze", add("Not", right), builder.ints(1)))
     holds = add("Equal", _count(builder, above, 2), builder.ints(0))  # [B, T]
     depth = add("Where", holds, _count(builder, names.TREE_MASK, 2), builder.ints(0))
@@ -84,7 +93,7 @@ def _accept(shape: VerifierShape) -> ir.Model:
 
 def _nodes(builder: _Builder) -> str:
     """0 … T - 1, of a graph that takes parents [B, T]."""
-    return builder.count(builder.add("Shape", names.TREE_PARENTS), 1)
+    return builder.count(builder.add("Shape", names.PARENTS), 1)
 
 
 def _count(builder: _Builder, flags: str, axis: int, output: str = "") -> str:

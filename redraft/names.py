@@ -65,6 +65,10 @@ TREE_TOKENS = "tree.tokens"
 TREE_PARENTS = "tree.parents"
 TREE_LOG_PROBS = "tree.log_probs"
 TREE_COUNT = "tree.count"
+HOST_TOKENS = "host.tokens"
+HOST_PARENTS = "host.parents"
+ON_DEVICE = "on_device"
+PARENTS = "parents"
 NODES = "nodes"
 PATH = "path"
 KEPT = "kept"
@@ -277,13 +281,29 @@ def lyanna_resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 
 def step_layout_inputs() -> tuple[TensorSpec, ...]:
-    """Inputs of the layout graph: parents come before their children, -1 is the root's; rows already live."""
-    return (TensorSpec(TREE_PARENTS, "int64", ("B", "T")), TensorSpec(PAST_LEN, "int64", ("B",)))
+    """Inputs of the layout graph: of each sequence a tree of T nodes from the host and one of K nodes from a drafter,
+    of which the first T are taken where `on_device` is not 0.
+
+    Parents come before their children, -1 is the root's; `past_len` rows are live already.
+    """
+    return (
+        TensorSpec(HOST_TOKENS, "int64", ("B", "T")),
+        TensorSpec(HOST_PARENTS, "int64", ("B", "T")),
+        TensorSpec(TREE_TOKENS, "int64", ("B", "K")),
+        TensorSpec(TREE_PARENTS, "int64", ("B", "K")),
+        TensorSpec(ON_DEVICE, "int64", ("B",)),
+        TensorSpec(PAST_LEN, "int64", ("B",)),
+    )
 
 
 def step_layout_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of the layout graph, inputs of the verifier's."""
-    return (TensorSpec(POSITIONS, "int64", ("B", "T")), TensorSpec(TREE_MASK, "bool", ("B", "T", "T")))
+    """Outputs of the layout graph: T nodes, those past the tree's hanging from its root, and what describes them."""
+    return (
+        TensorSpec(TOKEN_IDS, "int64", ("B", "T")),
+        TensorSpec(PARENTS, "int64", ("B", "T")),
+        TensorSpec(POSITIONS, "int64", ("B", "T")),
+        TensorSpec(TREE_MASK, "bool", ("B", "T", "T")),
+    )
 
 
 def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
@@ -291,7 +311,7 @@ def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(LOGITS, "float32", ("B", "T", shape.vocabulary)),
         TensorSpec(TOKEN_IDS, "int64", ("B", "T")),
-        TensorSpec(TREE_PARENTS, "int64", ("B", "T")),
+        TensorSpec(PARENTS, "int64", ("B", "T")),
         TensorSpec(TREE_MASK, "bool", ("B", "T", "T")),
         TensorSpec(NODES, "int64", ("B",)),
     )
@@ -394,6 +414,8 @@ CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
 
 
+TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
+"""Nodes, root included, that a device verifies at once: other trees are padded to the next."""
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 MOST_WAITING_ROWS = 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,7 @@ class Source(StrEnum):
     """Where a step's tree comes from.
 
     NONE: nowhere, plain decoding.   LOOKUP: an n-gram of the text so far.   RESAMPLE: hidden states that the last draft
-    left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's.
+    left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay on a device.
     """
 
     NONE = "none"
@@ -70,8 +71,17 @@ class DraftTree:
     log_probs: FloatArray
     draft_probs: FloatArray | None = None
 
+    unread: ClassVar[bool] = False
+    """Whether the fields still lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def first(self, nodes: int) -> DraftTree:
+        """The root and the `nodes` nodes after it."""
+        end = nodes + 1
+        draft_probs = None if self.draft_probs is None else self.draft_probs[:end]
+        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end], draft_probs)
 
 
 @dataclass(frozen=True)

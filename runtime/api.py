@@ -10,6 +10,7 @@ from typing import IO, Any, Self
 
 from redraft import names
 from redraft.engines import Bundle, open_bundle, open_device, open_engine
+from redraft.engines.device import Device
 from redraft.engines.tensorrt.profiles import check_slots, check_tree, largest_call
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
@@ -18,6 +19,7 @@ from redraft.runtime.cost import CostCurve, cached_costs, cached_curve
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampler import Greedy, Sampler, make_sampler
@@ -106,13 +108,10 @@ class Runtime:
         if largest is not None:
             check_slots(largest[0], slots)
         if device is not None:
-            verifier: Verifier = DeviceVerifier(
-                open_device(bundle, device, threads), manifest.shape, manifest.context, slots, manifest.taps
-            )
-            verifier.largest_tree = largest[1] if largest else verifier.largest_tree
+            verifier: Verifier = _on_device(bundle, open_device(bundle, device, threads), slots, largest)
         else:
             engine = open_engine(bundle, graph, threads)
-            verifier = Verifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
+            verifier = HostVerifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         identity = _identity(bundle, graph, threads, slots, device)
         curve = cached_curve(verifier, identity)
@@ -293,6 +292,17 @@ class _Held:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def _on_device(bundle: Bundle, device: Device, slots: int, largest: tuple[int, int] | None) -> DeviceVerifier:
+    """The verifier on a device. largest: sequences and nodes that engines take, if they say."""
+    manifest = bundle.manifest
+    verifier = DeviceVerifier(device, manifest.shape, manifest.context, slots, manifest.taps)
+    if largest is not None:
+        verifier.largest_tree = largest[1]
+    if device.asynchronous:
+        verifier.warm()
+    return verifier
 
 
 def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int, device: str | None) -> dict[str, str | int]:

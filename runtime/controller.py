@@ -23,6 +23,8 @@ _FAST, _SLOW = 1 / 32, 1 / 128
 _LEARN = 1 / 8
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
+_UNSEEN = 0.25
+"""Share of kept nodes that is taken for granted where nothing was seen: enough for whole trees to be tried."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 
@@ -136,6 +138,39 @@ class Record:
         return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draft_probs)
 
 
+class Ranks:
+    """How often the node of each rank is kept, of trees that stay on a device and come likeliest first.
+
+    Running means, at first over all there is. What is not verified is forgotten slowly, so that it is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._shares: list[float] = []
+        self._seen: list[int] = []
+
+    def log_probs(self, nodes: int) -> FloatArray:
+        """Of each of so many nodes, the log probability of being kept; no later one's is higher. The root's is 0."""
+        self._grow(nodes)
+        shares = np.minimum.accumulate(np.maximum([1.0, *self._shares[: nodes - 1]], _LEAST))
+        return np.asarray(np.log(shares), np.float32)
+
+    def judge(self, nodes: int, path: tuple[int, ...]) -> None:
+        """Of the first `nodes` nodes, root included, those of `path` were kept."""
+        self._grow(nodes)
+        shares, seen = self._shares, self._seen
+        for place in range(len(shares)):
+            if place < nodes - 1:
+                seen[place] += 1
+                shares[place] += max(1 / (1 + seen[place]), _FAST) * ((place + 1 in path) - shares[place])
+            else:
+                shares[place] += _SLOW * (_UNSEEN - shares[place])
+
+    def _grow(self, nodes: int) -> None:
+        missing = nodes - 1 - len(self._shares)
+        self._shares += [_UNSEEN] * missing
+        self._seen += [0] * missing
+
+
 @dataclass(slots=True)
 class Pace:
     """What the controller keeps for one sequence.
@@ -167,7 +202,8 @@ class Adaptive:
     """Maximises tokens per millisecond.
 
     A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities, of a drafter's trees as `Record`
-    corrects them by depth, of a lookup's its own) tokens in t(n + 1) ms. The best n has the largest yield less `rate`
+    corrects them by depth, or, where they stay on a device, as `Ranks` knows them; of a lookup's its own) tokens in
+    t(n + 1) ms. The best n has the largest yield less `rate`
     tokens for every millisecond, `rate` being what the sequence achieves at present and at least plain decoding's
     (Dinkelbach's method for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short).
     What remains is the tree's gain.
@@ -192,6 +228,7 @@ class Adaptive:
         self._all = Experience(tokens=1.0, ms=self._table[1])
         self._gain: dict[tuple[Source, int], float] = {}
         self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
+        self._ranks: dict[tuple[Source, int], Ranks] = {}
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -220,6 +257,9 @@ class Adaptive:
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         pace, tree = self._pace(seq), found
+        pace.plan = plan
+        if made is not None and made.unread:
+            return self._choose_unread(pace, plan, found, made)
         if made is not None and len(made) > 1:
             pace.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
@@ -228,6 +268,20 @@ class Adaptive:
         if made is not None:
             self._learn_gain(pace, plan, gain)
         return prune(tree, nodes)
+
+    def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
+        """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
+        promised = self._ranks_of(pace, plan).log_probs(len(made))
+        nodes, gain = best_size(promised, pace.rate, self._table)
+        known_nodes, known_gain = best_size(found.log_probs, pace.rate, self._table)
+        tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
+        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
+        pace.offered = (plan, made) if tree is made else None
+        self._learn_gain(pace, plan, max(gain, known_gain))
+        return prune(tree, nodes)
+
+    def _ranks_of(self, pace: Pace, plan: Source) -> Ranks:
+        return self._ranks.setdefault((plan, pace.remaining if plan is Source.RESAMPLE else 0), Ranks())
 
     def explain(self, seq: Sequence) -> Choice | None:
         """See `Controller.explain`."""
@@ -248,11 +302,14 @@ class Adaptive:
             return
         if pace.offered is not None:
             source, made = pace.offered
-            self._records[source].judge(made, outcome.tokens)
+            if made.unread:
+                self._ranks_of(pace, source).judge(len(tree), outcome.path)
+            else:
+                self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
         proposal_ms = sum([self._step_ms.get(source, 0.0) for source in {Source.LOOKUP, pace.plan}])
-        ms = self._table[len(tree.tokens)] + proposal_ms
+        ms = self._table[len(tree)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:

@@ -50,6 +50,7 @@ class Cycle:
         with self.ranges.stage(STEP):
             plans, trees = self.propose(batch)
             outcomes = self.verifier.verify(batch, trees)
+            self.controller.timed(self._spent(plans))
             with self.ranges.stage("commit"):
                 self.commit(batch, plans, trees, outcomes)
         self.ranges.count(trees, outcomes)
@@ -79,12 +80,12 @@ class Cycle:
                 self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
                 for seq, tree, budget in zip(batch, found, budgets, strict=True)
             ]
+        if self.drafter.for_all and Source.FRESH in plans:
+            plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
         with stage("resample"):
             resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
         with stage("draft"):
             drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
-        self.controller.timed({source: stage(name).latest * 1e3 for source, name in _STAGES.items()
-                               if source is Source.LOOKUP or source in plans})  # fmt: skip
         with stage("choose"):
             trees = list(found)
             for slot, seq in enumerate(batch):
@@ -94,6 +95,13 @@ class Cycle:
                 tree = self.controller.choose(seq, plans[slot], found[slot], made)
                 trees[slot] = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
         return plans, trees
+
+    def _spent(self, plans: list[Source]) -> dict[Source, float]:
+        """Milliseconds by source of this step, the device's that the verifier waited for included."""
+        if not any(plan is not Source.NONE for plan in plans):
+            return {}
+        return {source: self.ranges.stage(name).latest * 1e3 for source, name in _STAGES.items()
+                if source is Source.LOOKUP or source in plans}  # fmt: skip
 
     def _made(
         self, make: Make, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]

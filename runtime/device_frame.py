@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from redraft import names
-from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
@@ -15,163 +14,198 @@ from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.tree import layout
 from redraft.types import DraftTree, IntArray, Outcome
 
-Programs = Mapping[str, Program]
-Collect = Callable[[Mapping[str, Buffer], Buffer], Run]
-"""Binds what takes the feature rows [B, T, n] by tap at the path [B, T]."""
+Collect = Callable[[Mapping[str, Buffer], Buffer, Buffer], Run]
+"""Binds what takes the feature rows [B, T, n] by tap at the path [B, T] to where `waiting_rows` [B] says."""
+
+
+class Room:
+    """What all frames of a verifier share: programs, the KV buffers of all slots, and memory for a call's own values.
+
+    Calls never run at once, so that the largest one's logits and features are room for those of any other.
+    """
+
+    def __init__(self, device: Device, programs: Mapping[str, Program], state: Mapping[str, Buffer]) -> None:
+        self.device = device
+        self.programs = programs
+        self.state = state
+        self._largest: dict[str, Buffer] = {}
+
+    def buffer(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> Buffer:
+        """Memory that frames share."""
+        try:
+            return self._largest[name].part(*shape)
+        except (KeyError, ValueError):
+            self._largest[name] = self.device.empty(dtype, *shape)
+            return self._largest[name]
 
 
 class Frame:
     """Buffers for `sequences` sequences of `width` tokens each, `rows` of whose logits are wanted.
 
-    state: the KV buffers of all slots; the first `sequences` are used.
+    fields: shapes of what the host sends besides lengths.   given: buffers that others own.
     """
 
     def __init__(
-        self, device: Device, programs: Programs, state: Mapping[str, Buffer], sequences: int, width: int, rows: int,
+        self, room: Room, sequences: int, width: int, rows: int, fields: Mapping[str, tuple[int, ...]],
         given: Mapping[str, Buffer],
     ) -> None:  # fmt: skip
         self.width = width
-        self._device = device
-        self._programs = programs
-        self._sizes = {"B": sequences, "T": width, "R": rows}
-        self._buffers = {**{name: leading(buffer, sequences) for name, buffer in state.items()}, **given}
-        verifier = programs[names.VERIFIER]
+        self._room = room
+        self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
+        several = (sequences,)
+        self.inbox = room.device.inbox(**{
+            names.PAST_LEN: several, names.LIVE: (1,), names.WAITING_ROWS: several,
+            names.OUTPUT_ROWS: (sequences, rows), **fields,
+        })  # fmt: skip
+        state = {name: leading(buffer, sequences) for name, buffer in room.state.items()}
+        self._buffers: dict[str, Buffer] = {**state, **self.inbox.buffers, **given}
+        verifier = room.programs[names.VERIFIER]
         for spec in (*verifier.inputs, *verifier.outputs):
             if spec.in_place_of is not None:
                 self._buffers[spec.name] = self._buffers[spec.in_place_of]
-            else:
-                self._buffer(spec.name, spec.dtype, spec.shape)
+            elif spec in verifier.outputs:
+                self._buffers[spec.name] = room.buffer(spec.name, spec.dtype, self._sized(spec.shape))
         self.features = {
             spec.name: self._buffers[spec.name] for spec in verifier.outputs if spec.name.startswith(names.features(""))
         }
         self.logits = self._buffers[names.LOGITS]
-        self._write(names.OUTPUT_ROWS, np.arange(rows).repeat(sequences).reshape(rows, sequences).T)
 
     def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
-        """What the verdict says of trees of so many nodes: the step's one copy to the host."""
-        verdict = self._buffers[names.VERDICT].read()
+        """What the verdict says of trees of so many nodes, once the device has been waited for."""
+        verdict = self._verdict.values
         width = (verdict.shape[1] - 1) // 2
         outcomes = []
-        for row, count in zip(verdict, nodes, strict=True):
-            path = row[1 : 1 + row[0]]
-            said = row[1 + width :]
-            tokens = tuple(said[path].tolist())
-            outcomes.append(Outcome(said[:count].copy(), tuple(path[1:].tolist()), tokens[-1], tokens))
+        for slot, (row, count) in enumerate(zip(verdict.tolist(), nodes, strict=True)):
+            path = row[2 : 1 + row[0]]
+            tokens = (row[1 + width], *[row[1 + width + node] for node in path])
+            said = verdict[slot, 1 + width : 1 + width + count].copy()
+            outcomes.append(Outcome(said, tuple(path), tokens[-1], tokens))
         return outcomes
 
-    def wait(self) -> None:
-        """Until all that was started is done."""
-        self._buffers[names.VERDICT].read()
+    def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:
+        """The accepting graph, and the copy of its verdict."""
+        run = self._bind(names.STEP_ACCEPT, over)
+        self._verdict = self._room.device.outbox(over.get(names.VERDICT) or self._buffers[names.VERDICT])
+        return run
+
+    def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
+        """A program over the frame's buffers and `over`, new ones for what nothing has named yet."""
+        loaded = self._room.programs[program]
+        buffers = dict(over or {})
+        for spec in (*loaded.inputs, *loaded.outputs):
+            if spec.name not in buffers:
+                buffers[spec.name] = self._buffer(spec.in_place_of or spec.name, spec.dtype, spec.shape)
+        return loaded.bind({spec.name: buffers[spec.name] for spec in (*loaded.inputs, *loaded.outputs)})
 
     def _buffer(self, name: str, dtype: Dtype, shape: tuple[Dim, ...]) -> Buffer:
         """The buffer of this name, made if there is none."""
         if name not in self._buffers:
-            sized = tuple(self._sizes[dim] if isinstance(dim, str) else dim for dim in shape)
-            self._buffers[name] = self._device.empty(dtype, *sized)
+            self._buffers[name] = self._room.device.empty(dtype, *self._sized(shape))
         return self._buffers[name]
 
-    def _bind(self, program: str, renamed: Mapping[str, Buffer] | None = None) -> Run:
-        """A program over the frame's buffers, new ones for outputs that nothing has named yet."""
-        loaded = self._programs[program]
-        buffers = dict(renamed or {})
-        for spec in (*loaded.inputs, *loaded.outputs):
-            if spec.name not in buffers:
-                buffers[spec.name] = (
-                    buffers.get(spec.in_place_of) or self._buffers[spec.in_place_of]
-                    if spec.in_place_of
-                    else self._buffer(spec.name, spec.dtype, spec.shape)
-                )
-        return loaded.bind(buffers)
-
-    def _write(self, name: str, values: Array | Sequence[int]) -> None:
-        buffer = self._buffers[name]
-        buffer.write(np.asarray(values, np.bool_ if buffer.dtype == "bool" else np.int64).reshape(buffer.shape))
+    def _sized(self, shape: tuple[Dim, ...]) -> tuple[int, ...]:
+        return tuple(self._sizes[dim] if isinstance(dim, str) else dim for dim in shape)
 
 
 class TreeFrame(Frame):
-    """A step over trees: of `made`, or of the host's, which `place` writes."""
+    """A step over trees of `width` nodes: of the host's, and where there are, of those `made` on the device."""
 
     def __init__(
-        self, device: Device, programs: Programs, state: Mapping[str, Buffer], sequences: int, width: int,
-        made: DeviceTrees | None, collect: Collect | None,
-    ) -> None:  # fmt: skip
-        given = {names.TOKEN_IDS: made.tokens, names.TREE_PARENTS: made.parents} if made else {}
-        super().__init__(device, programs, state, sequences, width, width, given)
-        self._sizes["1 + 2 T"] = 1 + 2 * width
-        runs = [self._bind(names.STEP_LAYOUT), self._bind(names.VERIFIER), self._bind(names.STEP_ACCEPT)]
+        self, room: Room, sequences: int, width: int, made: DeviceTrees | None, collect: Collect | None
+    ) -> None:
+        tree, several = (sequences, width), (sequences,)
+        fields = {names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree}
+        given = {names.TREE_TOKENS: made.tokens, names.TREE_PARENTS: made.parents} if made else {}
+        super().__init__(room, sequences, width, width, fields, given)
+        if not made:
+            self._buffers[names.TREE_TOKENS] = self._buffers[names.HOST_TOKENS]
+            self._buffers[names.TREE_PARENTS] = self._buffers[names.HOST_PARENTS]
+        self.inbox.open()[names.OUTPUT_ROWS][:] = np.arange(width)
+        runs = [self.inbox.send, self._bind(names.STEP_LAYOUT), self._bind(names.VERIFIER), self._bind_accepting({})]
         after = [self._bind(names.STEP_KEEP)] if width > 1 else []
         if collect is not None:
-            after.append(collect(self.features, self._buffers[names.PATH]))
-        self.verify = device.chain(runs)
-        self._settle = device.chain(after)
-        self.step = device.chain([*runs, *after])
+            after.append(collect(self.features, self._buffers[names.PATH], self._buffers[names.WAITING_ROWS]))
+        chain, fetch = room.device.chain, self._verdict.fetch
+        self.verify = chain([*runs, fetch])
+        self.step = chain([*runs, fetch, *after])
+        self._settle = chain(after)
 
-    def place(self, trees: Sequence[DraftTree]) -> None:
-        """Write the host's trees; nodes that a tree lacks hang from its root, and do not count."""
-        tokens, parents = (np.zeros((len(trees), self.width), np.int64) for _ in range(2))
+    def fill(self, past_len: Sequence[int], trees: Sequence[DraftTree], waiting: Sequence[int]) -> None:
+        """What the next run is over: rows of the sequences, their trees, feature rows that wait."""
+        values = self.inbox.open()
+        values[names.PAST_LEN][:] = past_len
+        values[names.NODES][:] = [len(tree) for tree in trees]
+        values[names.LIVE][0] = max(past_len) + self.width
+        if waiting:
+            values[names.WAITING_ROWS][:] = waiting
+        tokens, parents = values[names.HOST_TOKENS], values[names.HOST_PARENTS]
         for slot, tree in enumerate(trees):
-            if len(tree) > names.MOST_DEPTH and (deepest := int(layout(tree.parents).depths.max())) > names.MOST_DEPTH:
-                raise UsageError(
-                    f"a tree of depth {deepest} cannot be verified on a device, at most {names.MOST_DEPTH} can",
-                    "lower the budget's depth",
-                )
-            tokens[slot, : len(tree)] = tree.tokens
-            parents[slot, : len(tree)] = tree.parents
-        self._write(names.TOKEN_IDS, tokens)
-        self._write(names.TREE_PARENTS, parents)
-
-    def start(self, past_len: Sequence[int], nodes: Sequence[int]) -> None:
-        """Write the lengths of the sequences and of their trees."""
-        self._write(names.PAST_LEN, past_len)
-        self._write(names.NODES, nodes)
-        self._write(names.LIVE, [max(past_len) + self.width])
+            values[names.ON_DEVICE][slot] = tree.unread
+            if not tree.unread:
+                place(tree, tokens[slot], parents[slot])
 
     def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
         """Keep the rows of these paths, which the host chose, in place of the verdict's."""
         rows = np.tile(np.arange(self.width), (len(paths), 1))
         for row, path in zip(rows, paths, strict=True):
             row[1 : 1 + len(path)] = path
-        self._write(names.PATH, rows)
+        self._buffers[names.PATH].write(rows)
         self._settle()
+
+
+def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
+    """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
+    count = len(tree)
+    if count > names.MOST_DEPTH and (deepest := int(layout(tree.parents).depths.max())) > names.MOST_DEPTH:
+        raise UsageError(
+            f"a tree of depth {deepest} cannot be verified on a device, at most {names.MOST_DEPTH} can",
+            "lower the budget's depth",
+        )
+    tokens[:count] = tree.tokens
+    parents[:count] = tree.parents
+    tokens[count:] = 0
+    parents[count:] = 0
 
 
 class ChunkFrame(Frame):
     """A chunk of a prompt in slot 0, whose last token's logits are wanted."""
 
-    def __init__(
-        self, device: Device, programs: Programs, state: Mapping[str, Buffer], width: int, collect: Collect | None
-    ) -> None:
-        super().__init__(device, programs, state, 1, width, 1, {})
-        self._write(names.TREE_MASK, np.tri(width, dtype=np.bool_))
-        root = self._root()
-        runs = [self._bind(names.VERIFIER), self._bind(names.STEP_ACCEPT, root)]
+    def __init__(self, room: Room, width: int, collect: Collect | None) -> None:
+        chunk = (1, width)
+        super().__init__(room, 1, width, 1, {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}, {})
+        device = room.device
+        verifier = self._bind(names.VERIFIER)
+        self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
+        runs = [self.inbox.send, verifier, self._bind_accepting(self._root())]
         if collect is not None:
-            every = device.empty("int64", 1, width)
-            every.write(np.arange(width)[None])
-            runs.append(collect(self.features, every))
-        self.step = device.chain(runs)
+            path = device.empty("int64", 1, width)
+            path.write(np.arange(width)[None])
+            runs.append(collect(self.features, path, self._buffers[names.WAITING_ROWS]))
+        self.step = device.chain([*runs, self._verdict.fetch])
 
-    def place(self, tokens: IntArray, start: int) -> None:
-        """Write the chunk; padding continues the chain, where nothing that counts can see it."""
-        padded = np.zeros(self.width, np.int64)
-        padded[: len(tokens)] = tokens
-        self._write(names.TOKEN_IDS, padded)
-        self._write(names.POSITIONS, np.arange(start, start + self.width))
-        self._write(names.PAST_LEN, [start])
-        self._write(names.LIVE, [start + self.width])
-        self._write(names.OUTPUT_ROWS, [len(tokens) - 1])
+    def fill(self, tokens: IntArray, start: int, waiting: Sequence[int]) -> None:
+        """What the next run is over: tokens from position `start` on; padding continues the chain."""
+        values, count = self.inbox.open(), len(tokens)
+        values[names.TOKEN_IDS][0, :count] = tokens
+        values[names.TOKEN_IDS][0, count:] = 0
+        values[names.POSITIONS][0] = np.arange(start, start + self.width)
+        values[names.PAST_LEN][0] = start
+        values[names.LIVE][0] = start + self.width
+        values[names.OUTPUT_ROWS][0, 0] = count - 1
+        if waiting:
+            values[names.WAITING_ROWS][:] = waiting
 
     def _root(self) -> dict[str, Buffer]:
         """What the accepting graph is given: a tree of the root alone, whose token does not matter."""
-        empty = self._device.empty
+        empty = self._room.device.empty
         root: dict[str, Buffer] = {
-            names.TOKEN_IDS: empty("int64", 1, 1), names.TREE_PARENTS: empty("int64", 1, 1),
+            names.TOKEN_IDS: empty("int64", 1, 1), names.PARENTS: empty("int64", 1, 1),
             names.TREE_MASK: empty("bool", 1, 1, 1), names.NODES: empty("int64", 1), names.PATH: empty("int64", 1, 1),
+            names.VERDICT: empty("int64", 1, 3),
         }  # fmt: skip
-        root[names.TREE_PARENTS].write(np.array([[-1]]))
+        root[names.PARENTS].write(np.array([[-1]]))
         root[names.TREE_MASK].write(np.array([[[True]]]))
         root[names.NODES].write(np.array([1]))
-        self._buffers[names.VERDICT] = root[names.VERDICT] = empty("int64", 1, 3)
         return root
 
 
@@ -179,17 +213,19 @@ class SlotMove:
     """Copies what is kept for a sequence from one slot to another."""
 
     def __init__(self, device: Device, program: str, state: Mapping[str, Buffer]) -> None:
-        self._slots = {name: device.empty("int64", 1) for name in (names.SOURCE_SLOT, names.TARGET_SLOT)}
+        self._inbox = device.inbox(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
         updated = {names.present(name): buffer for name, buffer in state.items()}
-        self._run = device.program(program).bind({**self._slots, **state, **updated})
+        self._run = device.program(program).bind({**self._inbox.buffers, **state, **updated})
 
     def __call__(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
-        self._slots[names.SOURCE_SLOT].write(np.array([source]))
-        self._slots[names.TARGET_SLOT].write(np.array([target]))
+        values = self._inbox.open()
+        values[names.SOURCE_SLOT][0] = source
+        values[names.TARGET_SLOT][0] = target
+        self._inbox.send()
         self._run()
 
 
 def leading(buffer: Buffer, count: int) -> Buffer:
-    """The first `count` entries of axis 0, for binding."""
+    """The first `count` entries of axis 0."""
     return buffer.part(count, *buffer.shape[1:])

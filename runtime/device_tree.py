@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from redraft.engines.base import Array
-from redraft.engines.device import Buffer
+from redraft.engines.device import Buffer, Work
 from redraft.types import DraftTree
 
 _FIELDS = ("tokens", "parents", "log_probs")
@@ -15,14 +15,16 @@ _FIELDS = ("tokens", "parents", "log_probs")
 
 @dataclass(eq=False)
 class DeviceTrees:
-    """The trees of one call for B sequences: buffers [B, width], the nodes that exist first.
+    """The trees of one call for B sequences: buffers [B, width], the nodes that exist first, likeliest first.
 
-    Good until the drafter's next call writes over them.
+    Good until the drafter's next call writes over them. `work` made them, in the stage `stage` of the step.
     """
 
     tokens: Buffer
     parents: Buffer
     log_probs: Buffer
+    work: Work
+    stage: str
     _read: dict[str, Array] = field(default_factory=dict)
 
     @property
@@ -44,6 +46,8 @@ class DeviceTrees:
 class DeviceTree(DraftTree):
     """A tree whose length is known and whose fields are copied from the device when somebody asks."""
 
+    unread = True
+
     def __init__(self, source: DeviceTrees, slot: int, nodes: int) -> None:
         # The class is frozen, and its own fields must stay unset for __getattr__ to be asked.
         object.__setattr__(self, "source", source)
@@ -62,14 +66,22 @@ class DeviceTree(DraftTree):
         object.__setattr__(self, name, values)
         return values
 
+    def first(self, nodes: int) -> DeviceTree:
+        """See `DraftTree.first`; nothing is copied."""
+        held = self.__dict__
+        return DeviceTree(held["source"], held["slot"], min(nodes + 1, held["nodes"]))
 
-def same_trees(trees: Sequence[DraftTree]) -> DeviceTrees | None:
-    """What made all of `trees`, slot by slot, if one call on the device did and they are whole."""
-    first = trees[0]
-    if not isinstance(first, DeviceTree):
-        return None
-    source: DeviceTrees = first.__dict__["source"]
+
+def one_source(trees: Sequence[DraftTree]) -> DeviceTrees | None:
+    """The call on a device that made trees of the batch, slot by slot, if all that were not made by the host are its.
+
+    Raises ValueError where two calls made them: the fields of one must be asked for first.
+    """
+    source: DeviceTrees | None = None
     for slot, tree in enumerate(trees):
-        if not isinstance(tree, DeviceTree) or tree.__dict__["source"] is not source or tree.__dict__["slot"] != slot:
-            return None
-    return source if len(trees) == source.tokens.shape[0] else None
+        if isinstance(tree, DeviceTree):
+            held = tree.__dict__
+            source = source or held["source"]
+            if held["source"] is not source or held["slot"] != slot or len(trees) != source.tokens.shape[0]:
+                raise ValueError("trees of a batch were made on the device by two calls, or for other slots")
+    return source

@@ -1,12 +1,16 @@
 """The verifier on a device: trees go in, a verdict of a few integers comes out, everything between stays there.
 
-One step is up to five programs over the same buffers, captured as one where the backend can:
+One step is up to five programs over the same buffers, captured as one where the backend can, with the copies at its
+ends:
 
-    layout    parents -> mask, positions          verify   the engine
-    accept    logits -> path, verdict             keep     accepted rows together, in all KV buffers
+    send      lengths and the host's trees, one block of integers
+    layout    tree -> tokens, mask, positions     verify   the engine
+    accept    logits -> path, verdict             fetch    the verdict, to the host
+    keep      accepted rows together, in all KV buffers
     collect   accepted feature rows -> where a drafter waits for them
 
-The host writes lengths (and trees that it made itself), and reads the verdict.
+A draft is put in order before it in the same way, and the device works on it while the host prepares the step: one
+graph of both would begin later.
 """
 
 from __future__ import annotations
@@ -20,10 +24,8 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Buffer, Device, Run, byte_size
 from redraft.names import VerifierShape
-from redraft.runtime.device_frame import ChunkFrame, SlotMove, TreeFrame
-from redraft.runtime.device_tree import DeviceTrees, same_trees
-from redraft.runtime.metrics import Clock
-from redraft.runtime.ranges import Ranges
+from redraft.runtime.device_frame import ChunkFrame, Room, SlotMove, TreeFrame
+from redraft.runtime.device_tree import DeviceTrees, one_source
 from redraft.runtime.sampler import Greedy, OverTokens
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
@@ -31,16 +33,20 @@ from redraft.runtime.verifier import PREFILL_CHUNK, PREFILL_STEP, Features, Veri
 from redraft.types import DraftTree, Outcome
 
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP)
+MOST_FRAMES = 128
+"""Shapes of a step that are kept; the oldest goes when there are more."""
+_WIDE_STEP = 32
+"""Trees wider than the widest of `names.TREE_WIDTHS` are padded to multiples of this."""
 
 
 class Collector(Protocol):
     """Who wants feature rows: a drafter on the same device."""
 
-    def bind(self, features: Mapping[str, Buffer], path: Buffer) -> Run:
-        """What appends the rows features[tap][b, path[b, i]] to those that wait, for every sequence of the batch."""
+    def bind(self, features: Mapping[str, Buffer], path: Buffer, start: Buffer) -> Run:
+        """What puts the rows features[tap][b, path[b, i]] at start[b] + i of those that wait, for every sequence."""
 
-    def announce(self, batch: Sequence[Request]) -> None:
-        """The next call is over these sequences: where their rows will go."""
+    def waiting(self, batch: Sequence[Request]) -> list[int]:
+        """How many rows of each sequence wait, with room for those of the next call."""
 
 
 class DeviceVerifier(Verifier):
@@ -51,25 +57,24 @@ class DeviceVerifier(Verifier):
     def __init__(
         self, device: Device, shape: VerifierShape, capacity: int, slots: int = 1, taps: tuple[str, ...] = ()
     ) -> None:
-        self.capacity = capacity
-        self.slots = slots
-        self.vocabulary = shape.vocabulary
-        self.clock = Clock()
-        self.ranges = Ranges(self.clock)
+        super().__init__(shape, capacity, slots, taps)
         self.device = device
-        self._collector: Collector | None = None
-        self._taps = taps
-        self._programs = {name: device.program(name) for name in GRAPHS}
         rows = slots * capacity * shape.kv_heads * shape.head_dim
         caches = names.caches(shape)
-        dtypes = {spec.name: spec.dtype for spec in self._programs[names.VERIFIER].inputs}
-        device.expect({"verifier's KV": sum(byte_size(dtypes[cache], (rows,)) for cache in caches)})
+        widest = names.TREE_WIDTHS[-1]
+        device.expect({
+            "verifier's KV": len(caches) * byte_size(shape.dtype, (rows,)),
+            f"logits of {widest} nodes": byte_size("float32", (slots, widest, shape.vocabulary)),
+        }, GRAPHS)  # fmt: skip
+        programs = {name: device.program(name) for name in GRAPHS}
         self._state = {
             spec.name: device.empty(spec.dtype, slots, shape.kv_heads, capacity, shape.head_dim)
-            for spec in self._programs[names.VERIFIER].inputs
+            for spec in programs[names.VERIFIER].inputs
             if spec.name in set(caches)
         }
-        self._trees: dict[tuple[int, ...], TreeFrame] = {}
+        self._room = Room(device, programs, self._state)
+        self._collector: Collector | None = None
+        self._trees: dict[tuple[int, int, int], TreeFrame] = {}
         self._chunks: dict[int, ChunkFrame] = {}
         self._copy_slot = SlotMove(device, names.STEP_MOVE, self._state)
 
@@ -79,23 +84,42 @@ class DeviceVerifier(Verifier):
         self._trees.clear()
         self._chunks.clear()
 
+    def warm(self, made: DeviceTrees | None = None) -> None:
+        """Run each shape of a step until it is replayed as a graph, before a request has to wait for that.
+
+        made: trees of a drafter's call; None stands for the host's. Overwrites KV rows: only while no request runs.
+        """
+        widest = min(self.largest_tree, self.capacity)
+        widths = [width for width in reversed(names.TREE_WIDTHS) if width <= widest]  # the first one's memory does
+        for sequences in [made.tokens.shape[0]] if made else {1, self.slots}:
+            for width in widths:
+                frame = self._tree_frame(sequences, width, made)
+                trees = [made.tree(slot, min(width, made.width)) for slot in range(sequences)] if made else None
+                for _ in range(2):
+                    frame.fill([0] * sequences, trees or [chain(width)] * sequences, [0] * sequences)
+                    frame.step()
+                    self.device.wait()
+
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-        """See `Verifier.verify`. Trees that a drafter left on the device stay there."""
-        made = same_trees(trees)
-        if made and max([seq.past_len for seq in batch]) + made.width > self.capacity:
-            made = None  # fewer nodes exist than the drafter's call has room for: from the host, where they are cut
-        nodes = list(map(len, trees))
-        frame = self._tree_frame(len(batch), made.width if made else max(nodes), made)
+        """See `Verifier.verify`. Trees that a drafter left on the device, all by one call, stay there."""
+        made = one_source(trees)
+        nodes, past_len = list(map(len, trees)), [seq.past_len for seq in batch]
+        waiting = self._collector.waiting(batch) if self._collector is not None else []
         with self.ranges.stage("fill"):
-            if made is None:
-                frame.place(trees)
-            frame.start([seq.past_len for seq in batch], nodes)
-            self._announce(batch)
+            frame = self._tree_frame(len(batch), self._width(max(nodes), max(past_len)), made)
+            frame.fill(past_len, trees, waiting)
         with self.ranges.stage("verify"), self.ranges.call(names.VERIFIER):
-            if all(map(_judged_on_device, batch)):
-                frame.step()
-                return frame.outcomes(nodes)
-            return _judge(frame, batch, trees)
+            if _judged_on_device(batch):
+                work = frame.step
+                work()
+                self.device.wait()
+                outcomes = frame.outcomes(nodes)
+            else:
+                work = frame.verify
+                outcomes = _judge(frame, self.device, batch, trees)
+        if made is not None and self.device.asynchronous:
+            self.ranges.waited_for(made.stage, made.work.seconds(), work.seconds())
+        return outcomes
 
     def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
         """See `Verifier.prefill`; of the feature rows only their number is said."""
@@ -104,15 +128,15 @@ class DeviceVerifier(Verifier):
             chunk = prompt[start : start + PREFILL_CHUNK]
             padded = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
             self._latest = frame = self._chunk_frame(padded)
-            frame.place(chunk, start)
-            self._announce([seq])
+            frame.fill(chunk, start, self._collector.waiting([seq]) if self._collector is not None else [])
             with self.ranges.stage("prefill"):
                 frame.step()
             yield start, self.features(0, len(chunk))
 
     def first_outcome(self, seq: Request) -> Outcome:
         """See `Verifier.first_outcome`."""
-        if _judged_on_device(seq):
+        self.device.wait()
+        if _judged_on_device([seq]):
             return self._latest.outcomes([1])[0]
         return seq.sampler.judge(self._latest.logits.read()[0], root_only(seq.tokens[-1]), seq.prompt_length - 1)
 
@@ -125,43 +149,51 @@ class DeviceVerifier(Verifier):
         self._copy_slot(source, target)
 
     def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
-        """See `Verifier.measure_ms`."""
+        """See `Verifier.measure_ms`; all that a step puts in order, the wait for its verdict included."""
         frame = self._tree_frame(sequences, nodes, None)
-        chain = DraftTree(np.zeros(nodes, np.int64), np.arange(-1, nodes - 1), np.zeros(nodes, np.float32))
-        frame.place([chain] * sequences)
-        frame.start([min(live, self.capacity - nodes)] * sequences, [nodes] * sequences)
-        frame.wait()
+        frame.fill([min(live, self.capacity - nodes)] * sequences, [chain(nodes)] * sequences, [0] * sequences)
+        self.device.wait()
         start = time.perf_counter()
-        frame.verify()
-        frame.wait()
+        frame.step()
+        self.device.wait()
         return (time.perf_counter() - start) * 1e3
 
-    def _announce(self, batch: Sequence[Request]) -> None:
-        if self._collector is not None:
-            self._collector.announce(batch)
+    def _width(self, nodes: int, past_len: int) -> int:
+        """Nodes that a call has room for which verifies trees of so many."""
+        width = next((width for width in names.TREE_WIDTHS if width >= nodes), -(-nodes // _WIDE_STEP) * _WIDE_STEP)
+        return width if width <= min(self.capacity - past_len, self.largest_tree) else nodes
 
     def _tree_frame(self, sequences: int, width: int, made: DeviceTrees | None) -> TreeFrame:
         key = (sequences, width, made.tokens.address if made else 0)
         if key not in self._trees:
+            if len(self._trees) >= MOST_FRAMES:
+                self.device.wait()
+                del self._trees[next(iter(self._trees))]
             collect = self._collector.bind if self._collector else None
-            self._trees[key] = TreeFrame(self.device, self._programs, self._state, sequences, width, made, collect)
+            self._trees[key] = TreeFrame(self._room, sequences, width, made, collect)
         return self._trees[key]
 
     def _chunk_frame(self, width: int) -> ChunkFrame:
         if width not in self._chunks:
             collect = self._collector.bind if self._collector else None
-            self._chunks[width] = ChunkFrame(self.device, self._programs, self._state, width, collect)
+            self._chunks[width] = ChunkFrame(self._room, width, collect)
         return self._chunks[width]
 
 
-def _judged_on_device(seq: Request) -> bool:
-    """Whether the accepting graph says what the sampler would."""
-    return type(seq.sampler) is Greedy and seq.sampler.gaps is None
+def chain(nodes: int) -> DraftTree:
+    """A tree of one branch."""
+    return DraftTree(np.zeros(nodes, np.int64), np.arange(-1, nodes - 1), np.zeros(nodes, np.float32))
 
 
-def _judge(frame: TreeFrame, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+def _judged_on_device(batch: Sequence[Request]) -> bool:
+    """Whether the accepting graph says what the samplers would."""
+    return all([type(seq.sampler) is Greedy and seq.sampler.gaps is None for seq in batch])
+
+
+def _judge(frame: TreeFrame, device: Device, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
     """The host's samplers decide: from the verifier's token at every node where that is enough, else from logits."""
     frame.verify()
+    device.wait()
     said = [outcome.node_tokens for outcome in frame.outcomes(list(map(len, trees)))]
     outcomes, logits = [], None
     for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):

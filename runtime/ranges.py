@@ -34,7 +34,13 @@ ENGINE = "engine."
 
 
 class Watcher(Protocol):
-    """Sees every range as it is entered and left, innermost last, and what is counted between."""
+    """Sees every range as it is entered and left, innermost last, and what is counted between.
+
+    waits: whether the ranges of engine calls on a device last until the device is done, which costs a step some time;
+    else they last until the work is put in order.
+    """
+
+    waits: bool
 
     def enter(self, name: str) -> None:
         """A range begins."""
@@ -65,11 +71,16 @@ class Range:
 
     def __exit__(self, *_: object) -> None:
         ended = time.perf_counter()
-        self.latest = spent = ended - self._started
-        if self._field is not None:
-            setattr(self._clock, self._field, getattr(self._clock, self._field) + spent)
+        self.latest = 0.0
+        self.add(ended - self._started)
         if self.watcher is not None:
             self.watcher.leave(self.name, self._started, ended)
+
+    def add(self, spent: float) -> None:
+        """Count seconds to the latest time, and to the clock's field."""
+        self.latest += spent
+        if self._field is not None:
+            setattr(self._clock, self._field, getattr(self._clock, self._field) + spent)
 
 
 class Ranges:
@@ -96,6 +107,15 @@ class Ranges:
         if found is None:
             found = self._calls[graph] = Range(ENGINE + graph, self.clock, "engine", self.watcher)
         return found
+
+    def waited_for(self, stage: str, seconds: float, own: float) -> None:
+        """The stage `verify` took longer than its `own` seconds on the device, since work of `stage`, which took
+        `seconds` there, came first: so much of the time is that stage's.
+        """
+        verify, other = self.stage("verify"), self.stage(stage)
+        late = min(max(verify.latest - own, 0.0), seconds)
+        verify.add(-late)
+        other.add(late)
 
     def count(self, trees: Sequence[DraftTree], outcomes: Sequence[Outcome]) -> None:
         """Tell who watches, if anyone does, what a step verified and what it accepted."""
@@ -126,6 +146,8 @@ class _Nothing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+    def add(self, spent: float) -> None: ...
 
 
 _NOTHING = _Nothing()

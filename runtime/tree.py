@@ -70,13 +70,6 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], node_tokens: Se
     return tuple(path)
 
 
-def head(tree: DraftTree, nodes: int) -> DraftTree:
-    """The root and the `nodes` nodes after it."""
-    end = nodes + 1
-    draft_probs = None if tree.draft_probs is None else tree.draft_probs[:end]
-    return DraftTree(tree.tokens[:end], tree.parents[:end], tree.log_probs[:end], draft_probs)
-
-
 def prune(tree: DraftTree, nodes: int) -> DraftTree:
     """The `nodes` likeliest nodes of `tree` beside its root, in their old order.
 
@@ -84,10 +77,12 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     """
     if len(tree) <= nodes + 1:
         return tree
+    if tree.unread:
+        return tree.first(nodes)
     log_probs = tree.log_probs.tolist()
     keep = sorted(sorted(range(len(tree)), key=log_probs.__getitem__, reverse=True)[: nodes + 1])
     if keep[-1] == nodes:
-        return head(tree, nodes)
+        return tree.first(nodes)
     renumbered = np.empty(len(tree), dtype=np.int64)
     renumbered[keep] = np.arange(len(keep))
     parents = renumbered[tree.parents[keep]]

@@ -33,6 +33,8 @@ class Recording:
     (name, seconds, value).
     """
 
+    waits = True
+
     def __init__(self) -> None:
         self.ranges: list[Recorded] = []
         self.counts: list[tuple[str, float, float]] = []
@@ -76,6 +78,8 @@ class Recording:
 
 class Nvtx:
     """Hands every range to NVIDIA's tools, in the domain `redraft`. Raises ModuleNotFoundError without `nvtx`."""
+
+    waits = False  # the tools know when the device was done
 
     def __init__(self) -> None:
         import nvtx

@@ -40,6 +40,8 @@ class Drafter(ABC):
     """Whether `draft` ever gives more than a root."""
     has_engines: ClassVar[bool] = False
     """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
+    for_all: ClassVar[bool] = False
+    """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
     beside_lookup: bool = False
     """Whether n-gram trees are drafted beside."""
 

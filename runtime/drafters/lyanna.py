@@ -24,7 +24,7 @@ from redraft.errors import UsageError
 from redraft.names import LyannaShape
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import head, root_only
+from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
@@ -245,7 +245,7 @@ class LyannaDrafter(Drafter):
                 call.outputs[names.TREE_PARENTS][slot].copy(),
                 call.outputs[names.TREE_LOG_PROBS][slot].copy(),
             )
-            trees.append(within(head(tree, counts[slot] - 1), budget))
+            trees.append(within(tree.first(counts[slot] - 1), budget))
         return trees
 
 

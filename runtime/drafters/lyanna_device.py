@@ -27,12 +27,12 @@ from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
 WIDTHS = (16, CATCH_UP)
 """Rows that a draft call has room for: few in a step, many after a prompt."""
+_TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class DeviceLyanna(Drafter):
     """See the module. A step drafts for the whole batch or for none of it: rows that wait go in either way."""
 
     has_engines = True
+    for_all = True
 
     def __init__(
         self, verifier: DeviceVerifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaConfig
@@ -57,23 +58,25 @@ class DeviceLyanna(Drafter):
         self.beside_lookup = config.lookup
         self.shape = shape
         device = self._device = verifier.device
-        graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
-        self._programs = {name: device.program(name) for name in graphs}
-        self._collect = device.program(names.STEP_COLLECT)
         room = names.MOST_WAITING_ROWS
         sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
         state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in names.lyanna_state(shape)}
+        graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
             "drafter's KV, chain and waiting rows": sum(state.values()),
             "token information": sum(table.nbytes for table in tables.values()),
-        })  # fmt: skip
+        }, (*graphs, names.STEP_COLLECT))  # fmt: skip
+        self._programs = {name: device.program(name) for name in graphs}
+        self._collect = device.program(names.STEP_COLLECT)
         self._state = {spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in names.lyanna_state(shape)}
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._calls: dict[tuple[str, int, int], _Call] = {}
+        self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
         self._shifts: dict[int, _Shift] = {}
-        self._targets = {b: device.empty("int64", b) for b in range(1, verifier.slots + 1)}
         self._copy_slot = SlotMove(device, names.LYANNA_MOVE, self._state)
         verifier.attach(self)
+        if device.asynchronous:
+            self._warm(verifier)
 
     @classmethod
     def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
@@ -87,22 +90,22 @@ class DeviceLyanna(Drafter):
         tables = {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)}
         return cls(verifier, shape, tables, config)
 
-    def bind(self, features: Mapping[str, Buffer], path: Buffer) -> Run:
+    def bind(self, features: Mapping[str, Buffer], path: Buffer, start: Buffer) -> Run:
         """See `Collector.bind`."""
         sequences, rows = path.shape
         if rows > (most := names.MOST_WAITING_ROWS - CATCH_UP):
             raise UsageError(f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes")
         waiting = leading(self._state[names.WAITING], sequences)
-        return collected(
-            self._collect, features[names.features(names.LAST_TAP)], path, waiting, self._targets[sequences]
-        )
+        return collected(self._collect, features[names.features(names.LAST_TAP)], path, waiting, start)
 
-    def announce(self, batch: Several[Sequence]) -> None:
-        """See `Collector.announce`. Where others draft for the batch, what waits for them is not kept."""
-        ours = all(isinstance(seq.drafting, Waiting) for seq in batch)
-        while ours and any(seq.drafting.rows > CATCH_UP for seq in batch):
+    def waiting(self, batch: Several[Sequence]) -> list[int]:
+        """See `Collector.waiting`. Where others draft for the batch, what waits for them is not kept."""
+        for seq in batch:
+            if not isinstance(seq.drafting, Waiting):
+                return [0] * len(batch)
+        while max([seq.drafting.rows for seq in batch]) > CATCH_UP:
             self._catch_up(batch)
-        self._targets[len(batch)].write(np.array([seq.drafting.rows if ours else 0 for seq in batch]))
+        return [seq.drafting.rows for seq in batch]
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
@@ -126,26 +129,25 @@ class DeviceLyanna(Drafter):
         return left if self.config.resample and left > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`. Trees are whole: a device verifies all their nodes at once or none."""
+        """See `Drafter.draft`. Trees are as deep and wide as they are made: the budget says how many of their nodes."""
         while any(seq.drafting.rows > CATCH_UP for seq in batch):
             self._catch_up(batch)
         call = self._draft(batch, [seq.drafting.rows for seq in batch])
         for seq in batch:
             seq.drafting.used = 0
-        return call.trees(batch, budgets, [self.shape.nodes] * len(batch))
+        return call.trees(budgets, [self.shape.nodes] * len(batch), "draft")
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
         call = self._call(names.LYANNA_RESAMPLE, len(batch), 0)
-        wanted = [bool(budget.nodes) for budget in budgets]
-        used = [seq.drafting.used if yes else 1 for seq, yes in zip(batch, wanted, strict=True)]
-        call.write(names.FIRST_STEP, used)
-        call.write(names.TOKENS, [seq.tokens[-1] for seq in batch])
-        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
-            call.run()
+        used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
+        values = call.inbox.open()
+        values[names.FIRST_STEP][:] = used
+        values[names.TOKENS][:] = [seq.tokens[-1] for seq in batch]
+        self._run(names.LYANNA_RESAMPLE, call)
         nodes = names.resample_nodes(self.shape)
         left = [min(names.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
-        return call.trees(batch, budgets, left)
+        return call.trees(budgets, left, "resample")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
@@ -154,17 +156,39 @@ class DeviceLyanna(Drafter):
     def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
         call = self._call(names.LYANNA_DRAFT, 1, WIDTHS[0])
-        past_len = min(live, self.verifier.capacity - WIDTHS[0])
-        call.write(names.PENDING, [rows])
-        call.write(names.PAST_LEN, [past_len])
-        call.write(names.LIVE, [past_len + WIDTHS[0]])
-        call.write(names.POSITIONS, np.arange(past_len, past_len + WIDTHS[0]))
-        drafted = call.measure_ms()
+        self._fill_rows(call, [rows], [min(live, self.verifier.capacity - WIDTHS[0])])
+        drafted = self._measured(call)
         if self.shape.steps == 1:
             return drafted, 0.0
         again = self._call(names.LYANNA_RESAMPLE, 1, 0)
-        again.write(names.FIRST_STEP, [1])
-        return drafted, again.measure_ms()
+        again.inbox.open()[names.FIRST_STEP][:] = 1
+        return drafted, self._measured(again)
+
+    def _measured(self, call: _Call) -> float:
+        """Milliseconds of a run, until it is done."""
+        self._device.wait()
+        started = time.perf_counter()
+        call.work()
+        self._device.wait()
+        return (time.perf_counter() - started) * 1e3
+
+    def _warm(self, verifier: DeviceVerifier) -> None:
+        """Run every call, and the verification of what it makes, until it is replayed as a graph."""
+        verifier.warm()
+        for sequences in {1, verifier.slots}:
+            calls = [(names.LYANNA_DRAFT, width) for width in WIDTHS]
+            calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
+            for graph, width in calls:
+                call = self._call(graph, sequences, width)
+                for _ in range(2):
+                    if graph == names.LYANNA_DRAFT:
+                        self._fill_rows(call, [1] * sequences, [0] * sequences)
+                    else:
+                        call.inbox.open()[names.FIRST_STEP][:] = 1
+                    call.work()
+                    self._device.wait()
+                if width != CATCH_UP:
+                    verifier.warm(call.made(""))
 
     def _catch_up(self, batch: Several[Sequence]) -> None:
         """Take in at most CATCH_UP rows of every sequence, and bring the rest forward. Chains are lost."""
@@ -182,21 +206,33 @@ class DeviceLyanna(Drafter):
         width = next(width for width in WIDTHS if max(rows) <= width)
         call = self._call(names.LYANNA_DRAFT, len(batch), width)
         states: list[Waiting] = [seq.drafting for seq in batch]
-        starts = np.array([state.past_len for state in states])
-        tokens = np.zeros((len(batch), width), np.int64)
-        for slot, (seq, start, count) in enumerate(zip(batch, starts.tolist(), rows, strict=True)):
-            tokens[slot, :count] = seq.tokens[start + 1 : start + 1 + count]
-        call.write(names.TOKENS, tokens)
-        call.write(names.POSITIONS, starts[:, None] + np.arange(width))
-        call.write(names.PENDING, [max(count, 1) for count in rows])
-        call.write(names.PAST_LEN, starts)
-        call.write(names.LIVE, [int(starts.max()) + width])
-        with self.verifier.ranges.call(names.LYANNA_DRAFT):
-            call.run()
-        for state, count in zip(states, rows, strict=True):
+        values = self._fill_rows(call, rows, [state.past_len for state in states])
+        tokens = values[names.TOKENS]
+        for slot, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
+            start = state.past_len + 1
+            tokens[slot, :count] = seq.tokens[start : start + count]
             state.past_len += count
             state.rows -= count
+        self._run(names.LYANNA_DRAFT, call)
         return call
+
+    def _fill_rows(self, call: _Call, rows: Several[int], past_len: Several[int]) -> Mapping[str, Array]:
+        """Where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
+        values = call.inbox.open()
+        positions = values[names.POSITIONS]
+        for slot, start in enumerate(past_len):
+            np.add(call.columns, start, out=positions[slot])
+        values[names.PENDING][:] = [max(count, 1) for count in rows]
+        values[names.PAST_LEN][:] = past_len
+        values[names.LIVE][0] = max(past_len) + len(call.columns)
+        return values
+
+    def _run(self, graph: str, call: _Call) -> None:
+        ranges = self.verifier.ranges
+        with ranges.call(graph):
+            call.work()
+            if ranges.watcher is not None and ranges.watcher.waits:
+                self._device.wait()
 
     def _waiting(self, sequences: int) -> Buffer:
         return leading(self._state[names.WAITING], sequences)
@@ -206,7 +242,9 @@ class DeviceLyanna(Drafter):
         if key not in self._calls:
             held = {name: leading(buffer, sequences) for name, buffer in self._state.items() if name != names.WAITING}
             program = self._programs[graph]
-            call = _Call(self._device, program, {"B": sequences, "M": width}, {**held, **self._tables})
+            trees = self._trees.setdefault((graph, sequences), {})
+            call = _Call(self._device, program, {"B": sequences, "M": width}, {**held, **self._tables, **trees})
+            trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
             if graph == names.LYANNA_DRAFT:
                 call.gather(self._collect, self._waiting(sequences))
             self._calls[key] = call
@@ -214,18 +252,27 @@ class DeviceLyanna(Drafter):
 
 
 class _Call:
-    """One shape of a drafter's program: buffers of its own beside those `given`, and what runs it."""
+    """One shape of a drafter's program: buffers of its own beside those `given`, and the work that runs it."""
 
     def __init__(self, device: Device, program: Program, sizes: Mapping[str, int], given: Mapping[str, Buffer]) -> None:
         self._device = device
-        specs = (*program.inputs, *program.outputs)
-        self._buffers: dict[str, Buffer] = {}
-        for spec in specs:
-            known = self._buffers.get(spec.in_place_of) if spec.in_place_of else given.get(spec.name)
-            self._buffers[spec.name] = known or device.empty(spec.dtype, *_sized(spec, sizes))
-        self.run = program.bind(self._buffers)
-        trees = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
-        self._tokens, self._parents, self._log_probs = (self._buffers[name] for name in trees)
+        known = dict(given)
+        shapes = {
+            spec.name: _sized(spec, sizes)
+            for spec in program.inputs
+            if spec.dtype == "int64" and spec.name not in given
+        }
+        self.inbox = device.inbox(**shapes)
+        self.columns = np.arange(sizes["M"])
+        known |= self.inbox.buffers
+        for spec in (*program.inputs, *program.outputs):
+            if spec.name not in known:
+                other = known.get(spec.in_place_of) if spec.in_place_of else None
+                known[spec.name] = other or device.empty(spec.dtype, *_sized(spec, sizes))
+        self._buffers = {spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}
+        self.tree_buffers = {name: known[name] for name in _TREE}
+        self._run = program.bind(self._buffers)
+        self.work = device.chain([self.inbox.send, self._run])
 
     def gather(self, collect: Program, waiting: Buffer) -> None:
         """Take the first rows that wait before every run."""
@@ -233,42 +280,37 @@ class _Call:
         sequences, width = rows.shape[:2]
         path, start = self._device.empty("int64", sequences, width), self._device.empty("int64", sequences)
         path.write(np.tile(np.arange(width), (sequences, 1)))
-        self.run = self._device.chain([collected(collect, waiting, path, rows, start), self.run])
+        taken = collected(collect, waiting, path, rows, start)
+        self.work = self._device.chain([self.inbox.send, taken, self._run])
 
-    def write(self, name: str, values: Array | Several[int]) -> None:
-        """Copy integers to an input."""
-        buffer = self._buffers[name]
-        buffer.write(np.asarray(values, np.int64).reshape(buffer.shape))
+    def made(self, stage: str) -> DeviceTrees:
+        """The trees of the latest run, made in this stage of a step."""
+        tokens, parents, log_probs = (self.tree_buffers[name] for name in _TREE)
+        return DeviceTrees(tokens, parents, log_probs, self.work, stage)
 
-    def trees(self, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int]) -> list[DraftTree]:
-        """The trees of the latest run; the root alone where none is wanted or what may be verified has no room."""
-        made = DeviceTrees(self._tokens, self._parents, self._log_probs)
+    def trees(self, budgets: Several[Budget], nodes: Several[int], stage: str) -> list[DraftTree]:
+        """The trees of the latest run, of which `nodes` nodes exist, cut to the budgets' nodes."""
+        made = self.made(stage)
         return [
-            made.tree(slot, count) if budget.nodes >= count - 1 > 0 else root_only(seq.tokens[-1])
-            for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=True))
+            made.tree(slot, min(count, 1 + budget.nodes))
+            for slot, (budget, count) in enumerate(zip(budgets, nodes, strict=True))
         ]
-
-    def measure_ms(self) -> float:
-        """Milliseconds of a run, until it is done."""
-        self._tokens.read()
-        started = time.perf_counter()
-        self.run()
-        self._tokens.read()
-        return (time.perf_counter() - started) * 1e3
 
 
 class _Shift:
     """Brings the rows that still wait to the front."""
 
     def __init__(self, device: Device, collect: Program, waiting: Buffer) -> None:
-        self._room = waiting.shape[1] - CATCH_UP
-        self._path = device.empty("int64", waiting.shape[0], self._room)
-        self._run = collected(collect, waiting, self._path, waiting, device.empty("int64", waiting.shape[0]))
+        sequences, room = waiting.shape[0], waiting.shape[1] - CATCH_UP
+        self._columns = np.arange(room)
+        self._inbox = device.inbox(**{names.PATH: (sequences, room), names.WAITING_ROWS: (sequences,)})
+        path, start = (self._inbox.buffers[name] for name in (names.PATH, names.WAITING_ROWS))
+        self._work = device.chain([self._inbox.send, collected(collect, waiting, path, waiting, start)])
 
     def __call__(self, gone: Several[int]) -> None:
         """The first gone[i] rows of sequence i went in."""
-        self._path.write(np.arange(self._room) + np.array(gone)[:, None])
-        self._run()
+        self._inbox.open()[names.PATH][:] = self._columns + np.array(gone)[:, None]
+        self._work()
 
 
 def collected(collect: Program, features: Buffer, path: Buffer, waiting: Buffer, start: Buffer) -> Run:

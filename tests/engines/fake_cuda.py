@@ -7,8 +7,10 @@ allocated; what may not happen while a graph is captured is an error, as there.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,7 @@ class FakeCuda:
                                      cudaMemcpyDeviceToDevice="within")  # fmt: skip
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
     cudaStreamNonBlocking = 1
+    cudaEventRecordExternal = 1
     STREAM = 77
 
     def __init__(self, total: int = 1 << 30) -> None:
@@ -42,7 +45,10 @@ class FakeCuda:
         self.captured: list[Work] | None = None
         self.launches = 0
         self.copies: list[tuple[str, int]] = []
+        self.called: list[str] = []
+        self.moments: dict[int, int] = {}
         self._memory: dict[int, tuple[str, np.ndarray]] = {}
+        self._moment = 0
 
     def put(self, work: Work) -> None:
         """Queue work, or add it to the graph that is being captured."""
@@ -83,7 +89,36 @@ class FakeCuda:
     def cudaMallocHost(self, size: int) -> tuple[Status, int]:
         return Status.cudaSuccess, self._allocate("pinned", size)
 
+    def cudaFreeHost(self, address: int) -> tuple[Status]:
+        return self.cudaFree(address)
+
+    def cudaEventCreate(self) -> tuple[Status, int]:
+        self._moment += 1
+        return Status.cudaSuccess, self._moment
+
+    def cudaEventDestroy(self, event: int) -> tuple[Status]:
+        self.moments.pop(event, None)
+        return (Status.cudaSuccess,)
+
+    def cudaEventRecord(self, event: int, stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        assert self.captured is None, "the moment of the capture would be kept, not those of its runs"
+        self.put(partial(self._record, event))
+        return (Status.cudaSuccess,)
+
+    def cudaEventRecordWithFlags(self, event: int, stream: int, flags: int) -> tuple[Status]:
+        assert (stream, flags) == (self.STREAM, self.cudaEventRecordExternal)
+        assert self.captured is not None, "only a captured record may be external"
+        self.put(partial(self._record, event))
+        return (Status.cudaSuccess,)
+
+    def cudaEventElapsedTime(self, start: int, end: int) -> tuple[Status, float]:
+        waiting = {work.args[0] for work in self.queued if isinstance(work, partial)}
+        assert not waiting & {start, end}, "the events are not recorded yet"
+        return Status.cudaSuccess, (self.moments[end] - self.moments[start]) * 1e-6
+
     def cudaFree(self, address: int) -> tuple[Status]:
+        assert self.captured is None, "memory is given back while work is captured"
         self._drain()
         del self._memory[address]
         return (Status.cudaSuccess,)
@@ -133,6 +168,9 @@ class FakeCuda:
 
     def cudaGraphExecDestroy(self, graph: Any) -> tuple[Status]:
         return (Status.cudaSuccess,)
+
+    def _record(self, event: int) -> None:
+        self.moments[event] = time.perf_counter_ns()
 
     def _allocate(self, kind: str, size: int) -> int:
         memory = np.full(size, _POISON, np.uint8)

@@ -69,7 +69,7 @@ class FakeTensorRt:
 
     def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
         try:
-            values = json.loads(data)
+            values = json.loads(memoryview(data).tobytes())
         except ValueError:
             self.logger.log(ILogger.ERROR, "magic tag\n does not match")
             return None

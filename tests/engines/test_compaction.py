@@ -13,7 +13,7 @@ from redraft.engines.compaction import CompactProgram, can_compact
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, Device
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_device import OnnxRuntimeDevice, OnnxRuntimeProgram
+from redraft.engines.onnxruntime_device import HostDevice, OnnxRuntimeProgram
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
 from redraft.names import Dtype, VerifierShape
@@ -84,8 +84,8 @@ def test_the_kernel_keeps_what_the_graph_keeps(
     past_len = np.array([7, 0, CAPACITY - 12][: len(paths)])
     cuda = FakeCuda()
     queued = QueuedKernels(kernels, cuda)
-    graph = OnnxRuntimeDevice(bundle, "cpu", 1)
-    host = OnnxRuntimeDevice(bundle, "cpu", 1, kernels)
+    graph = HostDevice(bundle, 1)
+    host = HostDevice(bundle, 1, kernels)
     gpu = TensorRtDevice(bundle, {}, Cuda(cuda), FakeTensorRt(cuda), queued)
     assert isinstance(graph.program(names.STEP_KEEP), OnnxRuntimeProgram)
     expected = kept(graph, dtype, np.array(paths), past_len)
@@ -99,7 +99,7 @@ def test_the_kernel_keeps_what_the_graph_keeps(
 def test_what_the_kernel_does_not_know_is_left_to_the_graph(kernels: Kernels, tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, head_dim=16)
     assert not can_compact(bundle.graph(names.STEP_KEEP))
-    assert isinstance(OnnxRuntimeDevice(bundle, "cpu", 1, kernels).program(names.STEP_KEEP), OnnxRuntimeProgram)
+    assert isinstance(HostDevice(bundle, 1, kernels).program(names.STEP_KEEP), OnnxRuntimeProgram)
 
 
 def test_reads_of_paths_end_with_the_buffer(kernels: Kernels, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_reads_of_paths_end_with_the_buffer(kernels: Kernels, tmp_path: Path) ->
         def compact(self, args: object, stream: int = 0) -> None:
             arguments.append(args)
 
-    device = OnnxRuntimeDevice(bundle, "cpu", 1, Spy())
+    device = HostDevice(bundle, 1, Spy())
     kept(device, "float32", np.array([path(4, 2), path(4, 3)]), np.array([1, 2]))
     (args,) = {id(args): args for args in arguments}.values()
     lengths = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * 2).from_address(args.path_lengths))

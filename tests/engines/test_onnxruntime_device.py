@@ -12,13 +12,23 @@ import onnxruntime as ort
 import pytest
 
 from redraft import names
-from redraft.engines import onnxruntime_device, open_device
+from redraft.engines import open_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import RECORD_ASSIGNMENT
-from redraft.engines.onnxruntime_device import OnnxRuntimeDevice, host_inputs, left_to_cpu
+from redraft.engines.onnxruntime_device import (
+    CPU,
+    OnnxRuntimeCuda,
+    OnnxRuntimeProgram,
+    graph_bytes,
+    host_inputs,
+    left_to_cpu,
+)
 from redraft.errors import BackendError, BundleError
 
+from . import fake_onnxruntime
 from .bundles import write_bundle
+from .fake_cuda import FakeCuda
+from .fake_onnxruntime import QueuedSession, onnxruntime_cuda
 
 
 @pytest.fixture(scope="module")
@@ -63,76 +73,68 @@ def test_a_build_without_cuda_is_refused_in_one_line(bundle: Bundle) -> None:
         open_device(bundle, "cuda")
 
 
-class Session:
-    """A session on a GPU: it reads `host` on the host and left `kinds` to the CPU."""
+class Falling(QueuedSession):
+    """A session on a GPU that left kinds of nodes to the CPU."""
 
-    def __init__(self, bundle: Bundle, host: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-        self.inputs = [SimpleNamespace(name=spec.name) for spec in bundle.graph(names.VERIFIER).inputs]
-        self.host = host
-        self.parts = [Assigned("CPUExecutionProvider", kinds)]
-        self.bound: dict[str, tuple[str, int]] = {}
-        self._sess = None
+    kinds: tuple[str, ...] = ()
 
-    def get_inputs(self) -> list[Any]:
-        return self.inputs
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.get_provider_graph_assignment_info = lambda: [Assigned(CPU, self.kinds)]
 
-    def get_input_memory_infos(self) -> list[Any]:
-        return [SimpleNamespace(name="Cpu" if value.name in self.host else "Cuda") for value in self.inputs]
 
-    def get_provider_graph_assignment_info(self) -> list[Assigned]:
-        return self.parts
-
-    def io_binding(self) -> Any:
-        def bind(name: str, device: str, number: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
-            self.bound[name] = device, address
-
-        return SimpleNamespace(bind_input=bind, bind_output=bind, _iobinding=None)
+def loaded(patch: pytest.MonkeyPatch, host: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+    """Let sessions read `host` on the host and leave `kinds` to the CPU."""
+    patch.setattr(fake_onnxruntime, "QueuedSession", lambda session, cuda: Falling(session, cuda, host))
+    patch.setattr(Falling, "kinds", kinds)
 
 
 @pytest.fixture
-def gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeDevice:
-    """A device that believes to be one; its memory is the host's."""
-    monkeypatch.setattr(ort, "get_available_providers", lambda: list(onnxruntime_device.PROVIDERS.values()))
-    made = ort.OrtValue.ortvalue_from_numpy
-    monkeypatch.setattr(ort.OrtValue, "ortvalue_from_numpy", lambda array, device, number: made(array.copy()))
-    return OnnxRuntimeDevice(bundle, "cuda", 1)
+def gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeCuda:
+    return onnxruntime_cuda(bundle, monkeypatch)
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, session: Session) -> list[Any]:
-    """Let programs be this session; what was asked of ONNX Runtime."""
-    asked: list[Any] = []
-    monkeypatch.setattr(onnxruntime_device, "load_session", lambda *args: asked.append(args) or session)
-    return asked
-
-
-def test_sizes_are_bound_where_the_host_writes_them(
-    bundle: Bundle, gpu: OnnxRuntimeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_are_bound_where_the_host_keeps_them(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
     """Bound on the GPU they would be copied once, when they are bound, and never again."""
-    session = Session(bundle, (names.LIVE,), ())
-    asked = loaded(monkeypatch, session)
     program = gpu.program(names.VERIFIER)
-    provider = ("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})
-    assert asked[0][3] == provider
+    assert isinstance(program, OnnxRuntimeProgram)
+    sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
+    inbox = gpu.inbox(**{names.LIVE: (1,), names.PAST_LEN: (1,)})
+    buffers: dict[str, Any] = dict(inbox.buffers)
+    for spec in (*program.inputs, *program.outputs):
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+        if spec.name not in buffers:
+            buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
+    buffers[names.TREE_MASK].write(np.tri(2, dtype=np.bool_)[None])
+    work = gpu.chain([inbox.send, program.bind(buffers)])
+    found = []
+    for past in (0, 3, 0):
+        values = inbox.open()
+        values[names.PAST_LEN][0], values[names.LIVE][0] = past, past + 2
+        work()
+        found.append(buffers[names.LOGITS].read())
+    bound = program._session.bound
+    assert bound[names.LIVE] == ("cpu", inbox.open()[names.LIVE].ctypes.data)
+    assert bound[names.PAST_LEN] == ("cuda", buffers[names.PAST_LEN].address)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert not np.array_equal(found[0], found[1])
+
+
+def test_sizes_that_the_host_does_not_send_are_refused(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
+    program = gpu.program(names.VERIFIER)
     sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
     buffers: dict[str, Any] = {}
     for spec in (*program.inputs, *program.outputs):
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
         buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
-    program.bind(buffers)
-    device, address = session.bound[names.LIVE]
-    assert device == "cpu"
-    assert address != buffers[names.LIVE].address
-    buffers[names.LIVE].write(np.array([7]))
-    assert (np.ctypeslib.ctypes.c_int64).from_address(address).value == 7
-    assert buffers[names.LIVE].read().tolist() == [7]
-    assert session.bound[names.PAST_LEN] == ("cuda", buffers[names.PAST_LEN].address)
+    with pytest.raises(BackendError, match="reads live on the host, which does not send it"):
+        program.bind(buffers)
 
 
 def test_falling_back_is_loud(
-    bundle: Bundle, gpu: OnnxRuntimeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded(monkeypatch, Session(bundle, (names.LIVE,), ("Shape", "Attention")))
+    loaded(monkeypatch, (names.LIVE,), ("Shape", "Attention"))
     gpu.program(names.VERIFIER)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -140,8 +142,16 @@ def test_falling_back_is_loud(
 
 
 def test_an_input_that_only_the_device_knows_is_not_read_on_the_host(
-    bundle: Bundle, gpu: OnnxRuntimeDevice, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded(monkeypatch, Session(bundle, (names.TREE_MASK,), ()))
+    loaded(monkeypatch, (names.TREE_MASK,), ())
     with pytest.raises(BundleError, match="leaves what reads tree_mask to the CPU"):
         gpu.program(names.VERIFIER)
+
+
+def test_weights_are_asked_for_before_they_are_loaded(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = graph_bytes(bundle, names.VERIFIER)
+    assert weights == (bundle.path / "verifier.onnx").stat().st_size
+    small = onnxruntime_cuda(bundle, monkeypatch, FakeCuda(weights))
+    with pytest.raises(BackendError, match=r"GPU memory needed \(engines .* MiB, KV .* MiB\)"):
+        small.expect({"KV": 1 << 20}, [names.VERIFIER])

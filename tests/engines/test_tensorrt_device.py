@@ -19,12 +19,12 @@ from redraft.engines import cuda as cuda_module
 from redraft.engines import open_device, tensorrt_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.cuda import Cuda
-from redraft.engines.device import Buffer
+from redraft.engines.device import Buffer, Inbox
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.target import Target
-from redraft.engines.tensorrt_device import Chain, TensorRtDevice
+from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import BackendError, BundleError, UsageError
 
 from .bundles import manifest_of, write_bundle
@@ -69,6 +69,13 @@ def verifier_buffers(device: TensorRtDevice, nodes: int = 3, rows: int = 3, sequ
     buffers[names.TREE_MASK].write(np.tri(nodes, dtype=np.bool_)[None].repeat(sequences, 0))
     buffers[names.LIVE].write(np.array([nodes]))
     return buffers
+
+
+def lengths(device: TensorRtDevice, buffers: dict[str, Buffer]) -> Inbox:
+    """An inbox of the lengths in place of their buffers."""
+    inbox = device.inbox(**{names.LIVE: (1,), names.PAST_LEN: buffers[names.PAST_LEN].shape})
+    buffers.update(inbox.buffers)
+    return inbox
 
 
 PREFILL: Profile = {names.TOKEN_IDS: ([1, 1], [1, 16]), names.OUTPUT_ROWS: ([1, 1], [1, 1])}
@@ -134,10 +141,11 @@ def test_sizes_that_an_engine_reads_on_the_host_are_never_stale(make: Make) -> N
     found, expected = [], []
     for where, outputs in ((device, found), (plain, expected)):
         buffers = verifier_buffers(where)
-        chain = where.chain([where.program(names.VERIFIER).bind(buffers)])
+        inbox = lengths(where, buffers)
+        chain = where.chain([inbox.send, where.program(names.VERIFIER).bind(buffers)])
         for past in (0, 3, 6):
-            buffers[names.PAST_LEN].write(np.array([past]))
-            buffers[names.LIVE].write(np.array([past + 3]))
+            values = inbox.open()
+            values[names.PAST_LEN][:], values[names.LIVE][:] = past, past + 3
             chain()
             outputs.append(buffers[names.LOGITS].read())
     assert (cuda.launches, tensorrt.contexts[0].enqueued) == (0, 3)
@@ -150,10 +158,7 @@ def test_any_other_input_on_the_host_is_refused(make: Make) -> None:
         device.program(names.VERIFIER).bind(verifier_buffers(device))
 
 
-def test_what_cannot_be_captured_runs_in_order_and_says_so_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Chain, "_told", False)
+def test_what_cannot_be_captured_runs_in_order_and_says_so_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     device = make()
     cuda, _ = fakes(device)
     buffers = verifier_buffers(device)
@@ -193,7 +198,7 @@ def test_memory_is_given_back(make: Make) -> None:
 
 def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     device = make(total=8 << 20)
-    with caplog.at_level(logging.INFO, "redraft.tensorrt"):
+    with caplog.at_level(logging.INFO, "redraft.cuda"):
         device.expect({"KV": 4 << 20, "tables": 3 << 20})
     assert "KV 4.0 MiB, tables 3.0 MiB; 8.0 MiB free" in caplog.text
     with pytest.raises(
@@ -336,7 +341,8 @@ CUDA_NAMES = (
     "cudaSetDevice", "cudaStreamCreateWithFlags", "cudaStreamNonBlocking", "cudaMallocHost", "cudaMalloc", "cudaFree",
     "cudaMemGetInfo", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamSynchronize", "cudaStreamBeginCapture",
     "cudaStreamEndCapture", "cudaGetLastError", "cudaGraphInstantiate", "cudaGraphDestroy", "cudaGraphLaunch",
-    "cudaGraphExecDestroy",
+    "cudaGraphExecDestroy", "cudaFreeHost", "cudaEventCreate", "cudaEventDestroy", "cudaEventRecord",
+    "cudaEventRecordWithFlags", "cudaEventRecordExternal", "cudaEventElapsedTime",
 )  # fmt: skip
 TENSORRT_NAMES = {
     "ILogger": ("VERBOSE", "INFO", "WARNING", "log"),

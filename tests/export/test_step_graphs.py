@@ -47,27 +47,45 @@ def random_tree(rng: np.random.Generator, nodes: int, vocabulary: int) -> tuple[
             return tokens, parents
 
 
+def laid_out(
+    folder: Path, host: list[tuple[NDArray, NDArray]], made: list[tuple[NDArray, NDArray]], on_device: list[int],
+    past_len: NDArray,
+) -> dict[str, NDArray]:  # fmt: skip
+    fields = [[np.stack([tree[field] for tree in trees]) for field in range(2)] for trees in (host, made)]
+    return run(folder, names.STEP_LAYOUT, {
+        names.HOST_TOKENS: fields[0][0], names.HOST_PARENTS: fields[0][1], names.TREE_TOKENS: fields[1][0],
+        names.TREE_PARENTS: fields[1][1], names.ON_DEVICE: np.array(on_device), names.PAST_LEN: past_len,
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
 def test_layout(folder: Path, nodes: int) -> None:
-    rng = np.random.default_rng(nodes)
-    parents = np.stack([random_tree(rng, nodes, 10**6)[1] for _ in range(3)])
+    """Of trees of 9 nodes that were made on the device, so many; more of them hang from the root."""
+    rng, width = np.random.default_rng(nodes), 9
+    host = [random_tree(rng, nodes, 10**6) for _ in range(3)]
+    made = [random_tree(rng, width, 10**6) for _ in range(3)]
     past_len = np.array([5, 0, 17])
-    found = run(folder, names.STEP_LAYOUT, {names.TREE_PARENTS: parents, names.PAST_LEN: past_len})
+    found = laid_out(folder, host, made, [1, 0, 1], past_len)
+    cut = [tuple(np.pad(field, (0, max(nodes - width, 0)))[:nodes] for field in tree) for tree in made]
+    trees = [cut[0], host[1], cut[2]]
+    tokens, parents = (np.stack([tree[field] for tree in trees]) for field in range(2))
+    np.testing.assert_array_equal(found[names.TOKEN_IDS], tokens)
+    np.testing.assert_array_equal(found[names.PARENTS], parents)
     masks = np.stack([ancestor_mask(row) for row in parents])
     np.testing.assert_array_equal(found[names.TREE_MASK], masks)
     np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + past_len[:, None])
 
 
 def test_layout_of_the_deepest_chain(folder: Path) -> None:
-    parents = np.arange(-1, 64)[None]
-    found = run(folder, names.STEP_LAYOUT, {names.TREE_PARENTS: parents, names.PAST_LEN: np.array([3])})
+    tree = np.zeros(65, np.int64), np.arange(-1, 64)
+    found = laid_out(folder, [tree], [tree], [0], np.array([3]))
     np.testing.assert_array_equal(found[names.POSITIONS][0], np.arange(3, 68))
 
 
 def judged(folder: Path, trees: list[tuple[NDArray, NDArray]], logits: NDArray, counts: NDArray) -> dict[str, NDArray]:
     return run(folder, names.STEP_ACCEPT, {
         names.LOGITS: logits, names.TOKEN_IDS: np.stack([tokens for tokens, _ in trees]),
-        names.TREE_PARENTS: np.stack([parents for _, parents in trees]),
+        names.PARENTS: np.stack([parents for _, parents in trees]),
         names.TREE_MASK: np.stack([ancestor_mask(parents) for _, parents in trees]), names.NODES: counts,
     })  # fmt: skip
 

@@ -13,14 +13,14 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Device
-from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
 from tests.engines.fake_cuda import FakeCuda
 from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
 
-UPDATING = (names.VERIFIER, names.LYANNA_DRAFT)
-GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP, names.STEP_COLLECT)
+UPDATING = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
+GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_COLLECT)
 
 
 @dataclass
@@ -65,6 +65,6 @@ def open_over(device: Device, path: Path, slots: int = 1, **lyanna: object) -> R
         return Runtime.open(path, threads=1, slots=slots, verify=False, drafter_options=options, device=device.name)
 
 
-def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> OnnxRuntimeDevice:
+def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> HostDevice:
     """ONNX Runtime's."""
-    return OnnxRuntimeDevice(bundle, "cpu", 1, kernels)
+    return HostDevice(bundle, 1, kernels)

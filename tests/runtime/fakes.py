@@ -15,8 +15,8 @@ from redraft import names
 from redraft.names import TensorSpec, VerifierShape
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.cost import CostCurve
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.text import Text
-from redraft.runtime.verifier import Verifier
 
 Rule = Callable[[list[int]], int]
 BOS, EOS, VOCABULARY = 256, 257, 258
@@ -144,7 +144,7 @@ def make_runtime(
 ) -> Runtime:
     """A runtime over the fake; with one slot, over the fake whose B is fixed."""
     engine = FakeEngine(rule, single=slots == 1)
-    verifier = Verifier(engine, SHAPE, context, slots)
+    verifier = HostVerifier(engine, SHAPE, context, slots)
     return Runtime(verifier, byte_text(**text), curve, context, (EOS,))
 
 

@@ -10,13 +10,13 @@ import pytest
 from redraft.runtime import cost
 from redraft.runtime.cost import CostCurve, cached_costs, cached_curve, measure_curve
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.types import Costs
 
 from .fakes import SHAPE, FakeEngine, greedy, make_runtime
 
 
-class Timed(Verifier):
+class Timed(HostVerifier):
     """A verifier whose calls take what a formula says."""
 
     calls = 0

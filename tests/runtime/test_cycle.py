@@ -15,6 +15,7 @@ from redraft.runtime.cost import CostCurve
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
@@ -73,7 +74,7 @@ class Recorder(Drafter):
 
 
 def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
-    verifier = Verifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
+    verifier = HostVerifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
     drafter = Recorder(verifier)
     prompts = [[97 + i % 5 for i in range(length)] for length in (4, 200, 131)]
     requests = [Sequence(list(prompt), len(prompt), len(prompt) + 30, frozenset(), Greedy()) for prompt in prompts]
@@ -100,7 +101,7 @@ class Wide(Drafter):
 def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps within the budget; near the context's end their union must too (the fake refuses rows past it)."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    verifier = Verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
+    verifier = HostVerifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
     cycle = Cycle(verifier, Wide(verifier), Adaptive(free), NgramDrafter(verifier))
     prompt = [97 + i % 3 for i in range(30)]
@@ -146,7 +147,7 @@ class Timed(FixedBudget):
 def test_a_step_tells_how_long_each_source_took(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[Source, float]
 ) -> None:
-    verifier = Verifier(FakeEngine(), SHAPE, 400, slots=2)
+    verifier = HostVerifier(FakeEngine(), SHAPE, 400, slots=2)
     drafter, lookup, controller = Slow(verifier), Slow(verifier), Timed()
     monkeypatch.setattr(time, "perf_counter", lambda: drafter.now + lookup.now)
     cycle, batch = Cycle(verifier, drafter, controller, lookup), []

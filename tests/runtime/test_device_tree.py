@@ -11,15 +11,16 @@ import pytest
 
 from redraft import names
 from redraft.engines import open_bundle
+from redraft.engines.cuda import Cuda
+from redraft.engines.cuda_device import CudaBuffer
 from redraft.engines.device import Buffer
-from redraft.engines.onnxruntime_device import OnnxRuntimeBuffer, OnnxRuntimeDevice
-from redraft.engines.tensorrt_device import CudaBuffer
+from redraft.engines.onnxruntime_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.device_tree import DeviceTree, DeviceTrees, same_trees
+from redraft.runtime.device_tree import DeviceTree, DeviceTrees, one_source
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import root_only
+from redraft.runtime.tree import prune, root_only
 from redraft.types import Budget, Costs
 
 from .devices import cpu_device, open_over, tensorrt_device
@@ -47,9 +48,9 @@ def runtime(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path)
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of all that was copied to the host."""
+    """Shapes of all that was copied to the host, but for what an outbox fetches."""
     shapes: list[tuple[int, ...]] = []
-    for kind in (OnnxRuntimeBuffer, CudaBuffer):
+    for kind in (HostBuffer, CudaBuffer):
         read = kind.read
 
         def counted(self: Buffer, read=read) -> np.ndarray:
@@ -60,29 +61,58 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-@pytest.mark.parametrize(("method", "budget"), [("none", None), ("ngram", Budget(6, 4, 2)), ("lyanna", FULL)])
-def test_a_step_copies_one_verdict_to_the_host(
-    runtime: Runtime, reads: list[tuple[int, ...]], method: str, budget: Budget | None
-) -> None:
-    """Integers of a tree, never logits, features or KV."""
-    runtime.generate(SHORT[:1], PARAMS, method, budget)
-    steps: list[list[tuple[int, ...]]] = []
-    step = Cycle.step
+def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, budget: Budget | None) -> list[list[str]]:
+    """CUDA's functions that each step of a generation called."""
+    calls: list[str] = []
+    steps: list[list[str]] = []
+    call, step = Cuda.call, Cycle.step
+
+    def called(self: Cuda, function: str, *arguments: object) -> object:
+        calls.append(function)
+        return call(self, function, *arguments)
 
     def observed(self: Cycle, batch: list[Sequence]) -> None:
-        reads.clear()
+        calls.clear()
         step(self, batch)
-        steps.append(list(reads))
+        steps.append(list(calls))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Cycle, "step", observed)
-        found = runtime.generate(SHORT, PARAMS, method, budget)
-    assert len(steps) > 5
-    for copied in steps:
-        ((_, width),) = copied
-        assert width <= 1 + 2 * (FULL.nodes + 1)
+    patch.setattr(Cuda, "call", called)
+    patch.setattr(Cycle, "step", observed)
+    found = runtime.generate(SHORT, PARAMS, method, budget)
     drafted = sum(generation.metrics.num_draft_tokens for generation in found)
     assert (drafted > 0) == (method != "none")
+    return steps
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [
+        ("none", None, {}),
+        ("ngram", None, {}),
+        ("ngram", Budget(6, 4, 2), {}),
+        ("lyanna", None, {"lookup": False}),
+        ("lyanna", FULL, {}),
+        ("lyanna", Budget(5, 4, 4), {}),
+    ],
+    ids=str,
+)
+def test_a_step_is_a_few_calls_of_cuda(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, method: str,
+    budget: Budget | None, options: dict[str, object],
+) -> None:  # fmt: skip
+    """A graph a step and one for each call of the drafter, one wait, the times of both: nothing else crosses."""
+    device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path).device
+    with open_over(device, lyanna_bundle, slots, **options) as runtime:
+        runtime.generate(SHORT, PARAMS, method, budget)
+        steps = calls_of_steps(runtime, monkeypatch, method, budget)
+    assert len(steps) > 5
+    for calls in steps:
+        drafts = calls.count("cudaGraphLaunch") - 1
+        assert drafts in ((0, 1) if method == "lyanna" else (0,))
+        assert calls.count("cudaStreamSynchronize") == 1
+        assert calls.count("cudaEventElapsedTime") == 2 * drafts
+        assert len(calls) == 2 + 3 * drafts, calls
 
 
 def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
@@ -92,11 +122,11 @@ def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, 
     assert any(shape[-1] == VOCABULARY for shape in reads)
 
 
-def trees_of(device: OnnxRuntimeDevice) -> DeviceTrees:
+def trees_of(device: HostDevice) -> DeviceTrees:
     tokens, parents = (device.empty("int64", 2, 4) for _ in range(2))
     tokens.write(np.arange(8).reshape(2, 4))
     parents.write(np.array([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
-    return DeviceTrees(tokens, parents, device.empty("float32", 2, 4))
+    return DeviceTrees(tokens, parents, device.empty("float32", 2, 4), device.chain([]), "draft")
 
 
 def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
@@ -117,15 +147,24 @@ def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path,
 def test_trees_of_one_call_are_known_as_such(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
     device = cpu_device(open_bundle(lyanna_bundle, verify=False))
     made, others = trees_of(device), trees_of(device)
-    whole = [made.tree(0, 4), made.tree(1, 3)]
-    assert same_trees(whole) is made
-    assert same_trees(whole[:1]) is None
-    assert same_trees([whole[1], whole[0]]) is None
-    assert same_trees([whole[0], others.tree(1, 3)]) is None
-    assert same_trees([whole[0], root_only(5)]) is None
-    assert same_trees([root_only(5), whole[1]]) is None
-    assert isinstance(whole[0], DeviceTree)
+    first, second = made.tree(0, 4), made.tree(1, 3)
+    assert one_source([first, second]) is made
+    assert one_source([first.first(1), root_only(5)]) is made
+    assert one_source([root_only(5), second]) is made
+    assert one_source([root_only(5), root_only(6)]) is None
+    for wrong in ([first], [second, first], [first, others.tree(1, 3)]):
+        with pytest.raises(ValueError, match="two calls, or for other slots"):
+            one_source(wrong)
     assert not reads
+
+
+def test_the_likeliest_nodes_are_cut_off_without_a_copy(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
+    tree = trees_of(cpu_device(open_bundle(lyanna_bundle, verify=False))).tree(1, 4)
+    cut = prune(tree, 2)
+    assert isinstance(cut, DeviceTree)
+    assert (len(cut), len(prune(cut, 5))) == (3, 3)
+    assert not reads
+    assert cut.tokens.tolist() == [4, 5, 6]
 
 
 def test_a_tree_deeper_than_the_layout_is_refused(runtime: Runtime) -> None:

@@ -8,7 +8,7 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.lyanna import Backlog, within
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.types import Budget, DraftTree
 from tests.runtime.fakes import SHAPE, FakeEngine
 
@@ -63,4 +63,4 @@ def test_waiting_rows_are_copies_in_order_however_many() -> None:
 
 def test_without_a_bundle_there_is_no_drafter() -> None:
     with pytest.raises(UsageError, match="this bundle has no Lyanna drafter; build it with `redraft build MODEL"):
-        load_drafter("lyanna", Verifier(FakeEngine(), SHAPE, 64))
+        load_drafter("lyanna", HostVerifier(FakeEngine(), SHAPE, 64))

@@ -7,9 +7,9 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import LONGEST_MATCH, RANKS, NgramConfig, NgramDrafter, NgramIndex
+from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import SHAPE, FakeEngine
 
@@ -18,7 +18,7 @@ WIDE = Budget(nodes=30, depth=5, width=3)
 
 @pytest.fixture
 def drafter() -> NgramDrafter:
-    return NgramDrafter(Verifier(FakeEngine(), SHAPE, 64), NgramConfig())
+    return NgramDrafter(HostVerifier(FakeEngine(), SHAPE, 64), NgramConfig())
 
 
 def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Sequence]:
@@ -117,14 +117,14 @@ def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
 def test_impossible_context_lengths_are_refused(lengths: tuple[int, int]) -> None:
     options = {"prompt_lookup_min": lengths[0], "prompt_lookup_max": lengths[1]}
     with pytest.raises(UsageError, match="expected 1 <= min <= max"):
-        load_drafter("ngram", Verifier(FakeEngine(), SHAPE, 64), options)
+        load_drafter("ngram", HostVerifier(FakeEngine(), SHAPE, 64), options)
 
 
 def test_context_lengths_can_be_chosen() -> None:
     text = "dX-abcdY--abcd"
     for longest, first in ((4, "Y"), (1, "Y")):
         options = {"prompt_lookup_min": longest, "prompt_lookup_max": longest}
-        drafter = load_drafter("ngram", Verifier(FakeEngine(), SHAPE, 64), options)
+        drafter = load_drafter("ngram", HostVerifier(FakeEngine(), SHAPE, 64), options)
         tree, _ = draft(drafter, text)
         assert branches(tree)[0][0] == first
         assert len(branches(tree)) == (1 if longest == 4 else 2)

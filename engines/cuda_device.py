@@ -1,0 +1,261 @@
+"""Buffers and work on CUDA's memory, whatever runs the graphs: everything in order on one stream.
+
+A step whose work can be captured is one CUDA graph from its second run on, its copies from and to the host included.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.base import Array
+from redraft.engines.bundle import Bundle
+from redraft.engines.compaction import Compact, CompactProgram, can_compact
+from redraft.engines.cuda import Cuda, Event, Graph
+from redraft.engines.device import (
+    Buffer,
+    Program,
+    Run,
+    byte_size,
+    check_bindings,
+    check_part,
+    check_values,
+    numpy_type,
+)
+from redraft.engines.manifest import GraphRecord
+from redraft.errors import BackendError
+from redraft.names import Dtype
+
+_LOG = logging.getLogger("redraft.cuda")
+_MOVING = frozenset({names.STEP_MOVE, names.LYANNA_MOVE})
+_ALIGNMENT_BYTES = 256
+"""Of every address that TensorRT is given."""
+_MEBIBYTE = 1 << 20
+
+
+class CudaDevice(ABC):
+    """See `redraft.engines.device.Device`. Who derives from it says how a graph is loaded.
+
+    kernels: ours for the GPU, where they are built.
+    """
+
+    name = "cuda"
+    asynchronous = True
+
+    def __init__(self, bundle: Bundle, cuda: Cuda, kernels: Compact | None) -> None:
+        self.cuda = cuda
+        self._bundle = bundle
+        self._kernels = kernels
+        self._programs: dict[str, Program] = {}
+
+    @abstractmethod
+    def _load(self, graph: str, record: GraphRecord) -> Program:
+        """Load a graph of the bundle. Raises BundleError."""
+
+    @abstractmethod
+    def _loaded_bytes(self, graph: str) -> int:
+        """Memory of the device that a graph's weights take."""
+
+    def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
+        """See `Device.empty`. Raises BackendError where the memory is used up."""
+        memory = self.cuda.allocate(byte_size(dtype, shape))
+        return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
+
+    def inbox(self, **shapes: tuple[int, ...]) -> CudaInbox:
+        """See `Device.inbox`."""
+        return CudaInbox(self.cuda, shapes)
+
+    def outbox(self, buffer: Buffer) -> CudaOutbox:
+        """See `Device.outbox`."""
+        return CudaOutbox(self.cuda, buffer)
+
+    def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
+        """See `Device.expect`."""
+        weights = sum(self._loaded_bytes(graph) for graph in graphs if graph not in self._programs)
+        needs = {**({"engines": weights} if weights else {}), **parts}
+        free, needed = self.cuda.free_bytes(), sum(needs.values())
+        _LOG.info("GPU memory: %s; %s MiB free", _listed(needs), f"{free / _MEBIBYTE:.1f}")
+        if needed > free:
+            raise BackendError(
+                f"{needed / _MEBIBYTE:.1f} MiB of GPU memory needed ({_listed(needs)}), {free / _MEBIBYTE:.1f} free",
+                "lower the context or the slots, or free memory",
+            )
+
+    def program(self, graph: str) -> Program:
+        """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""
+        if graph not in self._programs:
+            record = self._bundle.graph(graph)
+            if graph in _MOVING:
+                self._programs[graph] = MoveProgram(record, self.cuda)
+            elif graph == names.STEP_KEEP and self._kernels is not None and can_compact(record):
+                self._programs[graph] = CompactProgram(record, self, self._kernels, self.cuda.stream)
+            else:
+                self._programs[graph] = self._load(graph, record)
+        return self._programs[graph]
+
+    def chain(self, runs: Sequence[Run]) -> Chain:
+        """See `Device.chain`: a CUDA graph from the second run on, where all of `runs` can be captured."""
+        flat: list[Run] = []
+        for run in runs:
+            flat += run.runs if isinstance(run, Chain) else [run]
+        return Chain(self.cuda, tuple(flat))
+
+    def wait(self) -> None:
+        """See `Device.wait`."""
+        self.cuda.synchronize()
+
+
+@dataclass(frozen=True, eq=False)
+class CudaBuffer:
+    """See `redraft.engines.device.Buffer`. `memory` is held."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    address: int
+    cuda: Cuda
+    memory: object
+    host: Array | None = None
+
+    def write(self, values: Array) -> None:
+        """See `Buffer.write`."""
+        check_values(self, values)
+        self.cuda.write(self.address, np.ascontiguousarray(values))
+
+    def read(self) -> Array:
+        """See `Buffer.read`."""
+        values = np.empty(self.shape, numpy_type(self.dtype))
+        self.cuda.read(self.address, values)
+        return values
+
+    def part(self, *shape: int) -> Self:
+        """See `Buffer.part`."""
+        check_part(self, shape)
+        return replace(self, shape=shape)
+
+
+class Copy:
+    """A copy between fixed places; `kind` as CUDA names it. `keep` holds the memory."""
+
+    capturable = True
+
+    def __init__(self, cuda: Cuda, target: int, source: int, size: int, kind: str, keep: object) -> None:
+        self._cuda = cuda
+        self._arguments = target, source, size, kind
+        self._keep = keep
+
+    def __call__(self) -> None:
+        self._cuda.copy(*self._arguments)
+
+
+class CudaInbox:
+    """See `redraft.engines.device.Inbox`: a block of pinned memory and its like on the device."""
+
+    def __init__(self, cuda: Cuda, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._cuda = cuda
+        self._opened = -1
+        places, size = {}, 0
+        for name, shape in shapes.items():
+            places[name] = size
+            size += -(-byte_size("int64", shape) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory, pinned = held = cuda.allocate(size), cuda.pinned(size)
+        self._values: dict[str, Array] = {}
+        self.buffers: dict[str, CudaBuffer] = {}
+        for name, shape in shapes.items():
+            start, count = places[name], math.prod(shape)
+            values = pinned.bytes[start : start + 8 * count].view(np.int64).reshape(shape)
+            values[...] = 0
+            self._values[name] = values
+            self.buffers[name] = CudaBuffer("int64", shape, memory.address + start, cuda, held, values)
+        self.send = Copy(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
+
+    def open(self) -> Mapping[str, Array]:
+        """See `Inbox.open`."""
+        if self._opened == self._cuda.waits:
+            self._cuda.synchronize()
+        self._opened = self._cuda.waits
+        return self._values
+
+
+class CudaOutbox:
+    """See `redraft.engines.device.Outbox`."""
+
+    def __init__(self, cuda: Cuda, buffer: Buffer) -> None:
+        size = byte_size(buffer.dtype, buffer.shape)
+        pinned = cuda.pinned(size)
+        self.values: Array = pinned.bytes.view(numpy_type(buffer.dtype)).reshape(buffer.shape)
+        self.fetch = Copy(cuda, pinned.address, buffer.address, size, "cudaMemcpyDeviceToHost", (pinned, buffer))
+
+
+class MoveProgram:
+    """Slots copied by CUDA: the host, which chose them, says where from and where to."""
+
+    def __init__(self, record: GraphRecord, cuda: Cuda) -> None:
+        self.inputs = record.inputs
+        self.outputs = record.outputs
+        self._cuda = cuda
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        """See `Program.bind`. Slots must be fields of an inbox."""
+        check_bindings((*self.inputs, *self.outputs), buffers)
+        ends = [buffers[name].host for name in (names.SOURCE_SLOT, names.TARGET_SLOT)]
+        state = [buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of]
+
+        def run() -> None:
+            source, target = (int(end[0]) for end in ends if end is not None)
+            for buffer in state:
+                size = byte_size(buffer.dtype, buffer.shape[1:])
+                places = buffer.address + target * size, buffer.address + source * size
+                self._cuda.copy(*places, size, "cudaMemcpyDeviceToDevice")
+
+        return run
+
+
+class Chain:
+    """Runs in order; see `CudaDevice.chain`. TensorRT must have run once before it can be captured."""
+
+    def __init__(self, cuda: Cuda, runs: tuple[Run, ...]) -> None:
+        self.runs = runs
+        self._cuda = cuda
+        self._began, self._ended = Event(cuda), Event(cuda)
+        self._warm = False
+        self._graph: Graph | None = None
+        self._plain = not runs or not all(getattr(run, "capturable", False) for run in runs)
+
+    def __call__(self) -> None:
+        if self._graph is None and self._warm and not self._plain:
+            self._capture()
+        if self._graph is not None:
+            self._graph.launch()
+        else:
+            self._in_order()
+        self._warm = True
+
+    def seconds(self) -> float:
+        """See `Work.seconds`."""
+        return self._ended.seconds_since(self._began) if self._warm else 0.0
+
+    def _capture(self) -> None:
+        try:
+            self._graph = self._cuda.capture(self._in_order)
+        except BackendError as error:
+            self._plain = True
+            if not self._cuda.told:
+                self._cuda.told = True
+                _LOG.warning("a step is not captured as a CUDA graph, which costs time: %s", error.message)
+
+    def _in_order(self) -> None:
+        self._began.record()
+        for run in self.runs:
+            run()
+        self._ended.record()
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {size / _MEBIBYTE:.1f} MiB" for part, size in parts.items())

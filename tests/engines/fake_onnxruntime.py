@@ -1,0 +1,72 @@
+"""ONNX Runtime's sessions for a GPU on the fake CUDA: computed by its CPU provider when the stream gets to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from redraft import names
+from redraft.engines import onnxruntime_device
+from redraft.engines.bundle import Bundle
+from redraft.engines.compaction import Compact
+from redraft.engines.cuda import Cuda
+from redraft.engines.onnxruntime_backend import load_session
+from redraft.engines.onnxruntime_device import CPU, CUDA, NO_WAITING, OnnxRuntimeCuda
+
+from .fake_cuda import FakeCuda
+
+
+class QueuedSession:
+    """A session on a GPU, which reads `host` on the host."""
+
+    def __init__(self, session: ort.InferenceSession, cuda: FakeCuda, host: Sequence[str] = (names.LIVE,)) -> None:
+        self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
+        self.get_provider_graph_assignment_info = lambda: []
+        self.host = host
+        self.bound: dict[str, tuple[str, int]] = {}
+        self._session = session
+        self._cuda = cuda
+        self._sess = SimpleNamespace(run_with_iobinding=self._run)
+
+    def get_input_memory_infos(self) -> list[Any]:
+        return [SimpleNamespace(name="Cpu" if value.name in self.host else "Cuda") for value in self.get_inputs()]
+
+    def io_binding(self) -> Any:
+        binding = self._session.io_binding()
+
+        def bind(add: Any) -> Any:
+            def bound(name: str, device: str, number: int, kind: Any, shape: tuple[int, ...], address: int) -> None:
+                where = {"cuda": "device", "cpu": "pinned"}[device]
+                self._cuda.check(where, address, 1)
+                self.bound[name] = device, address
+                add(name, "cpu", number, kind, shape, address)
+
+            return bound
+
+        return SimpleNamespace(
+            bind_input=bind(binding.bind_input), bind_output=bind(binding.bind_output), _iobinding=binding
+        )
+
+    def _run(self, binding: Any, options: ort.RunOptions) -> None:
+        assert options.get_run_config_entry(NO_WAITING) == "1"
+        assert self._cuda.captured is None, "a session whose sizes follow its inputs cannot be captured"
+        self._cuda.put(lambda: self._session._sess.run_with_iobinding(binding._iobinding, None))
+
+
+def onnxruntime_cuda(
+    bundle: Bundle, patch: pytest.MonkeyPatch, cuda: FakeCuda | None = None, kernels: Compact | None = None
+) -> OnnxRuntimeCuda:
+    """A device over the fakes, for as long as the patch lasts."""
+    fake = cuda or FakeCuda()
+
+    def load(bundle: Bundle, graph: str, threads: int | None, provider: tuple[str, dict[str, str]]) -> Any:
+        name, options = provider
+        assert (name, options["user_compute_stream"]) == (CUDA, str(FakeCuda.STREAM))
+        return QueuedSession(load_session(bundle, graph, threads, (CPU, {})), fake)
+
+    patch.setattr(onnxruntime_device, "load_session", load)
+    return OnnxRuntimeCuda(bundle, Cuda(fake, 1 << 12), kernels, 1)
