@@ -145,30 +145,31 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._shares: list[float] = []
-        self._seen: list[int] = []
+        self._shares = np.zeros(0)
+        self._seen = np.zeros(0)
 
     def log_probs(self, nodes: int) -> FloatArray:
         """Of each of so many nodes, the log probability of being kept; no later one's is higher. The root's is 0."""
-        self._grow(nodes)
-        shares = np.minimum.accumulate(np.maximum([1.0, *self._shares[: nodes - 1]], _LEAST))
-        return np.asarray(np.log(shares), np.float32)
+        self._grow(nodes - 1)
+        found = np.zeros(nodes, np.float32)
+        found[1:] = np.log(np.minimum.accumulate(np.maximum(self._shares[: nodes - 1], _LEAST)))
+        return found
 
     def judge(self, nodes: int, path: tuple[int, ...]) -> None:
         """Of the first `nodes` nodes, root included, those of `path` were kept."""
-        self._grow(nodes)
-        shares, seen = self._shares, self._seen
-        for place in range(len(shares)):
-            if place < nodes - 1:
-                seen[place] += 1
-                shares[place] += max(1 / (1 + seen[place]), _FAST) * ((place + 1 in path) - shares[place])
-            else:
-                shares[place] += _SLOW * (_UNSEEN - shares[place])
+        count = nodes - 1
+        self._grow(count)
+        verified, others, seen = self._shares[:count], self._shares[count:], self._seen[:count]
+        kept = np.zeros(count)
+        kept[[node - 1 for node in path]] = 1.0
+        seen += 1
+        verified += np.maximum(1 / (1 + seen), _FAST) * (kept - verified)
+        others += _SLOW * (_UNSEEN - others)
 
-    def _grow(self, nodes: int) -> None:
-        missing = nodes - 1 - len(self._shares)
-        self._shares += [_UNSEEN] * missing
-        self._seen += [0] * missing
+    def _grow(self, count: int) -> None:
+        if (missing := count - len(self._shares)) > 0:
+            self._shares = np.append(self._shares, np.full(missing, _UNSEEN))
+            self._seen = np.append(self._seen, np.zeros(missing))
 
 
 @dataclass(slots=True)
@@ -218,14 +219,15 @@ class Adaptive:
 
     def __init__(self, curve: CostCurve, drafts: bool = True, costs: Costs | None = None) -> None:
         """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
-        self._table = curve.table_ms
+        self._table_ms = curve.table_ms
+        self._table = np.array(curve.table_ms)
         self._drafts = drafts
         costs = costs or Costs()
         self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
         self._step_ms: Mapping[Source, float] = {}
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
-        self._plain_rate = 1 / self._table[1]
-        self._all = Experience(tokens=1.0, ms=self._table[1])
+        self._plain_rate = 1 / curve.table_ms[1]
+        self._all = Experience(tokens=1.0, ms=curve.table_ms[1])
         self._gain: dict[tuple[Source, int], float] = {}
         self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
         self._ranks: dict[tuple[Source, int], Ranks] = {}
@@ -309,7 +311,7 @@ class Adaptive:
             pace.offered = None
         lately = pace.experience
         proposal_ms = sum([self._step_ms.get(source, 0.0) for source in {Source.LOOKUP, pace.plan}])
-        ms = self._table[len(tree)] + proposal_ms
+        ms = self._table_ms[len(tree)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
@@ -334,17 +336,16 @@ class Adaptive:
         return pace
 
 
-def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> tuple[int, float]:
+def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | FloatArray) -> tuple[int, float]:
     """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone.
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
-    best, nodes, promised = 0.0, 0, 0.0
-    for count, log_prob in enumerate(sorted(log_probs.tolist()[1:], reverse=True), 1):
-        if count + 1 >= len(table_ms):
-            break
-        promised += exp(log_prob)
-        gain = promised - rate * (table_ms[count + 1] - table_ms[1])
-        if gain > best:
-            best, nodes = gain, count
-    return nodes, best
+    count = min(len(log_probs) - 1, len(table_ms) - 2)
+    if count < 1:
+        return 0, 0.0
+    table = np.asarray(table_ms)
+    likeliest = np.sort(log_probs[1:])[::-1][:count]
+    gains = np.cumsum(np.exp(likeliest.astype(np.float64))) - rate * (table[2 : count + 2] - table[1])
+    best = int(gains.argmax())
+    return (best + 1, float(gains[best])) if gains[best] > 0 else (0, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from bisect import bisect_right, insort
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -45,9 +46,9 @@ class FakeCuda:
         self.captured: list[Work] | None = None
         self.launches = 0
         self.copies: list[tuple[str, int]] = []
-        self.called: list[str] = []
         self.moments: dict[int, int] = {}
         self._memory: dict[int, tuple[str, np.ndarray]] = {}
+        self._starts: list[int] = []
         self._moment = 0
 
     def put(self, work: Work) -> None:
@@ -60,9 +61,11 @@ class FakeCuda:
 
     def check(self, kind: str, address: int, size: int) -> None:
         """The range must lie in one allocation of this kind."""
-        for where, memory in self._memory.values():
-            start = memory.ctypes.data
-            if where == kind and start <= address and address + size <= start + memory.nbytes:
+        place = bisect_right(self._starts, address) - 1
+        if place >= 0:
+            start = self._starts[place]
+            where, memory = self._memory[start]
+            if where == kind and address + size <= start + memory.nbytes:
                 return
         raise AssertionError(f"{size} bytes at {address:#x} are not in {kind} memory")
 
@@ -121,6 +124,7 @@ class FakeCuda:
         assert self.captured is None, "memory is given back while work is captured"
         self._drain()
         del self._memory[address]
+        self._starts.remove(address)
         return (Status.cudaSuccess,)
 
     def cudaMemsetAsync(self, address: int, value: int, size: int, stream: int) -> tuple[Status]:
@@ -174,8 +178,10 @@ class FakeCuda:
 
     def _allocate(self, kind: str, size: int) -> int:
         memory = np.full(size, _POISON, np.uint8)
-        self._memory[memory.ctypes.data] = kind, memory
-        return int(memory.ctypes.data)
+        address = int(memory.ctypes.data)
+        self._memory[address] = kind, memory
+        insort(self._starts, address)
+        return address
 
     def _drain(self) -> None:
         waiting, self.queued = self.queued, []

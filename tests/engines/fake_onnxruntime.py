@@ -65,6 +65,8 @@ def onnxruntime_cuda(
 
     def load(bundle: Bundle, graph: str, threads: int | None, provider: tuple[str, dict[str, str]]) -> Any:
         name, options = provider
+        if name == CPU:
+            return load_session(bundle, graph, threads, provider)
         assert (name, options["user_compute_stream"]) == (CUDA, str(FakeCuda.STREAM))
         return QueuedSession(load_session(bundle, graph, threads, (CPU, {})), fake)
 

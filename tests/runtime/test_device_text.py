@@ -19,10 +19,12 @@ from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.runtime.cost import measure_curve
+from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.types import Budget, Costs
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
 from tests.engines.fake_cuda import FakeCuda, QueuedKernels
+from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.engines.graphs import Decoder, save_verifier
 
 from .devices import cpu_device, open_over, tensorrt_device
@@ -40,16 +42,23 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(DeviceVerifier, "warm", lambda self, made=None: None)  # so that shapes come up in between
 
 
-@pytest.fixture(params=["cpu", "tensorrt", pytest.param("sizes on the host", marks=pytest.mark.slow)])
-def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
+@pytest.fixture(
+    params=["cpu", "tensorrt", "onnxruntime on a GPU", pytest.param("sizes on the host", marks=pytest.mark.slow)]
+)
+def opened(
+    request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
     """Opens the bundle over a device."""
     bundle = open_bundle(lyanna_bundle, verify=False)
 
     def open_runtime(slots: int = 1, **lyanna: object) -> Runtime:
         if request.param == "cpu":
             return open_over(cpu_device(bundle), lyanna_bundle, slots, **lyanna)
+        if request.param == "onnxruntime on a GPU":
+            return open_over(onnxruntime_cuda(bundle, monkeypatch), lyanna_bundle, slots, **lyanna)
         host = (names.LIVE,) if request.param == "sizes on the host" else ()
         return open_over(tensorrt_device(bundle, tmp_path, host=host).device, lyanna_bundle, slots, **lyanna)
 
@@ -179,7 +188,7 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
-    wide_bundle: Path, tmp_path: Path, kernels: Kernels, slots: int
+    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, slots: int
 ) -> None:
     """Trees of n-grams, accepted in part and off their first branch; on fakes the launch is part of a CUDA graph."""
     bundle, budget = open_bundle(wide_bundle, verify=False), Budget(8, 4, 3)
@@ -188,10 +197,13 @@ def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
     cuda = FakeCuda()
     queued = QueuedKernels(kernels, cuda)
     gpu = tensorrt_device(bundle, tmp_path, kernels=queued, cuda=cuda)
-    for device in (cpu_device(bundle, kernels), gpu.device):
+    fakes = FakeCuda()
+    launched = QueuedKernels(kernels, fakes)
+    other = onnxruntime_cuda(bundle, monkeypatch, fakes, launched)
+    for device in (cpu_device(bundle, kernels), gpu.device, other):
         with open_over(device, wide_bundle, slots) as runtime:
             found = runtime.generate(ALL, PARAMS, "ngram", budget)
         assert [g.token_ids for g in found] == expected
         assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
-    assert queued.launched > 0
+    assert min(queued.launched, launched.launched) > 0
     assert cuda.launches > queued.launched
