@@ -80,6 +80,9 @@ class Device(Protocol):
     def expect(self, parts: Mapping[str, int]) -> None:
         """Buffers of so many bytes are asked for next, by what they are for. Raises BackendError if they do not fit."""
 
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
+
     def program(self, graph: str) -> Program:
         """Load a graph of the bundle. Raises BundleError."""
 
@@ -107,6 +110,14 @@ def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
     """Raises ValueError where `shape` is more than `buffer` holds."""
     if math.prod(shape) > math.prod(buffer.shape):
         raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
+
+
+def copied_bytes(target: Buffer, source: Buffer) -> int:
+    """How many bytes a copy moves. Raises ValueError where the buffers' sizes do not agree."""
+    sizes = [byte_size(buffer.dtype, buffer.shape) for buffer in (target, source)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"expected buffers of the same size, found {sizes[0]} and {sizes[1]} bytes")
+    return sizes[0]
 
 
 def check_whole(whole: bool) -> None:

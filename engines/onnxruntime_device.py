@@ -10,6 +10,7 @@ session reads on the host is bound to host memory: bound elsewhere, it would be 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
+from redraft.engines.cuda import open_cuda
 from redraft.engines.device import (
     REMEMBERED_BYTES,
     Buffer,
@@ -32,6 +34,7 @@ from redraft.engines.device import (
     check_part,
     check_values,
     check_whole,
+    copied_bytes,
     numpy_type,
 )
 from redraft.engines.onnxruntime_backend import load_session
@@ -81,6 +84,20 @@ class OnnxRuntimeDevice:
 
     def expect(self, parts: Mapping[str, int]) -> None:
         """See `Device.expect`: ONNX Runtime does not say what is free."""
+
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """See `Device.copy`. On CUDA it is done when the run returns, and raises BackendError without cuda-python."""
+        size = copied_bytes(target, source)
+        cuda = open_cuda() if self.name != "cpu" else None
+
+        def run() -> None:
+            if cuda is None:
+                ctypes.memmove(target.address, source.address, size)
+            else:
+                cuda.copy(target.address, source.address, size)
+                cuda.synchronize()
+
+        return run
 
     def program(self, graph: str) -> Program:
         """See `Device.program`. Raises BundleError."""

@@ -31,6 +31,7 @@ from redraft.engines.device import (
     check_part,
     check_values,
     check_whole,
+    copied_bytes,
     numpy_type,
 )
 from redraft.engines.manifest import GraphRecord, rebuild_command
@@ -106,6 +107,11 @@ class TensorRtDevice:
                 f"{needed / _MEBIBYTE:.1f} MiB of GPU memory needed ({_listed(parts)}), {free / _MEBIBYTE:.1f} free",
                 "lower the context or the slots, or free memory",
             )
+
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """See `Device.copy`."""
+        size = copied_bytes(target, source)
+        return lambda: self.cuda.copy(target.address, source.address, size)
 
     def program(self, graph: str) -> Program:
         """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""

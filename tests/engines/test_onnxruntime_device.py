@@ -129,6 +129,17 @@ def test_sizes_are_bound_where_the_host_writes_them(
     assert session.bound[names.PAST_LEN] == ("cuda", buffers[names.PAST_LEN].address)
 
 
+def test_a_copy_on_the_gpu_is_cudas_and_done_when_it_returns(
+    gpu: OnnxRuntimeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    cuda = SimpleNamespace(copy=lambda *given: called.append(given), synchronize=lambda: called.append("waited"))
+    monkeypatch.setattr(onnxruntime_device, "open_cuda", lambda: cuda)
+    source, target = gpu.empty("float16", 5), gpu.empty("float16", 5)
+    gpu.copy(target, source)()
+    assert called == [(target.address, source.address, 10), "waited"]
+
+
 def test_falling_back_is_loud(
     bundle: Bundle, gpu: OnnxRuntimeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
