@@ -43,12 +43,12 @@ class Asked:
     threads: int | None
     device: str | None
 
-    def arguments(self) -> list[str]:
-        """The options that ask for this again."""
+    def arguments(self, prompt: Path) -> list[str]:
+        """The options that ask for this again; `prompt` is a file with the text, which may be too long for a word."""
         given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads, "--device": self.device}
         options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         fixed = ["--engines", str(self.engines), "--max-new-tokens", str(self.max_new_tokens)]
-        return ["profile", *fixed, *options, f"--prompt={self.text}", "--nvtx"]
+        return ["profile", *fixed, *options, "--prompt-file", str(prompt), "--nvtx"]
 
 
 def profile(
@@ -119,8 +119,10 @@ def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
             check_out(out)
             check_writable(out)
         caveats = load_manifest(asked.engines).model.caveats
-        report = out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"profile{SUFFIX}"
-        found = summed(recorded_by_nsys(asked.arguments(), report))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prompt = folder / "prompt.txt"
+        prompt.write_text(asked.text, encoding="utf-8", errors="surrogateescape", newline="")
+        found = summed(recorded_by_nsys(asked.arguments(prompt), out or folder / f"profile{SUFFIX}"))
     return {
         "method": asked.method,
         "device": asked.device,

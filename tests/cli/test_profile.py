@@ -252,14 +252,28 @@ def test_an_nsight_that_sees_nothing(
 
 
 def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
-    """Every option of the run goes along."""
-    install_nsys("print(rest[place:]) or 3")
+    """Every option of the run goes along, and the text as a file."""
+    install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
     options = ("--method", "none", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
     line = refused(
-        "profile", "--engines", bundle, "--prompt", "-a", *options, "--max-new-tokens", "9", "--nsys", status=1
+        "profile", "--engines", bundle, "--prompt", "-a\nb", *options, "--max-new-tokens", "9", "--nsys", status=1
     )
-    asked = ["profile", "--engines", str(bundle), "--max-new-tokens", "9", *options, "--prompt=-a", "--nvtx"]
-    assert line.endswith(f", {str(asked)[1:]}")
+    asked = ["profile", "--engines", str(bundle), "--max-new-tokens", "9", *options, "--prompt-file"]
+    assert f", {str(asked)[1:-1]}, " in line
+    assert line.endswith("/prompt.txt', '--nvtx'] '-a\\nb'")
+
+
+def test_nsights_child_gets_prompts_that_no_argument_holds(
+    redraft: Redraft, refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
+) -> None:
+    install_nsys()
+    prompt = tmp_path / "prompt.txt"
+    asked = ("profile", "--engines", bundle, "--prompt-file", prompt, "--nsys", "--max-new-tokens", "9")
+    prompt.write_text("a" * 200_000)  # the kernel takes 128 KiB
+    assert "shorten the prompt" in refused(*asked, status=2)
+    prompt.write_text("a\0b")
+    result = redraft(*asked)
+    assert result.returncode == 0, result.stderr
 
 
 def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
