@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
@@ -23,10 +23,14 @@ from redraft import names
 from redraft.bench.environment import usable_threads
 from redraft.bench.timing import SETTLE_SECONDS
 from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.engines.device import Buffer, Device, byte_size
+from redraft.errors import BackendError
 from redraft.names import TensorSpec
-from redraft.runtime.drafters.base import OpenEngine
-from redraft.runtime.drafters.lyanna import LyannaDrafter
+from redraft.runtime import Runtime
+from redraft.runtime.drafters import OpenEngine, load_drafter
+from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.verifier import Verifier
 
 TREE_NODES = 8
 """Nodes of the tree beside the single token, root included."""
@@ -36,7 +40,13 @@ LIVE_ROWS = 200
 """Rows of the KV buffers that are live before the call."""
 STREAMED_BYTES = 256 << 20
 """Size of the arrays that the bandwidth is measured on, several times what caches hold."""
+LEAST_STREAMED_BYTES = 1 << 20
+"""Of a device with no more memory free than that for each end of a copy, no bandwidth is told."""
+COPIES = 8
+"""Copies within a device between two waits for their end, which is far longer than a wait."""
 HEADER = ("graph", "tokens", "weights MB", "KV MB", "other MB", "least ms", "GB/s", "of bandwidth")
+Timed = tuple[str, int, Callable[[], float]]
+"""Graph, tokens and a function that runs such a call and returns its milliseconds."""
 _BLOCKS, _RUNS = 6, 16
 _ROWS_ONLY = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2), ("GroupQueryAttention", 7),
               ("GroupQueryAttention", 8)}  # fmt: skip
@@ -93,7 +103,7 @@ def traffic(bundle: Bundle, graph: str, tokens: int, live: int) -> Traffic:
 
 
 def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape) * np.dtype(spec.dtype).itemsize
+    return byte_size(spec.dtype, [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape])
 
 
 def _initializers(graph: Path, tokens: int) -> int:
@@ -144,14 +154,18 @@ class Measured:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The engines of a bundle against the memory. Bandwidths in GB/s: of reading, and of copying, which counts both
-    directions; `share_of_bandwidth` is of the larger one.
+    """The engines of a bundle against the memory of `device`, which is `host` for the CPU's engines over arrays.
+
+    Bandwidths in GB/s, measured over `streamed_bytes`: of reading (None on a device, where nothing only reads), and of
+    copying, which counts both directions; `share_of_bandwidth` is of the larger one. `threads` is None on CUDA.
     """
 
-    threads: int
+    device: str
+    threads: int | None
     live_rows: int
-    read: float
+    read: float | None
     copy: float
+    streamed_bytes: int
     engines: tuple[Measured, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -159,23 +173,51 @@ class Roofline:
         return {**asdict(self), "engines": [asdict(found) for found in self.engines]}
 
 
-def measure(path: Path, threads: int | None = None, nodes: int = TREE_NODES, live: int = LIVE_ROWS) -> Roofline:
+class Memory(Protocol):
+    """What a bandwidth is measured on. `read`, `copy`: best so far, GB/s; reading None where it is not measured."""
+
+    read: float | None
+    copy: float
+    size: int
+
+    def run(self) -> None:
+        """Once over everything."""
+
+
+def measure(
+    path: Path, threads: int | None = None, nodes: int = TREE_NODES, live: int = LIVE_ROWS, device: str | None = None
+) -> Roofline:
     """Time every engine that one sequence uses, the portable verifier and the memory, in turn: the least of each.
 
-    Raises BundleError.
+    device: as `Runtime.open` has it. There a verifier's time is that of layout, engine and acceptance as one, and ends
+    when the host has the verdict; a draft's begins with taking in the rows that wait.
+    Raises BundleError, BackendError, and UsageError for an unknown device.
     """
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
     live = min(live, bundle.manifest.context - nodes)
-    calls = {(graph, tokens): call for graph, tokens, call in _calls(bundle, count, nodes, live)}
-    stream = Stream(count)
+    if device is None and bundle.manifest.backend != "tensorrt":
+        return _timed(bundle, "host", count, live, _on_host(bundle, count, nodes, live), Stream(count))
+    with Runtime.open(path, threads, verify=False, device=device) as runtime:
+        verifier = runtime.verifier
+        assert verifier.device is not None
+        calls = _on_device(bundle, verifier, threads, min(nodes, verifier.largest_tree), live)
+        name = verifier.device.name
+        return _timed(bundle, name, None if name == "cuda" else count, live, calls, DeviceStream(verifier.device))
+
+
+def _timed(
+    bundle: Bundle, device: str, threads: int | None, live: int, timed: Iterable[Timed], memory: Memory
+) -> Roofline:
+    calls = {(graph, tokens): call for graph, tokens, call in timed}
     least = dict.fromkeys(calls, math.inf)
     for _ in range(_BLOCKS):
         for key, call in calls.items():
             time.sleep(SETTLE_SECONDS)
             least[key] = min(least[key], *[call() for _ in range(_RUNS)])
-        stream.run()
-    engines = (_measured(bundle, *key, live, ms, stream.best) for key, ms in least.items())
-    return Roofline(count, live, stream.read, stream.copy, tuple(engines))
+        memory.run()
+    best = max(memory.read or 0.0, memory.copy)
+    engines = tuple(_measured(bundle, *key, live, ms, best) for key, ms in least.items())
+    return Roofline(device, threads, live, memory.read, memory.copy, memory.size, engines)
 
 
 def _measured(bundle: Bundle, graph: str, tokens: int, live: int, ms: float, bandwidth: float) -> Measured:
@@ -184,8 +226,8 @@ def _measured(bundle: Bundle, graph: str, tokens: int, live: int, ms: float, ban
     return Measured(graph, tokens, moved, ms, speed, speed / bandwidth)
 
 
-def _calls(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[tuple[str, int, Callable[[], float]]]:
-    """Graph, tokens and a function that runs such a call and returns its milliseconds."""
+def _on_host(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[Timed]:
+    """Calls of the CPU's engines over arrays."""
     manifest = bundle.manifest
     for graph in (names.VERIFIER, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
@@ -193,36 +235,80 @@ def _calls(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[tupl
             verifier = HostVerifier(engine, manifest.shape, manifest.context, 1, manifest.taps)
             for tokens in (1, nodes):
                 yield graph, tokens, partial(verifier.measure_ms, 1, tokens, live)
-    if manifest.lyanna is None:
-        return
-    drafter = LyannaDrafter.create(verifier, {}, OpenEngine(bundle, threads))
-    single = names.LYANNA_DRAFT_SINGLE in manifest.graphs
-    draft = names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT
+    if manifest.lyanna is not None:
+        single = names.LYANNA_DRAFT_SINGLE in manifest.graphs
+        draft = names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT
+        yield from _drafting(load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads)), bundle, draft, live)
+
+
+def _on_device(bundle: Bundle, verifier: Verifier, threads: int | None, nodes: int, live: int) -> Iterator[Timed]:
+    """Calls of the programs over a device's buffers, of which no graph is lowered for one sequence."""
+    for tokens in (1, nodes):
+        yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, live)
+    if bundle.manifest.lyanna is not None:
+        drafter = load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads))
+        yield from _drafting(drafter, bundle, names.LYANNA_DRAFT, live)
+
+
+def _drafting(drafter: Drafter, bundle: Bundle, draft: str, live: int) -> Iterator[Timed]:
     yield draft, CATCH_UP_ROWS, lambda: drafter.measure_ms(CATCH_UP_ROWS, live)[0]
-    if manifest.lyanna.steps > 1:
+    if bundle.manifest.lyanna and bundle.manifest.lyanna.steps > 1:
         yield names.LYANNA_RESAMPLE, 1, lambda: drafter.measure_ms(CATCH_UP_ROWS, live)[1]
 
 
 class Stream:
-    """Reads and copies `size` bytes, more than caches hold, on all threads. `read`, `copy`: best so far, GB/s."""
+    """See `Memory`: reads and copies `size` bytes of the host's, more than caches hold, on all threads."""
 
     def __init__(self, threads: int, size: int = STREAMED_BYTES) -> None:
-        self.read = self.copy = 0.0
+        self.read: float | None = 0.0
+        self.copy = 0.0
+        self.size = size
         self._parts = [np.ones(size // threads // 4, np.float32) for _ in range(threads)]
         self._copies = [np.zeros_like(part) for part in self._parts]
         self._pool = ThreadPoolExecutor(threads)
 
-    @property
-    def best(self) -> float:
-        """The larger of the two."""
-        return max(self.read, self.copy)
-
     def run(self) -> None:
-        """Once over everything, in both ways. A copy moves each byte twice."""
+        """See `Memory.run`, in both ways. A copy moves each byte twice."""
         moved = sum(part.nbytes for part in self._parts)
         read = _seconds(lambda: list(self._pool.map(np.maximum.reduce, self._parts)))
         copied = _seconds(lambda: list(self._pool.map(np.copyto, self._copies, self._parts)))
-        self.read, self.copy = max(self.read, moved / read / 1e9), max(self.copy, 2 * moved / copied / 1e9)
+        self.read, self.copy = max(self.read or 0.0, moved / read / 1e9), max(self.copy, 2 * moved / copied / 1e9)
+
+
+class DeviceStream:
+    """See `Memory`: the device's own copy. Half of `size` and less where no more is free. Raises BackendError."""
+
+    def __init__(self, device: Device, size: int = STREAMED_BYTES) -> None:
+        self.read: float | None = None
+        self.copy = 0.0
+        self.target, source = _ends(device, size)
+        self.size = source.shape[0]
+        source.write(np.ones(self.size, np.uint8))  # pages of the host that nobody wrote are all one, which caches hold
+        self._copy = device.copy(self.target, source)
+        self._device = device
+
+    def run(self) -> None:
+        """See `Memory.run`. A copy moves each byte twice."""
+        self._device.wait()
+        seconds = _seconds(self._copies)
+        self.copy = max(self.copy, 2 * COPIES * self.size / seconds / 1e9)
+
+    def _copies(self) -> None:
+        for _ in range(COPIES):
+            self._copy()
+        self._device.wait()
+
+
+def _ends(device: Device, size: int) -> tuple[Buffer, Buffer]:
+    """Two buffers of `size` bytes, or of the largest half, quarter … that the device has room for."""
+    while True:
+        try:
+            device.expect({"both ends of a copy": 2 * size, "what is bound later": 2 * size})
+            return device.empty("uint8", size), device.empty("uint8", size)
+        except BackendError:
+            if size // 2 < LEAST_STREAMED_BYTES:
+                raise
+            size //= 2
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -6,6 +6,7 @@ child of Nsight Systems, which sees the same ranges beside what the GPU does.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redraft.cli.console import Report, print_json, print_table, progress
+from redraft.cli.console import Report, print_caveats, print_json, print_table, progress
 from redraft.cli.generate import encode, read_prompt, writable
-from redraft.cli.options import BudgetText, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.errors import UsageError
 
 if TYPE_CHECKING:
     from redraft.bench.roofline import Roofline
     from redraft.bench.stages import Profile
     from redraft.runtime import Generation
     from redraft.runtime.ranges import Watcher
+
+
+WARM_UPS_ON_DEVICE = 2
+"""Runs before the recorded one: the first of a shape is as it is, the second is captured as a graph."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,14 @@ class Asked:
     max_new_tokens: int
     budget: str | None
     threads: int | None
+    device: str | None
 
-    def arguments(self) -> list[str]:
-        """The options that ask for this again."""
-        given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads}
+    def arguments(self, prompt: Path) -> list[str]:
+        """The options that ask for this again; `prompt` is a file with the text, which may be too long for a word."""
+        given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads, "--device": self.device}
         options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         fixed = ["--engines", str(self.engines), "--max-new-tokens", str(self.max_new_tokens)]
-        return ["profile", *fixed, *options, f"--prompt={self.text}", "--nvtx"]
+        return ["profile", *fixed, *options, "--prompt-file", str(prompt), "--nvtx"]
 
 
 def profile(
@@ -61,23 +68,34 @@ def profile(
         bool, typer.Option("--roofline", help="Also compare every engine with the speed of the memory.")
     ] = False,
     threads: Threads = None,
+    device: Device = None,
     nvtx: Annotated[
         bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that watches already, such as ncu.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt and show where the time of its steps went."""
-    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads)
+    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device)
     parse_budget(budget)
     if nvtx:
+        given = {"--out": out, "--nsys": nsys, "--roofline": roofline, "--json": as_json}
+        refuse([name for name, value in given.items() if value])
         emit(asked)
         return
+    if roofline:
+        import redraft.bench.roofline  # noqa: F401  (what it needs is missed before anything is decoded)
     with progress(quiet=as_json) as report:
         values = under_nsys(asked, out) if nsys else recorded(asked, out, report)
         if roofline:
             report("timing the engines")
-            values["roofline"] = compare_with_memory(engines, threads)
+            values["roofline"] = compare_with_memory(asked)
     print_json(as_object(values)) if as_json else show(values)
+
+
+def refuse(options: list[str]) -> None:
+    """Raises UsageError where options stand beside `--nvtx`, with which nothing is measured here."""
+    if options:
+        raise UsageError(f"--nvtx only emits ranges: {', '.join(options)} would do nothing", "leave one out")
 
 
 def emit(asked: Asked) -> None:
@@ -94,14 +112,25 @@ def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
     """The profile that a child of nsys gives; its report is kept where `out` says."""
     from redraft.bench.stages import profile as summed
     from redraft.cli.nsys import SUFFIX, check_out, recorded_by_nsys
+    from redraft.engines.manifest import load_manifest
 
     with ExitStack() as stack:
         if out is not None:
             check_out(out)
-            writable(out, "--out").close()
-        report = out or Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"profile{SUFFIX}"
-        found = summed(recorded_by_nsys(asked.arguments(), report))
-    return {"method": asked.method, "source": "nsys", "profile": found, "trace": out}
+            check_writable(out)
+        caveats = load_manifest(asked.engines).model.caveats
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        prompt = folder / "prompt.txt"
+        prompt.write_text(asked.text, encoding="utf-8", errors="surrogateescape", newline="")
+        found = summed(recorded_by_nsys(asked.arguments(prompt), out or folder / f"profile{SUFFIX}"))
+    return {
+        "method": asked.method,
+        "device": asked.device,
+        "source": "nsys",
+        "caveats": list(caveats),
+        "profile": found,
+        "trace": out,
+    }
 
 
 def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
@@ -110,44 +139,70 @@ def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
     from redraft.bench.stages import profile as summed
     from redraft.runtime.watchers import Recording
 
+    if out is not None:
+        check_writable(out)
+    report("decoding")
+    recording = Recording()
     with ExitStack() as stack:
-        file = stack.enter_context(writable(out, "--out")) if out else None
-        report("decoding")
-        recording = Recording()
-        method, found = decode(asked, stack, recording)
-        machine = environment(asked.threads or usable_threads())
-        if file is not None:
-            recording.write(file, {"method": method, "engines": asked.engines.name, "environment": machine})
+        found = decode(asked, stack, recording)
+    profile = summed(recording.ranges)
+    machine = {**environment(asked.threads or usable_threads()), "device": found.device}
+    if out is not None:
+        with writable(out, "--out") as file:
+            recording.write(file, {"method": found.method, "engines": asked.engines.name, "environment": machine})
     return {
-        "method": method,
+        "method": found.method,
+        "device": found.device,
         "source": "clock",
-        "profile": summed(recording.ranges),
-        "metrics": found.metrics.to_json(),
-        "tokens": {"prompt": found.prompt_tokens, "new": len(found.token_ids)},
+        "caveats": list(found.caveats),
+        "profile": profile,
+        "metrics": found.generation.metrics.to_json(),
+        "tokens": {"prompt": found.generation.prompt_tokens, "new": len(found.generation.token_ids)},
         "environment": machine,
         "trace": out,
     }
 
 
-def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> tuple[str, Generation]:
-    """Decode the prompt twice, the second time while `watcher` sees it, inside of a range `around`: method, outcome."""
+def check_writable(out: Path) -> None:
+    """Raises UsageError where `out` cannot be written. Until all is well it stays what it was."""
+    new = not out.exists()
+    if new or out.is_dir() or not os.access(out, os.W_OK):
+        writable(out, "--out").close()
+    if new:
+        out.unlink()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was decoded, how and where; `device` is `host` where the runtime computes between engine calls."""
+
+    generation: Generation
+    method: str
+    device: str
+    caveats: tuple[str, ...]
+
+
+def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
+    """Decode the prompt twice, the second time while `watcher` sees it, inside of a range `around`."""
     from redraft.runtime import Runtime, SamplingParams
 
-    runtime = stack.enter_context(Runtime.open(asked.engines, threads=asked.threads))
+    runtime = stack.enter_context(Runtime.open(asked.engines, threads=asked.threads, device=asked.device))
     params = SamplingParams(max_tokens=asked.max_new_tokens)
     ids, size = encode(runtime, asked.text, chat=False), parse_budget(asked.budget)
-    runtime.generate([ids], params, asked.method, size)
-    ranges = runtime.verifier.ranges
+    ranges, device = runtime.verifier.ranges, runtime.verifier.device
+    for _ in range(WARM_UPS_ON_DEVICE if device else 1):
+        runtime.generate([ids], params, asked.method, size)
     with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
         found = runtime.generate([ids], params, asked.method, size)[0]
-    return asked.method or runtime.default_method, found
+    where = device.name if device else "host"
+    return Decoded(found, asked.method or runtime.default_method, where, runtime.caveats)
 
 
-def compare_with_memory(engines: Path, threads: int | None) -> Roofline:
+def compare_with_memory(asked: Asked) -> Roofline:
     """Needs the `onnx` package, to know which weights a graph reads."""
     from redraft.bench.roofline import measure
 
-    return measure(engines, threads)
+    return measure(asked.engines, asked.threads, device=asked.device)
 
 
 def as_object(values: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +221,10 @@ def show(values: dict[str, Any]) -> None:
     """The tables of a profile."""
     from redraft.bench import stages
 
+    print_caveats(values["caveats"])
     found: Profile = values["profile"]
-    print_table(stages.table(found), f"{values['method'] or 'default method'}, times of the {values['source']}")
+    where = f" on {values['device']}" if values["device"] not in (None, "host") else ""
+    print_table(stages.table(found), f"{values['method'] or 'default method'}{where}, times of the {values['source']}")
     sums = ", ".join(f"{name} {ms:.1f}" for name, ms in found.stage_ms.items())
     typer.echo(f"ms by stage: {sums}; {found.outside_engines:.1%} of the steps' time outside of engine calls")
     if values["trace"]:
@@ -180,5 +237,7 @@ def show_roofline(found: Roofline) -> None:
     """The engines against the memory."""
     from redraft.bench.roofline import table
 
-    print_table(table(found), f"bytes that a call must move, {found.live_rows} rows live, {found.threads} threads")
-    typer.echo(f"memory: reads {found.read:.1f} GB/s, copies {found.copy:.1f} GB/s")
+    place = f"on {found.device}" if found.threads is None else f"{found.threads} threads"
+    print_table(table(found), f"bytes that a call must move, {found.live_rows} rows live, {place}")
+    reads = "" if found.read is None else f"reads {found.read:.1f} GB/s, "
+    typer.echo(f"memory of {found.device}: {reads}copies {found.copy:.1f} GB/s, over {found.streamed_bytes >> 20} MiB")

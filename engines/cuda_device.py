@@ -27,6 +27,7 @@ from redraft.engines.device import (
     check_bindings,
     check_part,
     check_values,
+    copied_bytes,
     numpy_type,
 )
 from redraft.engines.manifest import GraphRecord
@@ -87,6 +88,11 @@ class CudaDevice(ABC):
                 f"{needed / _MEBIBYTE:.1f} MiB of GPU memory needed ({_listed(needs)}), {free / _MEBIBYTE:.1f} free",
                 "lower the context or the slots, or free memory",
             )
+
+    def copy(self, target: Buffer, source: Buffer) -> Copy:
+        """See `Device.copy`."""
+        size = copied_bytes(target, source)
+        return Copy(self.cuda, target.address, source.address, size, "cudaMemcpyDeviceToDevice", (target, source))
 
     def program(self, graph: str) -> Program:
         """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""

@@ -133,6 +133,9 @@ class Device(Protocol):
         Raises BackendError if they do not fit together.
         """
 
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
+
     def program(self, graph: str) -> Program:
         """Load a graph of the bundle. Raises BundleError."""
 
@@ -163,6 +166,14 @@ def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
     """Raises ValueError where `shape` is more than `buffer` holds."""
     if math.prod(shape) > math.prod(buffer.shape):
         raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
+
+
+def copied_bytes(target: Buffer, source: Buffer) -> int:
+    """How many bytes a copy moves. Raises ValueError where the buffers' sizes do not agree."""
+    sizes = [byte_size(buffer.dtype, buffer.shape) for buffer in (target, source)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"expected buffers of the same size, found {sizes[0]} and {sizes[1]} bytes")
+    return sizes[0]
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:

@@ -10,6 +10,7 @@ GPU, it would be copied once, when it is bound.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import re
@@ -34,6 +35,7 @@ from redraft.engines.device import (
     check_bindings,
     check_part,
     check_values,
+    copied_bytes,
     numpy_type,
 )
 from redraft.engines.manifest import GraphRecord
@@ -97,6 +99,15 @@ class HostDevice:
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
         """See `Device.expect`: of the host's memory, a part of which may be swapped, nobody knows what is free."""
+
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """See `Device.copy`."""
+        size = copied_bytes(target, source)
+
+        def run() -> None:
+            ctypes.memmove(target.address, source.address, size)
+
+        return run
 
     def program(self, graph: str) -> Program:
         """See `Device.program`. Raises BundleError."""

@@ -12,9 +12,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from redraft.engines.tensorrt.driver import find_gpu
+from redraft.errors import BackendError
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
@@ -73,11 +76,12 @@ def measure_curve(verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: f
 def cached_curve(verifier: Verifier, identity: Mapping[str, str | int]) -> CostCurve:
     """The curve measured before under this `identity` on this machine, else measured now and kept.
 
-    A cache that cannot be read or written is done without.
+    Of the device `cuda` the machine's GPU is part of what it is kept under. A cache that cannot be read or written is
+    done without, and so is one for a GPU that nobody can name.
     """
-    path = _cache_folder() / f"{_key(identity)}.json"
+    path = _file(identity)
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        return CostCurve.from_points({int(n): float(ms) for n, ms in json.loads(path.read_bytes()).items()})
+        return CostCurve.from_points({int(n): float(ms) for n, ms in _read(path).items()})
     curve = measure_curve(verifier)
     with contextlib.suppress(OSError):
         _write(path, {str(size): ms for size, ms in enumerate(curve.table_ms) if size})
@@ -91,9 +95,9 @@ def cached_costs(verifier: Verifier, drafter: Drafter, identity: Mapping[str, st
     """
     if not drafter.has_engines:
         return Costs()
-    path = _cache_folder() / f"{_key(identity)}.json"
+    path = _file(identity)
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-        values = json.loads(path.read_bytes())
+        values = _read(path)
         return Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
     taken = []
     for _ in range(_TURNS):
@@ -109,14 +113,30 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "curves"
 
 
+def _file(identity: Mapping[str, str | int]) -> Path | None:
+    """Where what was measured under `identity` here is kept; None where the GPU cannot be named."""
+    try:
+        return _cache_folder() / f"{_key(identity)}.json"
+    except BackendError:
+        return None
+
+
 def _key(identity: Mapping[str, str | int]) -> str:
+    """Names everything that a time depends on. Raises BackendError where the device is a GPU that has no name."""
     machine = {
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "live": MEASURED_LIVE,
+        **(_gpu() if identity.get("device") == "cuda" else {}),
     }
     return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _gpu() -> dict[str, object]:
+    """The GPU that engines run on: the first visible one."""
+    found = find_gpu()
+    return {"gpu": found.name, "compute_capability": found.compute_capability}
 
 
 def _cpu_model() -> str:
@@ -127,8 +147,17 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _write(path: Path, values: Mapping[str, float]) -> None:
+def _read(path: Path | None) -> Any:
+    """The JSON value in a file. Raises OSError, ValueError."""
+    if path is None:
+        raise FileNotFoundError
+    return json.loads(path.read_bytes())
+
+
+def _write(path: Path | None, values: Mapping[str, float]) -> None:
     """Write all or nothing, so that a reader never sees half a curve."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

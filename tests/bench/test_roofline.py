@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 from tests.engines.bundles import manifest_of, write_bundle
+from tests.engines.fake_cuda import FakeCuda
 from tests.engines.graphs import Decoder
+from tests.runtime.devices import Fakes, tensorrt_device
+from tests.runtime.fakes import CURVE
+from tests.runtime.lyanna_bundle import CONTEXT, write_lyanna_bundle
 
 from redraft import names
-from redraft.bench.roofline import HEADER, Stream, Traffic, measure, table, traffic
+from redraft.bench import roofline
+from redraft.bench.roofline import (
+    COPIES,
+    HEADER,
+    LEAST_STREAMED_BYTES,
+    DeviceStream,
+    Stream,
+    Traffic,
+    measure,
+    table,
+    traffic,
+)
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.manifest import GraphRecord
+from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.errors import BackendError, UsageError
 from redraft.names import LyannaShape
+from redraft.runtime import api
 
 DECODER = Decoder()
 TOKENS, LIVE = 3, 40
@@ -107,4 +128,118 @@ def test_bandwidth_counts_both_directions_of_a_copy_and_keeps_the_best(monkeypat
     for _ in range(2):
         stream.run()
     assert (stream.read, stream.copy) == pytest.approx(((1 << 20) / 1e6, (2 << 20) / 1e6))
-    assert stream.best == stream.copy
+
+
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+ON_DEVICE = [("verifier", 1), ("verifier", 8), ("lyanna.draft", 2), ("lyanna.resample", 1)]
+
+
+@pytest.fixture(scope="module")
+def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a random drafter; not to be written to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls, and no cost curve, which a roofline does not need."""
+    monkeypatch.setattr(roofline, "_BLOCKS", 2)
+    monkeypatch.setattr(roofline, "_RUNS", 3)
+    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+
+
+@pytest.fixture
+def gpu(lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fakes]:
+    """Lets the bundle be opened over fakes, with so much memory."""
+
+    def install(total: int = 24 << 20) -> Fakes:
+        fakes = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=FakeCuda(total))
+        monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: fakes.device)
+        return fakes
+
+    return install
+
+
+def test_programs_of_a_device_are_timed_against_its_own_copy(lyanna_bundle: Path) -> None:
+    found = measure(lyanna_bundle, threads=1, device="cpu")
+    assert [(engine.graph, engine.tokens) for engine in found.engines] == ON_DEVICE
+    assert (found.device, found.threads, found.read, found.streamed_bytes) == ("cpu", 1, None, 256 << 20)
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    live = CONTEXT - 8
+    assert found.live_rows == live
+    for engine in found.engines:
+        assert engine.traffic == traffic(bundle, engine.graph, engine.tokens, live)
+        assert engine.share_of_bandwidth == pytest.approx(engine.traffic.total / engine.ms / 1e6 / found.copy)
+    assert found.to_json()["device"] == "cpu"
+    assert found.to_json()["read"] is None
+
+
+def test_on_a_gpu_the_copy_is_as_large_as_its_memory_allows(lyanna_bundle: Path, gpu: Callable[..., Fakes]) -> None:
+    """24 MiB there are: half of what is free is left to the engines, and of the rest two ends of 4 MiB fit."""
+    fakes = gpu()
+    found = measure(lyanna_bundle, threads=1, device="cuda")
+    assert [(engine.graph, engine.tokens) for engine in found.engines] == ON_DEVICE
+    assert (found.device, found.threads, found.streamed_bytes) == ("cuda", None, 4 << 20)
+    copies = [size for kind, size in fakes.cuda.copies if kind == "within" and size == 4 << 20]
+    assert len(copies) == 2 * COPIES
+    assert fakes.cuda.launches > 0
+    assert found.copy > 0
+
+
+def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smaller_trees(
+    lyanna_bundle: Path, gpu: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a call must move is read off the portable graphs, which such a bundle has too."""
+    portable = open_bundle(lyanna_bundle, verify=False)
+    limits = Limits(batch=1, tree=5, prefill=16, capacity=CONTEXT)
+    engines = {
+        graph: EngineRecord(f"{graph}.engine", record.file, profiles_of(graph, record.inputs, limits, False))
+        for graph, record in portable.manifest.graphs.items()
+        if graph == names.VERIFIER
+    }
+    record = TensorRtRecord("10.13.3", "GPU", "9.0", "plugin", engines=engines)
+    bundle = Bundle(lyanna_bundle, replace(portable.manifest, backend="tensorrt", tensorrt=record, lyanna=None))
+    for module in (roofline, api):
+        monkeypatch.setattr(module, "open_bundle", lambda path, verify=True: bundle)
+    gpu()
+    found = measure(lyanna_bundle)
+    assert found.device == "cuda"
+    assert [(engine.graph, engine.tokens) for engine in found.engines] == [("verifier", 1), ("verifier", 5)]
+    assert found.engines[1].traffic == traffic(portable, names.VERIFIER, 5, CONTEXT - 8)
+
+
+def test_an_unknown_device_is_refused(lyanna_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        measure(lyanna_bundle, device="tpu")
+
+
+def test_a_devices_bandwidth_is_of_real_bytes_until_the_last_one_is_there(
+    lyanna_bundle: Path, gpu: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the host that nobody wrote is one page, over and over, and a copy put in order is none yet."""
+    device, size, waiting = gpu().device, 1 << 20, []
+    seconds = iter([4e-3, 1e-3, 2e-3])
+
+    def timed(call: Callable[[], object]) -> float:
+        waiting.append(len(device.tensorrt.cuda.queued))
+        call()
+        waiting.append(len(device.tensorrt.cuda.queued))
+        return next(seconds)
+
+    monkeypatch.setattr(roofline, "_seconds", timed)
+    stream = DeviceStream(device, size)
+    for _ in range(3):
+        stream.run()
+    assert waiting == [0] * 6
+    assert stream.copy == pytest.approx(COPIES * 2 * size / 1e-3 / 1e9)
+    assert stream.read is None
+    assert stream.target.read().all()
+
+
+def test_a_device_without_room_for_a_copy_says_so(gpu: Callable[..., Fakes]) -> None:
+    with pytest.raises(BackendError, match=r"of GPU memory needed \(both ends of a copy"):
+        DeviceStream(gpu(LEAST_STREAMED_BYTES).device)
+    assert DeviceStream(gpu(4 * LEAST_STREAMED_BYTES).device).size == LEAST_STREAMED_BYTES

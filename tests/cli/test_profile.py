@@ -10,12 +10,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+import onnxruntime as ort
 import pytest
+from tests.engines.fake_cuda import FakeCuda, Status
+from tests.runtime.devices import tensorrt_device
+from tests.runtime.fakes import CURVE
 
+from redraft.cli import main
 from redraft.cli.nsys import parse
-from redraft.runtime.watchers import Recorded
+from redraft.cli.profile import Asked, decode
+from redraft.engines import open_bundle
+from redraft.runtime import api
+from redraft.runtime.watchers import Recorded, Recording
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -110,6 +119,74 @@ def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraf
     assert all(engine["traffic"]["weights"] > 0 for engine in values["roofline"]["engines"])
 
 
+def test_on_a_device_the_tables_and_the_json_say_where(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    asked = ("profile", "--engines", bundle, *RUN, "--device", "cpu", "--roofline")
+    shown = redraft(*asked, "--out", out).stdout.splitlines()
+    assert shown[0] == "ngram on cpu, times of the clock"
+    assert shown[-1].startswith("memory of cpu: copies ")
+    assert shown[-1].endswith(" GB/s, over 256 MiB")
+    assert json.loads(out.read_text())["otherData"]["environment"]["device"] == "cpu"
+    values = json.loads(redraft(*asked, "--json").stdout)
+    assert (values["device"], values["environment"]["device"], values["roofline"]["device"]) == ("cpu",) * 3
+    graphs = [(engine["graph"], engine["tokens"]) for engine in values["roofline"]["engines"]]
+    assert graphs == [("verifier", 1), ("verifier", 8)]
+    assert ["step", "verify", "engine.verifier"] in [stage["path"] for stage in values["stages"]]
+
+
+def test_without_a_device_it_is_the_host(redraft: Redraft, bundle: Path) -> None:
+    values = json.loads(redraft("profile", "--engines", bundle, *RUN, "--json").stdout)
+    assert (values["device"], values["environment"]["device"], values["roofline"]) == ("host", "host", None)
+
+
+@pytest.mark.parametrize(
+    ("device", "status", "word"),
+    [("tpu", 2, "unknown device 'tpu'; choose one of cpu, cuda"), ("cuda", 1, "install onnxruntime-gpu")],
+)
+def test_a_device_that_is_not_here_is_refused_as_generate_does(
+    refused: Refused, bundle: Path, device: str, status: int, word: str
+) -> None:
+    if device == "cuda" and "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("this build has CUDA")
+    lines = [
+        refused(command, "--engines", bundle, *RUN, "--device", device, status=status)
+        for command in ("profile", "generate")
+    ]
+    assert word in lines[0]
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_on_a_device_nothing_is_captured_while_it_is_recorded(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Capturing a step takes longer than the step. The prompt's is captured in the second run, which is no trace's."""
+    captures: list[bool] = []
+
+    class Watch(Recording):
+        seen = False
+
+        def enter(self, name: str) -> None:
+            self.seen = True
+            super().enter(name)
+
+    class Cuda(FakeCuda):
+        def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
+            captures.append(watch.seen)
+            return super().cudaStreamBeginCapture(stream, mode)
+
+    watch, cuda = Watch(), Cuda()
+    device = tensorrt_device(open_bundle(bundle, verify=False), tmp_path, cuda=cuda).device
+    monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: device)
+    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    asked = Asked(bundle, "abc abc abc", method, 12, "nodes=3,depth=3,width=1", 1, "cuda")
+    with ExitStack() as stack:
+        assert decode(asked, stack, watch).device == "cuda"
+    assert watch.seen
+    assert len(captures) > 1
+    assert not any(captures)
+
+
 def test_an_empty_prompt_is_the_bare_bos_token(redraft: Redraft, bundle: Path) -> None:
     values = json.loads(redraft("profile", "--engines", bundle, "--prompt", "", "--json").stdout)
     assert values["tokens"]["prompt"] == 1
@@ -127,6 +204,7 @@ def test_nsight_sees_the_same_ranges(
     values = json.loads(result.stdout)
     assert (values["source"], values["trace"]) == ("nsys", str(out))
     assert "redraft:decode" in out.read_text()
+    assert values["device"] is None
     calls = [{tuple(stage["path"]): stage["calls"] for stage in found["stages"]} for found in (plain, values)]
     assert calls[0] == calls[1]
     assert values["stage_ms"]["verify"] > 0
@@ -171,6 +249,96 @@ def test_an_nsight_that_sees_nothing(
 ) -> None:
     install_nsys(act)
     assert words in refused("profile", "--engines", bundle, *RUN, "--nsys", status=1)
+
+
+def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
+    """Every option of the run goes along, and the text as a file."""
+    install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
+    options = ("--method", "none", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
+    line = refused(
+        "profile", "--engines", bundle, "--prompt", "-a\nb", *options, "--max-new-tokens", "9", "--nsys", status=1
+    )
+    asked = ["profile", "--engines", str(bundle), "--max-new-tokens", "9", *options, "--prompt-file"]
+    assert f", {str(asked)[1:-1]}, " in line
+    assert line.endswith("/prompt.txt', '--nvtx'] '-a\\nb'")
+
+
+def test_nsights_child_gets_prompts_that_no_argument_holds(
+    redraft: Redraft, refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
+) -> None:
+    install_nsys()
+    prompt = tmp_path / "prompt.txt"
+    asked = ("profile", "--engines", bundle, "--prompt-file", prompt, "--nsys", "--max-new-tokens", "9")
+    prompt.write_text("a" * 200_000)  # the kernel takes 128 KiB
+    assert "shorten the prompt" in refused(*asked, status=2)
+    prompt.write_text("a\0b")
+    result = redraft(*asked)
+    assert result.returncode == 0, result.stderr
+
+
+def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
+    install_nsys()
+    result = redraft("profile", "--engines", bundle, *RUN, "--device", "cpu", "--nsys")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "ngram on cpu, times of the nsys"
+    assert "judge" not in result.stdout  # on a device no stage of a step: the verdict comes with the verification
+
+
+def test_what_fails_leaves_the_file_as_it_was(
+    refused: Refused, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("an old trace")
+    for out in (old, new):
+        for arguments in (["--method", "magic"], ["--max-new-tokens", "1"]):
+            refused("profile", "--engines", bundle, "--prompt", "a", *arguments, "--out", out, status=2)
+    report = tmp_path / "old.nsys-rep"
+    report.write_text("an old report")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused("profile", "--engines", bundle, *RUN, "--nsys", "--out", report, status=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.json", "old.nsys-rep"]
+    assert (old.read_text(), report.read_text()) == ("an old trace", "an old report")
+
+
+def test_where_no_trace_can_be_written_nothing_is_decoded(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+    for out in (tmp_path, tmp_path / "missing" / "trace.json"):
+        result = redraft("profile", "--engines", bundle, *RUN, "--out", out)
+        assert result.returncode == 2
+        assert f"--out {out} cannot be written" in result.stderr
+        assert "decoding" not in result.stderr
+
+
+def test_what_the_roofline_needs_is_missed_before_anything_is_decoded(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "redraft.bench.roofline", raising=False)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert main.run(["profile", "--engines", str(bundle), *RUN, "--roofline"]) == 1
+    assert capsys.readouterr().err.startswith("redraft: error: onnx is not installed")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--json"], "--json"), (["--nsys", "--out", "trace.json"], "--out, --nsys"), (["--roofline"], "--roofline")],
+)
+def test_nothing_is_promised_beside_nvtx(refused: Refused, bundle: Path, options: list[str], named: str) -> None:
+    line = refused("profile", "--engines", bundle, *RUN, "--nvtx", *options, status=2)
+    assert f"--nvtx only emits ranges: {named} would do nothing" in line
+
+
+def test_what_a_bundle_is_to_be_used_for_is_said(
+    redraft: Redraft, checkpoint: Path, tmp_path: Path, install_nsys: Callable[..., None]
+) -> None:
+    """Random weights, as every output says."""
+    out = tmp_path / "random"
+    built = redraft("build", checkpoint, "-o", out, "--weights", "random", "--eval-text", "none")
+    assert built.returncode == 0, built.stderr
+    caveat = "random weights (the verifier): speeds are real, texts and acceptance are not"
+    arguments = ("profile", "--engines", out, "--prompt", "abc", "--max-new-tokens", "9", "--method", "none")
+    assert f"beware: {caveat}" in redraft(*arguments).stderr.splitlines()
+    assert caveat in json.loads(redraft(*arguments, "--json").stdout)["caveats"]
+    install_nsys()
+    assert caveat in json.loads(redraft(*arguments, "--nsys", "--json").stdout)["caveats"]
 
 
 def test_no_bundle(refused: Refused, tmp_path: Path) -> None:

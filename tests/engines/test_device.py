@@ -66,6 +66,33 @@ def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[s
     }  # fmt: skip
 
 
+def test_a_copy_is_put_in_order_and_may_run_again(device: Device) -> None:
+    """From what `source` holds when the run comes, to all of `target`, which may say the same bytes otherwise."""
+    source, target = device.empty("int64", 40), device.empty("uint8", 4, 80)
+    copy = device.copy(target, source)
+    for first in (0, 1 << 40):
+        values = np.arange(first, first + 40)
+        source.write(values)
+        copy()
+        source.write(values * 0)
+        np.testing.assert_array_equal(target.read().reshape(-1).view(np.int64), values)
+
+
+def test_a_copy_between_sizes_that_do_not_agree_is_refused(device: Device) -> None:
+    with pytest.raises(ValueError, match="expected buffers of the same size, found 24 and 32 bytes"):
+        device.copy(device.empty("int64", 3), device.empty("float32", 8))
+
+
+def test_a_copy_keeps_the_memory_that_it_reads(device: Device) -> None:
+    source, target = device.empty("int64", 3), device.empty("int64", 3)
+    source.write(np.arange(3))
+    copy = device.copy(target, source)
+    del source
+    device.empty("int64", 3).write(np.arange(3) + 7)
+    copy()
+    assert target.read().tolist() == [0, 1, 2]
+
+
 def test_fresh_memory_is_zero(device: Device) -> None:
     assert not device.empty("float32", 3, 5).read().any()
 

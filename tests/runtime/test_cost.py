@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from redraft.engines import open_bundle
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.errors import BackendError
 from redraft.runtime import cost
 from redraft.runtime.cost import CostCurve, cached_costs, cached_curve, measure_curve
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.types import Costs
 
-from .fakes import SHAPE, FakeEngine, greedy, make_runtime
+from .devices import cpu_device, open_over, tensorrt_device
+from .fakes import CURVE, SHAPE, FakeEngine, greedy, make_runtime
 
 
 class Timed(HostVerifier):
@@ -74,6 +78,59 @@ def test_a_curve_is_measured_once_for_the_same_engine(verifier: Timed, cache: Pa
     cached_curve(verifier, {"build": "a", "threads": 1})
     assert Timed.calls > calls
     assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [Gpu("Other", (9, 0), 1, 1), Gpu("One", (10, 0), 1, 1)], ids=["another name", "another capability"]
+)
+def test_a_folder_that_machines_share_never_serves_another_gpus_times(
+    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, other: Gpu
+) -> None:
+    drafter, identity = TimedDrafter(verifier), {"build": "a", "device": "cuda"}
+    calls = []
+    for gpu in (Gpu("One", (9, 0), 1, 1), Gpu("One", (9, 0), 2, 2), other):
+        monkeypatch.setattr(cost, "find_gpu", lambda gpu=gpu: gpu)
+        cached_curve(verifier, identity)
+        cached_costs(verifier, drafter, {**identity, "method": "x"})
+        calls.append((Timed.calls, drafter.calls))
+    assert calls[0] == calls[1]  # only its free memory is another
+    assert calls[2][0] > calls[1][0]
+    assert calls[2][1] > calls[1][1]
+
+
+@pytest.mark.parametrize(("device", "measured"), [("cpu", 1), ("tensorrt", 2)])
+def test_a_runtime_says_which_device_it_is_on(
+    lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
+) -> None:
+    bundle, curves = open_bundle(lyanna_bundle, verify=False), []
+    monkeypatch.setattr(cost, "measure_curve", lambda verifier: curves.append(CURVE) or CURVE)
+    for name in ("One", "Other", "One"):
+        monkeypatch.setattr(cost, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
+        opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device
+        open_over(opened, lyanna_bundle).close()
+    assert len(curves) == measured == len(list(cache.iterdir()))
+
+
+@pytest.mark.parametrize("device", [{}, {"device": "cpu"}])
+def test_no_driver_is_asked_where_no_gpu_computes(
+    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
+) -> None:
+    monkeypatch.setattr(cost, "find_gpu", lambda: pytest.fail("the driver was asked"))
+    cached_curve(verifier, {"build": "a", **device})
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_times_of_a_gpu_without_a_name_are_not_kept(
+    verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent() -> Gpu:
+        raise BackendError("no CUDA driver")
+
+    monkeypatch.setattr(cost, "find_gpu", absent)
+    identity = {"build": "a", "device": "cuda"}
+    assert cached_curve(verifier, identity).largest == 24
+    assert cached_costs(verifier, TimedDrafter(verifier), identity) == Costs(0.5, 0.125)
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"1": -1}', b'{"x": 1}', b"\xff", b'{"1": null}'])
