@@ -220,6 +220,7 @@ class OnnxRuntimeCuda(CudaDevice):
         options = {
             "user_compute_stream": str(self.cuda.stream),
             "arena_extend_strategy": "kSameAsRequested",  # by powers of two, it takes up to twice what is needed
+            "use_tf32": "0",  # float32 means what it says: the tokens of the CPU
         }
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))
         on_host = host_inputs(session)

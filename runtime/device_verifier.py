@@ -112,7 +112,8 @@ class DeviceVerifier(Verifier):
             if _judged_on_device(batch):
                 work = frame.step
                 work()
-                self.device.wait()
+                with self.ranges.stage("wait"):
+                    self.device.wait()
                 outcomes = frame.outcomes(nodes)
             else:
                 work = frame.verify
@@ -150,8 +151,9 @@ class DeviceVerifier(Verifier):
 
     def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
         """See `Verifier.measure_ms`; all that a step puts in order, the wait for its verdict included."""
-        frame = self._tree_frame(sequences, nodes, None)
-        frame.fill([min(live, self.capacity - nodes)] * sequences, [chain(nodes)] * sequences, [0] * sequences)
+        past_len = min(live, self.capacity - nodes)
+        frame = self._tree_frame(sequences, self._width(nodes, past_len), None)
+        frame.fill([past_len] * sequences, [chain(nodes)] * sequences, [0] * sequences)
         self.device.wait()
         start = time.perf_counter()
         frame.step()
