@@ -12,6 +12,7 @@ forced acceptance against what the curve allows. What cannot be measured says wh
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,14 +22,16 @@ from redraft import names
 from redraft.bench.bound import achieved
 from redraft.bench.command import budget, rates, run
 from redraft.bench.compare import PLAIN, Settings, compare
-from redraft.bench.environment import environment
+from redraft.bench.environment import environment, execution_providers
 from redraft.bench.gpu_device import copy_bytes_per_second, device_environment, missing_device
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.roofline import traffic
 from redraft.bench.stages import profile
 from redraft.bench.statistics import first_difference
+from redraft.config import Backend
 from redraft.engines import open_bundle
 from redraft.engines.manifest import Manifest
+from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError, RedraftError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.cost import measure_curve
@@ -37,6 +40,8 @@ from redraft.runtime.watchers import Recording
 SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 LIVE = 256
 _FORCED = (0.9, 0.8, 0.7)
+_TENSORRT_PACKAGES = ("tensorrt", "polygraphy", "cuda.bindings")
+"""What builds engines and runs them."""
 
 
 def main() -> dict[str, Any]:
@@ -77,6 +82,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "stages": stages,
         "bound": {"synthetic_acceptance": options.synthetic_acceptance, **achieved(runs, "ngram", curve.table_ms)},
     }  # fmt: skip
+
+
+def missing(backend: Backend) -> str | None:
+    """What is not here to run a backend's engines on a GPU, or None. What is here and fails is not missing."""
+    try:
+        find_gpu()
+    except BackendError as error:
+        return str(error)
+    if backend == "onnxruntime":
+        found = execution_providers()
+        provider = "CUDAExecutionProvider"
+        return None if provider in found else f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
+    absent = [package for package in _TENSORRT_PACKAGES if not _is_installed(package)]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 def _section(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
