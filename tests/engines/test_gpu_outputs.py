@@ -23,7 +23,9 @@ from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device, Program, Run, numpy_type
 from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import Attention
+from redraft.engines.tensorrt.stage import GRAPHS as STAGED
 from redraft.names import Dtype, TensorSpec
 from redraft.runtime.tree import ancestor_mask
 from tests.runtime.devices import cpu_device, tensorrt_device
@@ -385,7 +387,7 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
     source = root / "assets" / "tiny"
     lyanna = LyannaBuild(source=str(source / "lyanna"), precision=precision)
     config = BuildConfig(
-        backend=backend, precision=precision, lyanna=lyanna if attention != "native" else None,
+        backend=backend, precision=precision, taps=(names.LAST_TAP,), lyanna=lyanna if attention != "native" else None,
         tensorrt=TensorRtBuild(batch=2, attention=attention or "plugin"),
     )  # fmt: skip
     build_bundle(Model("tiny", str(source), source), config, out, {}, False, lambda message: None)
@@ -405,7 +407,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def fakes(bundle: Bundle, tmp_path: Path) -> Device:
-    return tensorrt_device(bundle, tmp_path).device
+    """Engines with the profiles that a build for two sequences gives them, so that every call must fit one."""
+    built, context = TensorRtBuild(batch=2), bundle.manifest.context
+    limits = Limits(built.batch, min(built.tree_nodes, context), min(built.prefill, context), context)
+    profiles = {
+        graph: [
+            {name: (sizes.min, sizes.max) for name, sizes in profile.inputs.items()}
+            for profile in profiles_of(graph, bundle.graph(graph).inputs, limits, False)
+        ]
+        for graph in STAGED
+        if graph in bundle.manifest.graphs
+    }
+    return tensorrt_device(bundle, tmp_path, profiles).device
 
 
 @pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
@@ -548,6 +561,7 @@ def test_the_embedded_model_is_built_for_two_sequences(
     assert [config.tensorrt.batch for config in asked] == [2, 2, 2]
     assert [config.tensorrt.attention for config in asked] == ["plugin", "native", "plugin"]
     assert [config.lyanna is None for config in asked] == [False, True, False]
+    assert {config.taps for config in asked} == {(names.LAST_TAP,)}, "the verifiers of both must give the same outputs"
     assert asked[0].tensorrt.tree_nodes >= NODES
     assert asked[0].tensorrt.prefill >= CHUNK
 
