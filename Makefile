@@ -59,15 +59,25 @@ test: install kernels-cpu
 test-fast: install kernels-cpu
 	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
 
-# What needs a GPU: tests, then a JSON each of the kernels' and of the engines' errors, times and machine. -rs prints why a
-# test was skipped, and the JSON says why where nothing could be measured. GPU_ENGINES names another bundle.
-GPU_ENGINES ?= build/engines/tiny
+# What needs a GPU: tests, then a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints why a test was
+# skipped; a JSON says what was missing or failed, and the next is measured. Failed tests and wrong results stop it.
+# GPU_LARGE names the recipe that is measured with random weights: TensorRT's engines first, where the disk takes one only.
+GPU_LARGE ?= vicuna-7b
+GPU_GIB ?= 24
+GPU_ENGINES := build/engines/gpu
+MEASURED := $(BIN)/python -m redraft.bench.gpu_engines --go-on --prompts assets/tiny/prompts/*.jsonl
+RANDOM := $(MEASURED) --build $(GPU_LARGE) --weights random --gpu-gib $(GPU_GIB) --limit 2
 test-gpu: plugins
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 	$(BIN)/python -m redraft.bench.gpu_attention --out build/gpu/attention.json $(BENCH_ARGS)
-	@test -d $(GPU_ENGINES) || $(BIN)/redraft build tiny -o build/engines/tiny
-	$(BIN)/python -m redraft.bench.gpu_engines --engines $(GPU_ENGINES) --prompts assets/tiny/prompts/*.jsonl \
-	  --out build/gpu/engines.json
+	$(BIN)/redraft build tiny -o $(GPU_ENGINES)/tiny.onnxruntime --backend onnxruntime
+	$(MEASURED) --engines $(GPU_ENGINES)/tiny.onnxruntime --out build/gpu/tiny.onnxruntime.json
+	$(MEASURED) --engines $(GPU_ENGINES)/tiny.tensorrt --out build/gpu/tiny.tensorrt.json --build tiny --backend tensorrt \
+	  --reference $(GPU_ENGINES)/tiny.onnxruntime
+	$(RANDOM) --engines $(GPU_ENGINES)/$(GPU_LARGE).tensorrt --out build/gpu/$(GPU_LARGE).tensorrt.json \
+	  --backend tensorrt --disk-gib 40
+	$(RANDOM) --engines $(GPU_ENGINES)/$(GPU_LARGE).onnxruntime --out build/gpu/$(GPU_LARGE).onnxruntime.json \
+	  --backend onnxruntime --disk-gib 20
 
 lint: install
 	$(BIN)/ruff check .

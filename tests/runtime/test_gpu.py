@@ -1,70 +1,129 @@
-"""Engines on a GPU: the host's tokens, through ONNX Runtime's CUDA and through TensorRT where they are."""
+"""Text over a device that rounds otherwise than the host: the host's tokens, but where its own logits nearly tie.
+
+Here over ONNX Runtime on the CPU and over TensorRT's programs on fakes; on a GPU through CUDA and TensorRT's engines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from redraft.bench.gpu_device import missing_device
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
-from redraft.config import BuildConfig, LyannaBuild
-from redraft.errors import RedraftError
-from redraft.runtime import Runtime, SamplingParams
-from redraft.types import Budget
+from redraft.bench.gpu_engines import missing
+from redraft.bench.statistics import first_difference
+from redraft.config import Backend
+from redraft.engines import open_bundle
+from redraft.runtime import Generation, Runtime, SamplingParams, api
+from redraft.types import Budget, Costs
+from tests.engines.test_gpu_outputs import build_tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(missing_device() is not None, reason=missing_device() or "a device is here"),
-]
+from .devices import cpu_device, open_over, tensorrt_device
+from .fakes import CURVE
+from .test_lyanna import FULL
+from .test_lyanna import PROMPTS as IDS
+
 PROMPTS = ["def fibonacci(n):", "Once upon a time there was", "Question: Tom has 3 apples and buys 4 more."]
 PARAMS = SamplingParams(max_tokens=64)
 WHOLE = Budget(12, 4, 4)
+METHODS = ("none", "ngram", "lyanna")
 NEAR_TIE = 1e-3
+"""A lead of the host's logits that another order of sums may turn round. Both compute in fp32."""
 
 
-def build(root: Path, out: Path, backend: str, precision: str) -> Path:
-    """The embedded model's engines; skips where the backend is not here."""
-    source = root / "assets" / "tiny"
-    config = BuildConfig(backend=backend, precision=precision, lyanna=LyannaBuild(source=str(source / "lyanna")))  # type: ignore[arg-type]
-    try:
-        build_bundle(Model("tiny", str(source), source), config, out, {}, False, lambda message: None)
-    except RedraftError as error:
-        pytest.skip(str(error))
-    return out
+def host_texts(bundle: Path, prompts: Sequence[api.Prompt], params: SamplingParams) -> list[Generation]:
+    """What the host's path says without drafting, with the lead of every token."""
+    with Runtime.open(bundle, device=None, verify=False) as host:
+        return host.generate(prompts, params, "none", record_gaps=True)
+
+
+def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -> int:
+    """How many texts leave the host's at a near-tie. Raises AssertionError for one that leaves it anywhere else."""
+    ties = 0
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        place = first_difference(ours.token_ids, theirs.token_ids)
+        if place is None:
+            continue
+        assert theirs.gaps is not None
+        shorter = min(len(ours.token_ids), len(theirs.token_ids))
+        assert place < shorter, f"text {number}: {len(ours.token_ids)} tokens, expected {len(theirs.token_ids)}"
+        assert theirs.gaps[place] < NEAR_TIE, (
+            f"text {number}: token {place} is {ours.token_ids[place]}, expected {theirs.token_ids[place]}, which the "
+            f"host's logits put {theirs.gaps[place]:.2g} before the next"
+        )
+        ties += 1
+    return ties
+
+
+# --- on the CPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+
+
+@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
+def test_the_hosts_tokens_without_a_gpu(lyanna_bundle: Path, tmp_path: Path, kind: str, method: str) -> None:
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    device = cpu_device(bundle) if kind == "cpu" else tensorrt_device(bundle, tmp_path).device
+    params = SamplingParams(max_tokens=24)
+    expected = host_texts(lyanna_bundle, IDS[:4], params)
+    with open_over(device, lyanna_bundle, slots=2) as runtime:
+        found = runtime.generate(IDS[:4], params, method, None if method == "none" else FULL)
+    assert compare_texts(found, expected) == 0
+
+
+@pytest.fixture(scope="module")
+def said(lyanna_bundle: Path) -> Generation:
+    return host_texts(lyanna_bundle, IDS[:1], SamplingParams(max_tokens=12, ignore_eos=True))[0]
+
+
+@pytest.mark.parametrize("place", [0, 5, 11])
+def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(said: Generation, place: int) -> None:
+    wrong = replace(said, token_ids=(*said.token_ids[:place], -1, *said.token_ids[place + 1 :]))
+    assert said.gaps is not None
+    clear, tied = (replace(said, gaps=(*[gap] * place, lead, *[gap] * 11)) for gap, lead in ((0.0, 0.5), (0.5, 1e-4)))
+    with pytest.raises(AssertionError, match=f"text 1: token {place} is -1"):
+        compare_texts([said, wrong], [said, clear])
+    assert compare_texts([said, wrong], [said, tied]) == 1
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: (*ids, 3)], ids=["shorter", "longer"])
+def test_a_text_that_ends_elsewhere_is_an_error(said: Generation, change: Any) -> None:
+    tied = replace(said, gaps=(0.0,) * 13)
+    with pytest.raises(AssertionError, match=r"text 0: 1[13] tokens, expected 12"):
+        compare_texts([replace(said, token_ids=change(said.token_ids))], [tied])
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def host(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(root, tmp_path_factory.mktemp("host") / "tiny", "onnxruntime", "fp32")
+    return build_tiny(root, tmp_path_factory.mktemp("host") / "tiny", "onnxruntime", "fp32", None).path
 
 
 @pytest.fixture(scope="module", params=["onnxruntime", "tensorrt"])
-def on_device(request: pytest.FixtureRequest, root: Path, host: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "onnxruntime":
-        return host
-    return build(root, tmp_path_factory.mktemp("tensorrt") / "tiny", "tensorrt", "fp32")
+def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle that the GPU runs. Skips where what runs it is not here; what is here and fails is an error."""
+    backend: Backend = request.param
+    if reason := missing(backend):
+        pytest.skip(reason)
+    if backend == "onnxruntime":
+        return Path(request.getfixturevalue("host"))
+    return build_tiny(root, tmp_path_factory.mktemp("tensorrt") / "tiny", backend, "fp32", None).path
 
 
-@pytest.fixture
-def runtime(on_device: Path) -> Iterator[Runtime]:
-    try:
-        opened = Runtime.open(on_device, device="cuda", slots=2)
-    except RedraftError as error:
-        pytest.skip(str(error))
-    with opened:
-        yield opened
-
-
-@pytest.mark.parametrize("method", ["none", "ngram", "lyanna"])
-def test_the_hosts_tokens(host: Path, runtime: Runtime, method: str) -> None:
-    """But for near-ties of the host's own logits, where another order of sums may decide otherwise."""
-    with Runtime.open(host) as plain:
-        expected = plain.generate(PROMPTS, PARAMS, "none", record_gaps=True)
-    found = runtime.generate(PROMPTS, PARAMS, method, None if method == "none" else WHOLE)
-    for ours, theirs in zip(found, expected, strict=True):
-        pairs = zip(ours.token_ids, theirs.token_ids, theirs.gaps or (), strict=False)
-        first = next((gap for mine, its, gap in pairs if mine != its), None)
-        assert first is None or first < NEAR_TIE
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_the_hosts_tokens(on_device: Path, host: Path, method: str) -> None:
+    """Three texts over two slots, so that one is moved."""
+    with Runtime.open(on_device, device="cuda", slots=2) as runtime:
+        found = runtime.generate(PROMPTS, PARAMS, method, None if method == "none" else WHOLE)
+    print(f"{compare_texts(found, host_texts(host, PROMPTS, PARAMS))} near-ties")
