@@ -19,7 +19,7 @@ from redraft.config import Precision
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Device
-from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt import native
 from redraft.engines.tensorrt.operators import SINCE
 from redraft.engines.tensorrt.prepare import graph_file, prepare
@@ -48,8 +48,8 @@ def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
 def test_native_attention_reads_no_stale_row_and_writes_no_other(decoder: Decoder, fakes: bool, tmp_path: Path) -> None:
     """On fakes as TensorRT runs it, with `live` read on the host."""
     bundle, native_bundle = lowered(tmp_path, decoder)
-    body: Device = OnnxRuntimeDevice(bundle, "cpu", 1)
-    own: Device = OnnxRuntimeDevice(native_bundle, "cpu", 1)
+    body: Device = HostDevice(bundle, 1)
+    own: Device = HostDevice(native_bundle, 1)
     if fakes:
         (tmp_path / "engines").mkdir()
         body = tensorrt_device(bundle, tmp_path).device
@@ -81,9 +81,7 @@ def test_a_stale_row_that_counts_is_seen(fault: Any, tmp_path: Path, monkeypatch
     monkeypatch.setattr(native, "_visible", fault)
     bundle, spoiled = lowered(tmp_path, Decoder())
     with pytest.raises(AssertionError, match=r"verifier, .*: logits: off by"):
-        compare_outputs(
-            OnnxRuntimeDevice(spoiled, "cpu", 1), OnnxRuntimeDevice(bundle, "cpu", 1), bundle, [names.VERIFIER]
-        )
+        compare_outputs(HostDevice(spoiled, 1), HostDevice(bundle, 1), bundle, [names.VERIFIER])
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

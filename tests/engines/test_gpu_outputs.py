@@ -21,8 +21,8 @@ from redraft.cli.models import Model
 from redraft.config import Backend, BuildConfig, LyannaBuild, Precision, TensorRtBuild
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Buffer, Device, Program, Run, numpy_type
-from redraft.engines.onnxruntime_device import OnnxRuntimeDevice
+from redraft.engines.device import Buffer, Device, Inbox, Program, Run, numpy_type
+from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import Attention
 from redraft.engines.tensorrt.stage import GRAPHS as STAGED
@@ -96,9 +96,16 @@ def run(device: Device, program: Program, values: Mapping[str, Array], sizes: Ma
     """Every output of a call; of one in place the whole buffer, the slots that are not used included."""
     whole: dict[str, Buffer] = {}
     bound: dict[str, Buffer] = {}
+    sent = {name: values[name] for name in (names.LIVE, names.SOURCE_SLOT, names.TARGET_SLOT) if name in values}
+    inbox = device.inbox(**{name: given.shape for name, given in sent.items()})
+    for name, given in sent.items():
+        inbox.open()[name][:] = given
+    inbox.send()
+    whole.update(inbox.buffers)
     for spec in program.inputs:
-        whole[spec.name] = device.empty(spec.dtype, *values[spec.name].shape)
-        whole[spec.name].write(values[spec.name])
+        if spec.name not in sent:
+            whole[spec.name] = device.empty(spec.dtype, *values[spec.name].shape)
+            whole[spec.name].write(values[spec.name])
         leading = (sizes["B"],) if spec.shape[0] == "B" else values[spec.name].shape[:1]
         bound[spec.name] = whole[spec.name].part(*leading, *values[spec.name].shape[1:])
     for spec in program.outputs:
@@ -273,9 +280,16 @@ class Calls:
     def _layout(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             for nodes in (1, NODES):
-                parents = np.stack([self._parents(nodes) for _ in range(batch)])
-                values = {names.TREE_PARENTS: parents, names.PAST_LEN: np.array(self._lengths(batch))}
-                yield Call(f"{nodes} nodes", {"B": batch, "T": nodes}, values)
+                for kind, on_device in (("the host's", [0, 1]), ("a drafter's", [1, 0])):
+                    values = {
+                        names.HOST_TOKENS: self._random.integers(0, self._shape.vocabulary, (batch, nodes)),
+                        names.TREE_TOKENS: self._random.integers(0, self._shape.vocabulary, (batch, NODES)),
+                        names.HOST_PARENTS: np.stack([self._parents(nodes) for _ in range(batch)]),
+                        names.TREE_PARENTS: np.stack([self._parents(NODES) for _ in range(batch)]),
+                        names.ON_DEVICE: np.array(on_device[:batch]),
+                        names.PAST_LEN: np.array(self._lengths(batch)),
+                    }
+                    yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "K": NODES}, values)
 
     def _accept(self, batches: Sequence[int]) -> Iterator[Call]:
         """Logits that agree with some branches of each tree; a tree of fewer nodes than the call has room for."""
@@ -286,7 +300,7 @@ class Calls:
                 said = np.take_along_axis(logits.argmax(2), np.maximum(parents, 0), 1)
                 right = self._random.random(parents.shape) < 0.8
                 values = {
-                    names.LOGITS: logits, names.TREE_PARENTS: parents,
+                    names.LOGITS: logits, names.PARENTS: parents,
                     names.TOKEN_IDS: np.where(right, said, (said + 1) % self._shape.vocabulary),
                     names.TREE_MASK: np.stack([ancestor_mask(tree) for tree in parents]),
                     names.NODES: np.array([nodes, max(nodes - 4, 1)][:batch]),
@@ -447,6 +461,11 @@ class Faulty:
         self._whole[made.address] = made
         return made
 
+    def inbox(self, **shapes: tuple[int, ...]) -> Inbox:
+        made = self._device.inbox(**shapes)
+        self._whole.update({buffer.address: buffer for buffer in made.buffers.values()})
+        return made
+
     def program(self, graph: str) -> Program:
         program = self._device.program(graph)
         if graph != self._graph:
@@ -577,4 +596,4 @@ def test_a_gpu_gives_what_the_cpu_does(root: Path, tmp_path: Path, backend: Back
     if reason := missing(backend):
         pytest.skip(reason)
     bundle = build_tiny(root, tmp_path / "tiny", backend, precision, None)
-    print(compare_outputs(open_device(bundle, "cuda"), OnnxRuntimeDevice(bundle, "cpu"), bundle))
+    print(compare_outputs(open_device(bundle, "cuda"), HostDevice(bundle), bundle))
