@@ -148,11 +148,10 @@ class Ranks:
         self._shares = np.zeros(0)
         self._seen = np.zeros(0)
 
-    def log_probs(self, nodes: int) -> FloatArray:
-        """Of each of so many nodes, the log probability of being kept; no later one's is higher. The root's is 0."""
-        self._grow(nodes - 1)
-        found = np.zeros(nodes, np.float32)
-        found[1:] = np.log(np.minimum.accumulate(np.maximum(self._shares[: nodes - 1], _LEAST)))
+    def shares(self, nodes: int) -> FloatArray:
+        """Of the first so many nodes beside the root, how often each is kept."""
+        self._grow(nodes)
+        found: FloatArray = self._shares[:nodes]
         return found
 
     def judge(self, nodes: int, path: tuple[int, ...]) -> None:
@@ -273,8 +272,7 @@ class Adaptive:
 
     def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
-        promised = self._ranks_of(pace, plan).log_probs(len(made))
-        nodes, gain = best_size(promised, pace.rate, self._table)
+        nodes, gain = best_first(self._ranks_of(pace, plan).shares(len(made) - 1), pace.rate, self._table)
         known_nodes, known_gain = best_size(found.log_probs, pace.rate, self._table)
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
         pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
@@ -341,11 +339,15 @@ def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | Flo
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
-    count = min(len(log_probs) - 1, len(table_ms) - 2)
+    return best_first(np.exp(np.sort(log_probs[1:])[::-1].astype(np.float64)), rate, table_ms)
+
+
+def best_first(shares: FloatArray, rate: float, table_ms: Several[float] | FloatArray) -> tuple[int, float]:
+    """The same of nodes that can only be verified in their order, with the probability of each to be kept."""
+    count = min(len(shares), len(table_ms) - 2)
     if count < 1:
         return 0, 0.0
     table = np.asarray(table_ms)
-    likeliest = np.sort(log_probs[1:])[::-1][:count]
-    gains = np.cumsum(np.exp(likeliest.astype(np.float64))) - rate * (table[2 : count + 2] - table[1])
+    gains = np.cumsum(shares[:count]) - rate * (table[2 : count + 2] - table[1])
     best = int(gains.argmax())
     return (best + 1, float(gains[best])) if gains[best] > 0 else (0, 0.0)

@@ -156,3 +156,36 @@ def test_a_step_tells_how_long_each_source_took(
     cycle.step(batch)
     assert controller.told == [{Source.LOOKUP: 1000.0, **made}]
     assert cycle.clock.draft + cycle.clock.resample == sum(controller.told[0].values()) / 1000
+
+
+class ForAll(Wide):
+    """As a device does: what is drafted for one is drafted for all. One of two requests could always resample."""
+
+    for_all = True
+
+    def remaining(self, seq: Sequence) -> int:
+        return 1 - seq.prompt_length % 2
+
+    resample = Wide.draft
+
+
+def test_where_one_call_drafts_for_all_nobody_resamples_beside_it() -> None:
+    """Two requests out of step: alone, each would resample while the other drafts."""
+    verifier = HostVerifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
+    made: list[set[Source]] = []
+    cycle = Cycle(verifier, ForAll(verifier), FixedBudget(Budget(3, 3, 1)))
+    propose = cycle.propose
+
+    def proposed(batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
+        plans, trees = propose(batch)
+        made.append(set(plans))
+        return plans, trees
+
+    cycle.propose = proposed  # type: ignore[method-assign]
+    requests = [Sequence([97] * length, length, length + 30, frozenset(), Greedy()) for length in (4, 9)]
+    for _ in scheduler.run(cycle, requests):
+        pass
+    assert made[0] == {Source.FRESH}
+    assert {Source.FRESH, Source.RESAMPLE} not in made
+    for request, length in zip(requests, (4, 9), strict=True):
+        assert request.new_tokens == plain(mixing_rule, [97] * length, 30)

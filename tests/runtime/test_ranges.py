@@ -106,6 +106,26 @@ def test_counts_tell_what_every_step_verified_and_accepted(watched: tuple[Record
     assert sum(values["accepted tokens"]) >= generation.metrics.num_accepted_draft_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("verify", "own", "drafting", "moved"),
+    [(10.0, 6.0, 5.0, 4.0), (10.0, 6.0, 3.0, 3.0), (10.0, 11.0, 5.0, 0.0), (10.0, 10.0, 5.0, 0.0)],
+)
+def test_time_that_the_verifier_waits_for_a_draft_is_the_drafts(
+    monkeypatch: pytest.MonkeyPatch, verify: float, own: float, drafting: float, moved: float
+) -> None:
+    """At most as long as the draft took, and only what the verifier's own work does not fill."""
+    now = iter([0.0, 1.0, 1.0, 1.0 + verify])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    clock = Clock()
+    ranges = Ranges(clock)
+    for name in ("draft", "verify"):
+        with ranges.stage(name):
+            pass
+    ranges.waited_for("draft", drafting, own)
+    assert (clock.draft, clock.verify) == (1.0 + moved, verify - moved)
+    assert (ranges.stage("draft").latest, ranges.stage("verify").latest) == (1.0 + moved, verify - moved)
+
+
 def test_nothing_is_kept_once_nobody_watches() -> None:
     runtime, recording = make_runtime(), Recording()
     run(runtime, recording)
