@@ -392,7 +392,10 @@ def caches(shape: VerifierShape) -> list[str]:
 
 CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
-
+DRAFT_WIDTHS = (16, CATCH_UP_ROWS)
+"""Rows that a device's draft call has room for: few in a step, many after a prompt."""
+TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
+"""Nodes, root included, that a device verifies at once: other trees are padded to the next."""
 
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""

@@ -89,7 +89,7 @@ def test_trtexec_has_all_profiles_in_order_with_every_dynamic_input(tmp_path: Pa
 def test_every_profile_is_timed_at_what_it_is_tuned_for(tmp_path: Path) -> None:
     words = found(tmp_path, manifest())["verifier: timed, profile tree"]
     assert "--useProfile=2" in words
-    assert any(word.startswith("--shapes=token_ids:1x16,") for word in words)
+    assert any(word.startswith("--shapes=token_ids:1x13,") for word in words)
 
 
 @pytest.mark.parametrize("kind", ["native", "embedded"])
