@@ -17,6 +17,7 @@ from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
+from redraft.engines.tensorrt.records import Attention
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 
@@ -56,20 +57,28 @@ _STAGE: Any = stage.stage_engines
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["10.9.0.34", "10.15.1"])
+@pytest.mark.parametrize(
+    ("release", "attention"), [("10.9.0.34", "plugin"), ("10.15.1", "plugin"), ("10.16.1", "native")]
+)
 def test_every_graph_of_the_embedded_model_is_taken(
-    release: str, build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    release: str,
+    attention: Attention,
+    build: Build,
+    built: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "tiny"
-    assert build(release, "-o", out, "--precision", "fp16") == 0, capsys.readouterr().err
+    options = ("-o", out, "--precision", "fp16", "--attention", attention)
+    assert build(release, *options) == 0, capsys.readouterr().err
     bundle = open_bundle(out)
     record = bundle.manifest.tensorrt
     assert record is not None
-    assert set(record.engines) == set(stage.GRAPHS)
+    assert set(record.engines) == set(stage.graphs_of(attention))
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
-    assert build(release, "-o", out, "--precision", "fp16") == 0
+    assert build(release, *options) == 0
     assert len(built) == len(record.engines)  # the second build did nothing
     capsys.readouterr()
     assert main.run(["inspect", str(out), "--json"]) == 0
