@@ -70,7 +70,8 @@ def stage_engines(
         )
         for graph, record in graphs.items()
     }
-    check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
+    if not options.ignore_memory:
+        check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
     for number, (graph, one) in enumerate(builds.items()):
         report(f"building engines {number}/{len(builds)}")
         _write(folder, graph, one, prepared[graph], tools, build)
@@ -90,7 +91,7 @@ def _needs(
     graphs: Mapping[str, GraphRecord], prepared: Mapping[str, onnx.ModelProto], builds: Mapping[str, EngineBuild]
 ) -> dict[str, Needs]:
     return {
-        graph: needs_of(prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
+        graph: needs_of(graph, prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
         for graph, record in graphs.items()
     }
 

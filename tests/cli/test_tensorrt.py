@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import pytest
 
 from redraft.cli import main
+from redraft.cli.build_options import Attention, choose_tensorrt, options_of
+from redraft.config import BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.records import Attention
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 
@@ -62,7 +64,7 @@ _STAGE: Any = stage.stage_engines
 )
 def test_every_graph_of_the_embedded_model_is_taken(
     release: str,
-    attention: Attention,
+    attention: Literal["plugin", "native"],
     build: Build,
     built: list[str],
     tmp_path: Path,
@@ -97,6 +99,16 @@ def test_what_the_parser_lacks_is_named_and_nothing_is_left(
     assert line.endswith("build with --token-info fp16")
     assert not (tmp_path / "tiny").exists()
     assert built == []
+
+
+def test_what_was_asked_of_tensorrt_is_said_again() -> None:
+    """In the command that builds a bundle anew."""
+    recipe = BuildConfig(backend="tensorrt")
+    engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
+    assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
+    told = options_of(recipe, replace(recipe, tensorrt=engines))
+    assert told == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
+    assert options_of(recipe, recipe) == ()
 
 
 def test_options_of_tensorrt_are_refused_elsewhere(refused: Refused, tmp_path: Path) -> None:

@@ -158,9 +158,10 @@ def test_the_tree_that_is_tuned_for_is_the_drafters(build: Build) -> None:
 
 def test_too_little_memory_is_found_before_anything_is_built(build: Build, tools: Tools, tmp_path: Path) -> None:
     small = replace(tools, target=Target("10.13.3", replace(GPU, free_bytes=1 << 20)))
-    with pytest.raises(BackendError, match=r"of GPU memory needed, 0\.00 free on NVIDIA H200"):
+    with pytest.raises(BackendError, match=r"of GPU memory needed.*, 0\.00 free on NVIDIA H200.*--ignore-memory$"):
         build(tools=small)
     assert not (tmp_path / "bundle").exists()
+    assert len(build(tools=small, options=replace(OPTIONS, ignore_memory=True))[1]) == 1
 
 
 def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:
