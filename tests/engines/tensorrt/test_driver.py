@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from redraft.config import BuildConfig, TensorRtBuild
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.engines.tensorrt.target import Target, check_same, find_target
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
@@ -121,6 +123,22 @@ def test_a_missing_package_and_a_missing_library_are_named() -> None:
         find_target(lambda: GPU, missing)
     with pytest.raises(BackendError, match=r"does not load: libnvinfer\.so\.10: cannot open"):
         find_target(lambda: GPU, broken)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
+def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Target("10.16.1", Gpu("NVIDIA A10", capability, 0, 0))
+    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda: found)
+    native = TensorRtBuild("native")
+    config = BuildConfig("fp8", "tensorrt", tensorrt=native)
+    if taken:
+        assert find_tools(config).target == found
+    else:
+        with pytest.raises(BackendError, match=r"capability 8\.9 or newer, found NVIDIA A10 of 8\.6; .*precision int8"):
+            find_tools(config)
+        assert find_tools(BuildConfig("fp16", "tensorrt", tensorrt=native)).plugin is None
 
 
 def test_engines_of_another_gpu_or_version_are_refused() -> None:
