@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import onnx
 import pytest
+from tests.engines.bundles import write_bundle
 
 from redraft.cli import main
 from redraft.cli.build_options import Attention, choose_tensorrt, options_of
@@ -84,8 +85,21 @@ def test_every_graph_of_the_embedded_model_is_taken(
     assert len(built) == len(record.engines)  # the second build did nothing
     capsys.readouterr()
     assert main.run(["inspect", str(out), "--json"]) == 0
-    commands = json.loads(capsys.readouterr().out)["commands"]
+    shown = json.loads(capsys.readouterr().out)
+    commands = shown["commands"]
+    assert shown["inputs"] == []
     assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(commands)
+    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["inputs"]
+    assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
+    assert str(tmp_path / "inputs" / "lyanna.draft.tree.pending.bin") in written
+
+
+def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path) -> None:
+    write_bundle(tmp_path / "small")
+    line = refused("inspect", tmp_path / "small", "--write-inputs", tmp_path / "inputs", status=2)
+    assert "has no TensorRT engines to write inputs for; leave --write-inputs out" in line
+    assert not (tmp_path / "inputs").exists()
 
 
 @pytest.mark.slow
