@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from redraft.config import BuildConfig, TensorRtBuild
-from redraft.engines.tensorrt.driver import Gpu, find_gpu
+from redraft.engines.tensorrt.driver import Gpu, cuda_version, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.engines.tensorrt.target import Target, check_same, find_target
 from redraft.engines.tensorrt.tools import find_tools
@@ -48,6 +48,9 @@ class FakeDriver:
     def _cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
         free._obj.value, total._obj.value = 130 << 30, 140 << 30
 
+    def _cuDriverGetVersion(self, version: Any) -> None:
+        version._obj.value = 12040
+
     def _cuGetErrorName(self, status: Any, text: Any) -> None:
         text._obj.value = b"CUDA_ERROR_NO_DEVICE"
 
@@ -64,6 +67,12 @@ def test_name_capability_and_memory_are_read_and_the_context_is_let_go() -> None
     driver = FakeDriver()
     assert find_gpu(lambda name: driver) == GPU
     assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_the_newest_cuda_that_the_driver_runs_is_known() -> None:
+    assert cuda_version(lambda name: FakeDriver()) == (12, 4)
+    with pytest.raises(BackendError, match=r"no CUDA driver: libcuda\.so\.1 was not found; install"):
+        cuda_version(absent)
 
 
 def test_the_context_is_let_go_when_memory_cannot_be_asked() -> None:
