@@ -124,8 +124,8 @@ def _scatter(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> st
 
 def _gather_nd(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
     values = (*graph.input, *graph.value_info, *graph.output)
-    known = next((value.type.tensor_type.shape.dim for value in values if value.name == node.input[1]), ())
-    fixed = bool(known) and known[-1].HasField("dim_value")
+    known = [value.type.tensor_type.shape.dim for value in values if value.name == node.input[1]]
+    fixed = bool(known and known[0]) and known[0][-1].HasField("dim_value")
     return None if fixed or node.input[1] in constants else " by indices of a length that is computed"
 
 
