@@ -5,6 +5,8 @@ TensorRT's KV update writes to the memory of an input, so a buffer has one: a ch
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,17 @@ import onnxruntime as ort
 import pytest
 
 from redraft import names
+from redraft.engines.manifest import dump_manifest, load_manifest
 from redraft.engines.tensorrt.native import lower_attention
 from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.names import VerifierShape
+from redraft.runtime import Runtime, SamplingParams
+from redraft.types import Budget
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
+from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
 
 RELEASE = (10, 15)
 CAPACITY, WIDTH, POISON = 40, 5, 1e3
@@ -153,3 +159,29 @@ def test_the_keeping_graph_updates_inputs_by_indices_of_a_fixed_length(step: Pat
     updated = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter"]
     assert updated == names.caches(SHAPE)
     assert sum(node.op_type == "Reshape" for node in model.graph.node) == 1  # the indices are those of all buffers
+
+
+@pytest.mark.slow
+def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three over many calls: prompts longer than a draft takes in, slots of different lengths, resampling."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    portable, native = write_lyanna_bundle(tmp_path), tmp_path / "native"
+    shutil.copytree(portable, native)
+    manifest = load_manifest(native)
+    files = dict(manifest.files)
+    for graph in (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP):
+        file = manifest.graphs[graph].file
+        prepare(native, file, graph, RELEASE, "native")
+        (native / graph_file(graph)).replace(native / file)
+        files[file] = replace(files[file], size=(native / file).stat().st_size)
+    (native / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
+    prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]
+    said = []
+    for folder in (portable, native):
+        with Runtime.open(folder, threads=1, slots=3, verify=False, device="cpu") as runtime:
+            said.append(runtime.generate(prompts, SamplingParams(max_tokens=40), "lyanna", Budget(30, STEPS, 9)))
+    for one, other in zip(*said, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
+        assert one.metrics.size_histogram == other.metrics.size_histogram
+    assert sum(one.metrics.num_accepted_draft_tokens for one in said[1]) > 0
