@@ -50,7 +50,7 @@ def build_bundle(
     texts = {} if config.random_weights else texts
     config = _with_taps(config)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
-    tools = find_tools(config.tensorrt) if config.backend == "tensorrt" else None
+    tools = find_tools(config) if config.backend == "tensorrt" else None
     key = _key(digests | _drafter_digests(config) | shape | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True

@@ -70,6 +70,9 @@ def build(
     ] = False,
     batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
     tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="TensorRT: build also where GPU memory seems too little.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
     ] = False,
@@ -84,7 +87,8 @@ def build(
 
         recipe = find_recipe(model)
         config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, context)
-        config = replace(config, tensorrt=choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes))
+        engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
+        config = replace(config, tensorrt=engines)
         check_buildable(config)
         config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
         texts = held_out(eval_text, config)

@@ -89,11 +89,15 @@ def choose_lyanna(
 
 
 def choose_tensorrt(
-    config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None
-) -> TensorRtBuild:
+    config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None,
+    ignore_memory: bool = False,
+) -> TensorRtBuild:  # fmt: skip
     """The recipe's engines with what the command line says instead. Raises UsageError beside another backend."""
-    said = {"attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch}
-    values: dict[str, Any] = {k: v for k, v in {**said, "tree_nodes": tree_nodes}.items() if v is not None}
+    said = {
+        "attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch,
+        "tree_nodes": tree_nodes, "ignore_memory": ignore_memory or None,
+    }  # fmt: skip
+    values: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     if values and config.backend != "tensorrt":
         raise UsageError(f"{_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it")
     return replace(config.tensorrt, **values)
@@ -138,8 +142,9 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
     for name in ("attention", "batch", "tree_nodes"):
         if getattr(config.tensorrt, name) != getattr(recipe.tensorrt, name):
             options += [_flag(name), str(getattr(config.tensorrt, name))]
-    if config.tensorrt.embed_plugin and not recipe.tensorrt.embed_plugin:
-        options.append(_flag("embed_plugin"))
+    for name in ("embed_plugin", "ignore_memory"):
+        if getattr(config.tensorrt, name) and not getattr(recipe.tensorrt, name):
+            options.append(_flag(name))
     return (*options, *_drafter_options(recipe, config))
 
 

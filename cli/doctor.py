@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def _packages() -> Iterator[Finding]:
     """Pinned requirements against what is installed; those of extras may be absent."""
     for requirement in sorted(metadata.requires("redraft") or ()):
         pin, _, marker = requirement.partition(";")
-        name, _, expected = pin.strip().partition("==")
+        name, expected = _split(pin)
         extra = marker.partition("extra ==")[2].strip(" \"'")
         if name.startswith("redraft"):
             continue
@@ -79,10 +80,35 @@ def _packages() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
             continue
-        matches = found.partition("+")[0] == expected
+        matches = _within(found, expected)
         yield Finding(
             name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}"
         )
+
+
+def _split(requirement: str) -> tuple[str, str]:
+    """The name, and the version or the range of versions that is wanted."""
+    name = re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
+    return name, requirement.strip()[len(name) :].strip().removeprefix("==")
+
+
+def _within(version: str, expected: str) -> bool:
+    """Whether a version is the expected one, or in a range like <14,>=12.9."""
+    found = _numbers(version)
+    for part in expected.split(","):
+        if part.startswith(">="):
+            fits = found >= _numbers(part[2:])
+        elif part.startswith("<"):
+            fits = found < _numbers(part[1:])
+        else:
+            fits = version.partition("+")[0] == part
+        if not fits:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def _providers() -> Finding:
@@ -119,7 +145,7 @@ def _cache_folder() -> Finding:
 
 def _accelerators() -> Iterator[Finding]:
     """The GPU, TensorRT and its plugin, none of which the CPU path needs. TensorRT is not loaded without a driver."""
-    from redraft.engines.tensorrt.driver import find_gpu
+    from redraft.engines.tensorrt.driver import cuda_version, find_gpu
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
     from redraft.engines.tensorrt.target import find_target
 
@@ -133,6 +159,7 @@ def _accelerators() -> Iterator[Finding]:
         capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
         memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
         yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
+        yield _driver(cuda_version(), _package_version("cuda-python"))
         backends = ["ONNX Runtime"] if "CUDAExecutionProvider" in execution_providers() else []
         try:
             yield Finding("TensorRT", "ok", find_target(lambda: gpu).version)
@@ -145,6 +172,15 @@ def _accelerators() -> Iterator[Finding]:
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
     yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
                   None if plugins else "run `make plugins TENSORRT_ROOT=dir`")  # fmt: skip
+
+
+def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
+    """The driver's CUDA, and whether cuda-python is of one that it runs."""
+    found = f"CUDA {cuda[0]}.{cuda[1]}"
+    if bindings is None or _numbers(bindings)[0] <= cuda[0]:
+        return Finding("driver", "ok", found)
+    mend = f"run `pip install 'cuda-python<{cuda[0] + 1}'`, or install a newer driver"
+    return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", mend)
 
 
 def _package_version(name: str) -> str | None:

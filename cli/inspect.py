@@ -10,6 +10,7 @@ import typer
 
 from redraft.cli.console import print_json
 from redraft.cli.options import Json
+from redraft.errors import UsageError
 from redraft.names import TOKEN_INFO
 
 if TYPE_CHECKING:
@@ -21,13 +22,29 @@ if TYPE_CHECKING:
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="An engine bundle.")],
     verify: Annotated[bool, typer.Option(help="Check every byte against the digests.")] = True,
+    write_inputs: Annotated[
+        Path | None, typer.Option(help="Write integer inputs of the engines' usual calls there, for trtexec.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a bundle's model, graphs, signatures, drafters, quality and files, after checking it."""
     from redraft.engines import open_bundle
 
     opened = open_bundle(bundle, verify=verify)
-    print_json(as_object(opened)) if as_json else typer.echo("\n".join(as_lines(opened, verify)))
+    written = list(_written(opened, write_inputs)) if write_inputs else []
+    if as_json:
+        print_json({**as_object(opened), "inputs": written})
+    else:
+        typer.echo("\n".join([*as_lines(opened, verify), *(f"input      {path}" for path in written)]))
+
+
+def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
+    """Inputs for `trtexec --loadInputs`. Raises UsageError where there are no engines to run."""
+    from redraft.engines.tensorrt.inputs import write_inputs
+
+    if bundle.manifest.tensorrt is None:
+        raise UsageError(f"{bundle.path} has no TensorRT engines to write inputs for", "leave --write-inputs out")
+    yield from map(str, write_inputs(folder, bundle.manifest))
 
 
 def as_object(bundle: Bundle) -> dict[str, Any]:
@@ -36,7 +53,8 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
     from redraft.engines.tensorrt.commands import commands
 
     values: dict[str, Any] = to_json(bundle.manifest)
-    others = {command.purpose: str(command) for command in commands(bundle.path, bundle.manifest)}
+    found = commands(bundle.path, bundle.manifest)
+    others = {command.purpose: str(command) if command.words else None for command in found}
     return {"bundle": str(bundle.path), **values, "commands": others}
 
 
@@ -81,7 +99,7 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
     lines += [f"file       {name}  {file.size} bytes  {file.sha256[:16]}" for name, file in manifest.files.items()]
     lines += [f"built by   {name} {version}" for name, version in manifest.tools.items()]
     for command in commands(bundle.path, manifest):
-        lines += [f"command    {command.purpose}", f"           {command}"]
+        lines += [f"command    {command.purpose}", *([f"           {command}"] if command.words else [])]
     return lines
 
 

@@ -19,4 +19,4 @@ def check_buildable(config: BuildConfig) -> None:
         raise BackendError(
             "backend tensorrt needs TensorRT, which is not installed", f"run `pip install tensorrt`, or {_INSTEAD}"
         )
-    find_tools(config.tensorrt)
+    find_tools(config)

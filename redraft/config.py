@@ -77,6 +77,7 @@ class TensorRtBuild:
     batch:         sequences of one call, at most.
     tree_nodes:    nodes of a tree, its root included, at most.
     prefill:       prompt tokens of one call, at most.
+    ignore_memory: build also where the free GPU memory seems too little.
     """
 
     attention: Literal["plugin", "native"] = "plugin"
@@ -84,6 +85,7 @@ class TensorRtBuild:
     batch: int = 1
     tree_nodes: int = 64
     prefill: int = 128
+    ignore_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ("plugin", "native"):

@@ -412,14 +412,20 @@ def caches(shape: VerifierShape) -> list[str]:
 
 CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
-
-
+DRAFT_WIDTHS = (16, CATCH_UP_ROWS)
+"""Rows that a device's draft call has room for: few in a step, many after a prompt."""
 TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
 """Nodes, root included, that a device verifies at once: other trees are padded to the next."""
+_WIDE_STEP = 32
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 MOST_WAITING_ROWS = 512
 """Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
+
+
+def padded_width(nodes: int) -> int:
+    """Nodes that a tree is padded to: the next of TREE_WIDTHS, beyond which there is one for every 32."""
+    return next((width for width in TREE_WIDTHS if nodes <= width), -(-nodes // _WIDE_STEP) * _WIDE_STEP)
 
 
 def tree_size(steps: int, width: int) -> int:

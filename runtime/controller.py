@@ -9,6 +9,7 @@ from math import exp, log
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.sequence import Sequence
@@ -148,10 +149,10 @@ class Ranks:
         self._shares = np.zeros(0)
         self._seen = np.zeros(0)
 
-    def shares(self, nodes: int) -> FloatArray:
+    def shares(self, nodes: int) -> NDArray[np.float64]:
         """Of the first so many nodes beside the root, how often each is kept."""
         self._grow(nodes)
-        found: FloatArray = self._shares[:nodes]
+        found: NDArray[np.float64] = self._shares[:nodes]
         return found
 
     def judge(self, nodes: int, path: tuple[int, ...]) -> None:
@@ -334,7 +335,7 @@ class Adaptive:
         return pace
 
 
-def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | FloatArray) -> tuple[int, float]:
+def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | NDArray[np.float64]) -> tuple[int, float]:
     """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone.
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
@@ -342,7 +343,9 @@ def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | Flo
     return best_first(np.exp(np.sort(log_probs[1:])[::-1].astype(np.float64)), rate, table_ms)
 
 
-def best_first(shares: FloatArray, rate: float, table_ms: Several[float] | FloatArray) -> tuple[int, float]:
+def best_first(
+    shares: NDArray[np.float64], rate: float, table_ms: Several[float] | NDArray[np.float64]
+) -> tuple[int, float]:
     """The same of nodes that can only be verified in their order, with the probability of each to be kept."""
     count = min(len(shares), len(table_ms) - 2)
     if count < 1:

@@ -35,8 +35,6 @@ from redraft.types import DraftTree, Outcome
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP)
 MOST_FRAMES = 128
 """Shapes of a step that are kept; the oldest goes when there are more."""
-_WIDE_STEP = 32
-"""Trees wider than the widest of `names.TREE_WIDTHS` are padded to multiples of this."""
 
 
 class Collector(Protocol):
@@ -117,7 +115,7 @@ class DeviceVerifier(Verifier):
                 outcomes = frame.outcomes(nodes)
             else:
                 work = frame.verify
-                outcomes = _judge(frame, self.device, batch, trees)
+                outcomes = _judge(frame, batch, trees, self.device)
         if made is not None and self.device.asynchronous:
             self.ranges.waited_for(made.stage, made.work.seconds(), work.seconds())
         return outcomes
@@ -162,7 +160,7 @@ class DeviceVerifier(Verifier):
 
     def _width(self, nodes: int, past_len: int) -> int:
         """Nodes that a call has room for which verifies trees of so many."""
-        width = next((width for width in names.TREE_WIDTHS if width >= nodes), -(-nodes // _WIDE_STEP) * _WIDE_STEP)
+        width = names.padded_width(nodes)
         return width if width <= min(self.capacity - past_len, self.largest_tree) else nodes
 
     def _tree_frame(self, sequences: int, width: int, made: DeviceTrees | None) -> TreeFrame:
@@ -192,7 +190,7 @@ def _judged_on_device(batch: Sequence[Request]) -> bool:
     return all([type(seq.sampler) is Greedy and seq.sampler.gaps is None for seq in batch])
 
 
-def _judge(frame: TreeFrame, device: Device, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+def _judge(frame: TreeFrame, batch: Sequence[Request], trees: Sequence[DraftTree], device: Device) -> list[Outcome]:
     """The host's samplers decide: from the verifier's token at every node where that is enough, else from logits."""
     frame.verify()
     device.wait()

@@ -4,7 +4,9 @@
     driver     the GPU, asked without TensorRT                    target        TensorRT and GPU that engines are for
     tools      all that engines are built with on this machine    commands      the same by other people's tools
     prepare    a portable graph in the form the parser takes      operators     what the parser takes, by version
-    profiles   three optimization profiles a graph                memory        what building and running need
+    profiles   optimization profiles of every graph               memory        what building and running need
+    inputs     integers that other tools may time with            native        our operator in TensorRT's own
+    expand     operators that older parsers lack                  rewrite       nodes in place of a node
     builder    Polygraphy's loaders over TensorRT's API           engine_cache  engines built before
     stage      all of it, for a bundle being built
 

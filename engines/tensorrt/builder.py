@@ -39,6 +39,30 @@ class EngineBuild:
     embed_plugin: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
 
+    @property
+    def settings(self) -> Settings:
+        """What the builder is told beside graph and profiles."""
+        return Settings(
+            workspace_bytes=self.workspace_bytes,
+            version_compatible=self.embed_plugin,
+            aliased_plugin_io=self.plugin is not None,
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the builder that change an engine.
+
+    workspace_bytes:     limit of its scratch memory.   strongly_typed: types are the graph's.
+    version_compatible:  it carries its runtime, and so the plugin's library.
+    aliased_plugin_io:   a preview: the plugin may update KV buffers where they are.
+    """
+
+    workspace_bytes: int
+    version_compatible: bool
+    aliased_plugin_io: bool
+    strongly_typed: bool = True
+
 
 def build_engine(build: EngineBuild) -> bytes:
     """The serialized engine. The driver must have been asked before. Raises BackendError with TensorRT's own line."""
@@ -53,28 +77,51 @@ def build_engine(build: EngineBuild) -> bytes:
     if build.plugin is not None:
         load_plugin(build.plugin, tensorrt)
     build.timing_cache.parent.mkdir(parents=True, exist_ok=True)
-    network = NetworkFromOnnxPath(str(build.graph), strongly_typed=True)
+    settings, errors = build.settings, _heard(tensorrt)
+    network = NetworkFromOnnxPath(str(build.graph), strongly_typed=settings.strongly_typed)
     config = CreateConfig(
         profiles=polygraphy_profiles(build.profiles),
         load_timing_cache=str(build.timing_cache) if build.timing_cache.exists() else None,
-        memory_pool_limits={tensorrt.MemoryPoolType.WORKSPACE: build.workspace_bytes},
-        version_compatible=build.embed_plugin,
+        memory_pool_limits={tensorrt.MemoryPoolType.WORKSPACE: settings.workspace_bytes},
+        version_compatible=settings.version_compatible,
     )
     config = PostprocessConfig(config, lambda builder, network, config: _use_plugin(tensorrt, config, build))
     try:
         engine = EngineBytesFromNetwork(network, config, save_timing_cache=str(build.timing_cache))()
     except PolygraphyException as error:
-        line = " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
+        line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
         raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
     return bytes(engine)
 
 
+def _heard(tensorrt: Any) -> list[str]:
+    """The errors that TensorRT logs from now on. Polygraphy logs them too, but raises a sentence of its own.
+
+    TensorRT keeps the first logger of a process for all that come later, so that there is one.
+    """
+    from polygraphy.backend.trt import util
+
+    logger = util.get_trt_logger()
+    if not hasattr(logger, "errors"):
+        serious = (tensorrt.ILogger.INTERNAL_ERROR, tensorrt.ILogger.ERROR)
+        usual = type(logger)
+
+        def log(self: Any, severity: Any, message: str) -> None:
+            if severity in serious:
+                self.errors.append(message)
+            usual.log(self, severity, message)
+
+        logger = util.TRT_LOGGER = type("Logger", (usual,), {"log": log, "errors": []})()
+    logger.errors.clear()
+    errors: list[str] = logger.errors
+    return errors
+
+
 def _use_plugin(tensorrt: Any, config: Any, build: EngineBuild) -> None:
     """Let the plugin update KV buffers where they are, and put its library into the engine where asked to."""
-    if build.plugin is None:
-        return
-    config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-    if build.embed_plugin:
+    if build.settings.aliased_plugin_io:
+        config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]
 
 

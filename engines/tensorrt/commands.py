@@ -1,11 +1,14 @@
 """Commands of `trtexec` and `polygraphy run` that build, time and compare a bundle's graphs: all sizes are filled in.
 
-Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins` calls; --staticPlugins and the
---plugins of Polygraphy only load a library. Syntax: trtexec 10.9 to 11.1, Polygraphy 0.53.
+Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins` has called; --staticPlugins and the
+--plugins of Polygraphy only load a library, so that the parser does not find the plugin. Where it is part of the
+engine, the parser needs it all the same: --setPluginsToSerialize puts it there and does not register it. Such an engine
+brings code of its own, which --versionCompatible allows. Syntax: trtexec 10.9 to 11.1, Polygraphy 0.53.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +18,23 @@ from redraft import names
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import polygraphy_network
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
-from redraft.engines.tensorrt.plugin import VARIABLE
-from redraft.engines.tensorrt.records import EngineRecord, Profile, TensorRtRecord
+from redraft.engines.tensorrt.inputs import GRAPHS, input_file, made_inputs
+from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
+from redraft.engines.tensorrt.records import Profile, TensorRtRecord
+from redraft.engines.tensorrt.target import parse_version
 
-_PAST, _ROWS, _CAPACITY = 4, 8, 32
+_PAST, _ROWS, _CAPACITY = 4, 8, 64
 """Committed rows, new ones, and rows of the buffers in the calls that are compared."""
+_DRAFTED = names.DRAFT_WIDTHS[0]
+"""New rows of a drafter's call."""
+_INPUTS = "redraft-inputs"
+"""Folder of the inputs that are timed with."""
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line and what it is for."""
+    """A command line and what it is for; no words where there is none, and the purpose says why."""
 
     purpose: str
     words: tuple[str, ...]
@@ -36,15 +45,26 @@ class Command:
 
 def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
     """What to run on the bundle at `folder`: on ONNX Runtime always, on TensorRT where it has engines."""
+    built = manifest.tensorrt
+    if built:
+        words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)
+        yield Command("integers of the timed calls, which trtexec would make up", words)
     for graph, record in manifest.graphs.items():
-        if graph in (names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE):
+        if graph not in GRAPHS:
+            continue
+        compared = all(spec.dtype != "bfloat16" for spec in (*record.inputs, *record.outputs))
+        if compared:
             yield _reference(folder, graph, record, manifest)
-            if built := manifest.tensorrt:
-                yield from _tensorrt(folder, graph, record, built)
+        else:
+            yield Command(f"{graph}: not compared, since ONNX Runtime does not compute bfloat16 on CPUs", ())
+        if built:
+            yield from _tensorrt(folder, graph, record, built)
+            if compared:
+                yield _comparison(folder, graph, record, built)
 
 
 def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest) -> Command:
-    sizes = {"B": 1, "T": _ROWS, "M": _ROWS, "R": _ROWS, "C": _CAPACITY}
+    sizes = {"B": 1, "T": _ROWS, "M": _DRAFTED, "R": _ROWS, "C": _CAPACITY}
     shapes = {
         spec.name: [dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape]
         for spec in record.inputs
@@ -62,10 +82,11 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
 def _values(record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
     """Ranges of integer inputs that are sound together: every node sees the committed rows."""
     token, shape = (0, manifest.shape.vocabulary - 1), manifest.lyanna
+    rows = _DRAFTED if names.PENDING in {spec.name for spec in record.inputs} else _ROWS
     known = {
-        names.TOKEN_IDS: token, names.TOKENS: token, names.POSITIONS: (_PAST, _PAST + _ROWS - 1),
-        names.PAST_LEN: (_PAST, _PAST), names.LIVE: (_PAST + _ROWS, _PAST + _ROWS), names.OUTPUT_ROWS: (0, _ROWS - 1),
-        names.PENDING: (1, _ROWS), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
+        names.TOKEN_IDS: token, names.TOKENS: token, names.POSITIONS: (_PAST, _PAST + rows - 1),
+        names.PAST_LEN: (_PAST, _PAST), names.LIVE: (_PAST + rows, _PAST + rows), names.OUTPUT_ROWS: (0, rows - 1),
+        names.PENDING: (1, rows), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
         f"{names.TOKEN_INFO}index": (0, shape.hot if shape else 0),
     }  # fmt: skip
     return {spec.name: known[spec.name] for spec in record.inputs if spec.name in known}
@@ -73,25 +94,37 @@ def _values(record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, 
 
 def _tensorrt(folder: Path, graph: str, record: GraphRecord, built: TensorRtRecord) -> Iterator[Command]:
     engine = built.engines[graph]
-    library = str(folder / built.plugin_file) if built.plugin_file else ""
+    library, embedded = _library(folder, built), bool(built.plugin) and not built.plugin_file
     plugin = [f"--dynamicPlugins={library}"] if library else []
+    inside = ["--versionCompatible"] if embedded else []
     yield Command(
         f"{graph}: built by trtexec",
         ("trtexec", f"--onnx={folder / engine.graph}", "--stronglyTyped", *plugin,
+         *([f"--setPluginsToSerialize={library}"] if embedded else []), *inside,
          *(["--preview=+aliasedPluginIO1003"] if library else []), *_trtexec_profiles(engine.profiles),
          f"--memPoolSize=workspace:{WORKSPACE_BYTES >> 20}M", "--skipInference",
          f"--saveEngine={graph}.trtexec.engine"),
     )  # fmt: skip
     for number, profile in enumerate(engine.profiles):
+        files = ((spec.name, input_file(graph, profile.name, spec.name)) for spec in made_inputs(record))
         yield Command(
             f"{graph}: timed, profile {profile.name}",
-            ("trtexec", f"--loadEngine={folder / engine.file}", *plugin, f"--useProfile={number}",
-             f"--shapes={_trtexec_sizes(profile, 'opt')}"),
+            ("trtexec", f"--loadEngine={folder / engine.file}", *(inside or plugin), f"--useProfile={number}",
+             f"--shapes={_trtexec_sizes(profile, 'opt')}",
+             f"--loadInputs={','.join(f'{name}:{_INPUTS}/{file}' for name, file in files)}"),
         )  # fmt: skip
-    yield _comparison(folder, graph, record, engine, library)
 
 
-def _comparison(folder: Path, graph: str, record: GraphRecord, engine: EngineRecord, library: str) -> Command:
+def _library(folder: Path, built: TensorRtRecord) -> str:
+    """The plugin's library: beside the engines, or where it is built if it is part of them; empty without a plugin."""
+    if built.plugin_file:
+        return str(folder / built.plugin_file)
+    own = os.environ.get(VARIABLE) or str(FOLDER / library_name(parse_version(built.version)[0]))
+    return own if built.plugin else ""
+
+
+def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRecord) -> Command:
+    engine, library = built.engines[graph], _library(folder, built)
     network = [str(folder / engine.graph)]
     environment: list[str] = []
     if library:
@@ -102,6 +135,7 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, engine: EngineRec
     return Command(
         f"{graph}: compared with what ONNX Runtime gave",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
+         *(["--preview-features", "ALIASED_PLUGIN_IO_10_03"] if library else []),
          *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
          "--atol", tolerance, "--rtol", tolerance),
     )  # fmt: skip

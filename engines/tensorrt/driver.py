@@ -49,6 +49,17 @@ def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
     return Gpu(name.value.decode(), capability, free_bytes, total_bytes)
 
 
+def cuda_version(load: Loader = ctypes.CDLL) -> tuple[int, int]:
+    """The newest CUDA that the driver runs, like (12, 4). Raises BackendError where there is none."""
+    try:
+        driver = _Driver(load(LIBRARY))
+    except OSError:
+        raise BackendError(f"no CUDA driver: {LIBRARY} was not found", _INSTALL) from None
+    number = ctypes.c_int()
+    driver.call("cuDriverGetVersion", ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
 def _attribute(driver: _Driver, device: ctypes.c_int, number: int) -> int:
     value = ctypes.c_int()
     driver.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), device)

@@ -1,4 +1,4 @@
-"""Built engines by content: graph, weights, GPU, TensorRT, plugin and options. An engine is built once a machine."""
+"""Built engines by content: graph, weights, GPU, versions, plugin and settings. An engine is built once a machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 from redraft.engines.digests import text_digest
@@ -30,10 +31,19 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
     graph:    the prepared graph without its weights.     weights: digests of the files that it names.
     plugin:   digest of the plugin's library, empty for none.
     """
-    options = (build.profiles, build.embed_plugin, build.workspace_bytes)
+    told = repr((build.profiles, build.settings))
     return text_digest(
-        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, repr(options)
-    )
+        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, told,
+        _polygraphy(),
+    )  # fmt: skip
+
+
+def _polygraphy() -> str:
+    """Its version: it sets what it is not told. Without it nothing is built."""
+    try:
+        return metadata.version("polygraphy")
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:

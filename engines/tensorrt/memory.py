@@ -1,4 +1,10 @@
-"""How much GPU memory building and running engines takes, part by part, and the refusal where there is less."""
+"""How much GPU memory building and running engines takes, part by part, and the refusal where there is less.
+
+Engines are built one after the other. TensorRT's builder is taken to keep the weights that its parser read in host
+memory, and on the GPU what it times: an engine's weights once, its inputs and outputs, what is between its layers, and
+scratch memory. Running holds all engines. What several of them read and write (KV buffers, a tree, token information)
+is there once, and each has scratch memory of its own, which all of its execution contexts share.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
+from redraft import names
+from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
 from redraft.engines.tensorrt.records import Profile
 from redraft.errors import BackendError
@@ -24,42 +32,77 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of one engine by part. Buffers are inputs and outputs at their largest; one in place counts once."""
+    """Bytes of one engine by part.
+
+    buffers:      inputs and outputs at their largest, by whose they are and their name; one in place counts once.
+    activations:  what is between its layers at one time.   workspace: scratch memory that a kernel may use besides.
+    """
 
     weights: int
-    buffers: int
+    buffers: Mapping[str, int]
+    activations: int = 0
     workspace: int = WORKSPACE_BYTES
 
 
 def needs_of(
-    model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], profiles: Sequence[Profile]
-) -> Needs:
+    graph: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+    profiles: Sequence[Profile],
+) -> Needs:  # fmt: skip
     """What an engine of this prepared graph takes under these profiles."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
+    owner = names.LYANNA if graph in (names.LYANNA_DRAFT, names.LYANNA_RESAMPLE) else names.VERIFIER
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
-    buffers = max(sum(_spec_bytes(spec, _sizes(inputs, profile)) for spec in own) for profile in profiles)
-    return Needs(weights, buffers)
+    sizes = [_sizes(inputs, profile) for profile in profiles]
+    buffers = {f"{owner} {spec.name}": max(_spec_bytes(spec, each) for each in sizes) for spec in own}
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    return Needs(weights, buffers, max(activation_bytes(inferred, each) for each in sizes))
+
+
+def activation_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int:
+    """The most that lies between a graph's nodes at one time, in their order, where symbols have these sizes.
+
+    About an upper bound, since what TensorRT fuses is not there. Weights and what is computed of them alone, inputs,
+    outputs, KV buffers that are updated in place, and values of unknown shape do not count.
+    """
+    known = {value.name: value.type.tensor_type for value in graph.value_info}
+    constant = {tensor.name for tensor in graph.initializer} | {""}
+    last = {name: place for place, node in enumerate(graph.node) for name in node.input}
+    there: dict[str, int] = {}
+    peak = 0
+    for place, node in enumerate(graph.node):
+        written = node.output[: 0 if node.op_type == "TensorScatter" else 1 if node.op_type == plugin.NAME else None]
+        if constant.issuperset(node.input):
+            constant.update(node.output)
+        else:
+            there |= {name: _value_bytes(known[name], sizes) for name in written if name in known}
+        peak = max(peak, sum(there.values()))
+        for name in (*node.input, *node.output):
+            if last.get(name, place) == place:
+                there.pop(name, None)
+    return peak
 
 
 def check_memory(needs: Mapping[str, Needs], free_bytes: int, gpu: str) -> None:
-    """Raise BackendError where the engines do not fit the free memory, saying what each part needs.
-
-    Building holds an engine's weights twice, as the parser read them and as the engine has them; running holds all
-    engines and their buffers.
-    """
-    running = sum(need.weights + need.buffers + need.workspace for need in needs.values()) + CONTEXT_BYTES
-    building = max(2 * need.weights + need.workspace for need in needs.values()) + CONTEXT_BYTES
-    needed = max(running, building)
-    if needed <= free_bytes:
+    """Raise BackendError where building or running the engines does not fit, saying what each part needs."""
+    building = CONTEXT_BYTES + max(
+        need.weights + sum(need.buffers.values()) + need.activations + need.workspace for need in needs.values()
+    )
+    shared: dict[str, int] = {}
+    for need in needs.values():
+        shared |= {name: max(size, shared.get(name, 0)) for name, size in need.buffers.items()}
+    running = CONTEXT_BYTES + sum(shared.values()) + sum(need.weights + need.activations for need in needs.values())
+    if max(building, running) <= free_bytes:
         return
     parts = "; ".join(
-        f"{graph}: weights {_gib(need.weights)}, buffers {_gib(need.buffers)}, workspace {_gib(need.workspace)}"
+        f"{graph}: weights {_gib(need.weights)}, buffers {_gib(sum(need.buffers.values()))}, "
+        f"activations {_gib(need.activations)}, workspace {_gib(need.workspace)}"
         for graph, need in needs.items()
     )
     raise BackendError(
-        f"{_gib(needed)} GiB of GPU memory needed, {_gib(free_bytes)} free on {gpu} (GiB: {parts}; "
-        f"CUDA {_gib(CONTEXT_BYTES)}; while building, weights count twice)",
-        "lower --context, --batch or --precision, or free memory",
+        f"{_gib(building)} GiB of GPU memory needed for building and {_gib(running)} for running, {_gib(free_bytes)} "
+        f"free on {gpu} (GiB: {parts}; CUDA {_gib(CONTEXT_BYTES)}; shared buffers are there once, and the workspace "
+        "only while building)",
+        "lower --context, --batch or --precision, free memory, or try all the same with --ignore-memory",
     )
 
 
@@ -78,6 +121,12 @@ def _spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     shape = [sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in spec.shape]  # a sum of symbols is small
     elements: int = math.prod(shape)
     return elements * _ITEM_BYTES[spec.dtype]
+
+
+def _value_bytes(kind: onnx.TypeProto.Tensor, sizes: Mapping[str, int]) -> int:
+    shape = [dim.dim_value if dim.HasField("dim_value") else sizes.get(dim.dim_param, 0) for dim in kind.shape.dim]
+    elements: int = math.prod(shape)
+    return elements * helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
 
 
 def _tensor_bytes(tensor: onnx.TensorProto) -> int:

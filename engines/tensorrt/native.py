@@ -2,10 +2,16 @@
 
 The operator's own body puts the tree into the mask by TensorScatter, which TensorRT knows for KV buffers only. Here row
 r of the mask is looked up: before `past_len` it is committed, from there on it is node r - past_len.
+
+TensorScatter becomes TensorRT's KV update, which writes to the memory of an input: one a buffer. Where single rows
+follow, each attending to those before it, as a drafter's chain does, they are kept beside the buffer and joined to it:
+row r of the buffer is live up to where the second node's rows would begin. They are not written, so that from there on
+the buffer holds what it did, and a later call must begin no further on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,40 +38,123 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
         raise BackendError(
             f"TensorRT {_text(release)} may read rows of KV buffers that are not live", f"{_PLUGIN}, or another version"
         )
-    inputs = {id(value) for value in model.graph.inputs}
+    buffers = {id(value) for value in model.graph.inputs}
     visible: dict[int, ir.Value] = {}
+    chains: dict[int, _Chain] = {}
     for node in nodes:
-        _check(graph, node, inputs)
-        _lower(Rewriter(model.graph, node), node, visible)
+        _check(graph, node)
+        if id(node.inputs[3]) in buffers:
+            chain = _lower(Rewriter(model.graph, node), node, visible)
+            chains[id(chain.presents[0])] = chain
+        else:
+            _follow(graph, Rewriter(model.graph, node), node, chains.get(id(node.inputs[3])))
 
 
-def _check(graph: str, node: ir.Node, inputs: set[int]) -> None:
-    called = f"{graph}: node {node.name or node.outputs[0].name!r} is {names.TREE_ATTENTION}"
+def lower_keep(model: ir.Model) -> None:
+    """Say of the keeping graph's indices, which an Expand makes, that they are single numbers.
+
+    TensorRT gathers rows by indices whose last axis is fixed when an engine is built.
+    """
+    for node in [node for node in model.graph if node.op_type == "GatherND"]:
+        to, batch_dims = Rewriter(model.graph, node), node.attributes["batch_dims"].as_int()
+        single = to.node("Reshape", [node.inputs[1], to.constant([*[0] * batch_dims, -1, 1])])
+        to.replace(to.node("GatherND", [node.inputs[0], single], batch_dims=batch_dims))
+
+
+@dataclass(eq=False)
+class _Chain:
+    """A node over KV buffers, and the single rows that follow it.
+
+    presents:  the buffers after it, keys and values.   joined: rows read of each, then those that followed.
+    past_len:  where the latest node's rows begin.      seen:   the mask of the buffer, then of each that followed.
+    """
+
+    presents: list[ir.Value]
+    joined: list[list[ir.Value]]
+    live: ir.Value
+    past_len: ir.Value
+    seen: list[ir.Value]
+
+
+def _check(graph: str, node: ir.Node) -> None:
     if node.attributes["softcap"].as_float() > 0:
-        raise BackendError(f"{called} with a softcap, which TensorRT's own attention has not", _PLUGIN)
-    if id(node.inputs[3]) not in inputs:
-        raise BackendError(
-            f"{called} over a KV buffer that another node wrote; TensorRT itself updates those of inputs only",
-            f"{_PLUGIN}, or without the drafter (--lyanna none)",
-        )
+        raise BackendError(f"{_called(graph, node)} with a softcap, which TensorRT's own attention has not", _PLUGIN)
 
 
-def _lower(to: Rewriter, node: ir.Node, visible: dict[int, ir.Value]) -> None:
+def _called(graph: str, node: ir.Node) -> str:
+    return f"{graph}: node {node.name or node.outputs[0].name!r} is {names.TREE_ATTENTION}"
+
+
+def _lower(to: Rewriter, node: ir.Node, visible: dict[int, ir.Value]) -> _Chain:
     q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live = node.inputs
-    q_heads, kv_heads, window = (node.attributes[name].as_int() for name in ("q_heads", "kv_heads", "window"))
+    kv_heads, window = (node.attributes[name].as_int() for name in ("kv_heads", "window"))
     if window not in visible:
         visible[window] = _visible(to, tree_mask, positions, past_len, live, window)
     presents = [
         to.node("TensorScatter", [cache, _heads(to, new, kv_heads), past_len], axis=-2)
         for cache, new in ((key_cache, k), (value_cache, v))
     ]
-    keys, values = (
-        to.node("Slice", [present, to.constant([0]), live, to.constant([2])]) for present in presents
-    )  # [B, H_kv, live, D]
-    scale = node.attributes["scale"].as_float()
-    attended = to.node("Attention", [_heads(to, q, q_heads), keys, values, visible[window]], scale=scale)
-    rows = to.node("Transpose", [attended], perm=[0, 2, 1, 3])
-    to.replace(to.node("Reshape", [rows, to.constant([0, 0, -1])]), *presents)
+    rows = [to.node("Slice", [present, to.constant([0]), live, to.constant([2])]) for present in presents]
+    to.replace(_attend(to, node, q, rows, visible[window]), *presents)
+    assert live is not None
+    assert past_len is not None
+    return _Chain(presents, [[read] for read in rows], live, past_len, [])
+
+
+def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> None:
+    """One more row of a chain: it sees the committed rows of the buffer, those that followed, and itself."""
+    q, k, v, key_cache, value_cache, tree_mask, _, past_len, _ = node.inputs
+    caches = [id(cache) for cache in (key_cache, value_cache)]
+    if chain is None or caches != [id(present) for present in chain.presents] or not _continues(node, chain):
+        raise BackendError(
+            f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; "
+            "TensorRT itself updates those of inputs only",
+            f"{_PLUGIN}, or without the drafter (--lyanna none)",
+        )
+    kv_heads = node.attributes["kv_heads"].as_int()
+    if not chain.seen:
+        chain.seen.append(_committed(to, chain.live, past_len))
+    chain.seen.append(to.node("Unsqueeze", [tree_mask, to.constant([1])]))
+    assert past_len is not None
+    chain.past_len = past_len
+    for joined, new in zip(chain.joined, (k, v), strict=True):
+        joined.append(_heads(to, new, kv_heads))
+    rows = [to.node("Concat", joined, axis=2) for joined in chain.joined]  # [B, H_kv, live + rows that followed, D]
+    to.replace(_attend(to, node, q, rows, to.node("Concat", chain.seen, axis=3)), *chain.presents)
+
+
+def _continues(node: ir.Node, chain: _Chain) -> bool:
+    """Whether a node brings one row, without a window, that begins behind the rows of the one before it."""
+    k, past_len = node.inputs[1], node.inputs[7]
+    single = k is not None and k.shape is not None and k.shape[1] == 1
+    added = past_len.producer() if past_len is not None else None
+    if not single or node.attributes["window"].as_int() or added is None or added.op_type != "Add":
+        return False
+    before, rows = added.inputs
+    if before is not chain.past_len or rows is None:
+        return False
+    count = ir.convenience.get_const_tensor(rows)
+    # Of the rows that the first node brings, the caller says how many count; those that follow are one each.
+    return not chain.seen or (count is not None and count.numpy().reshape(-1).tolist() == [1])
+
+
+def _attend(to: Rewriter, node: ir.Node, q: ir.Value | None, rows: list[ir.Value], visible: ir.Value) -> Any:
+    """[B, T, Hq * D] over keys and values [B, H_kv, S, D] under the mask [B, 1, T, S]."""
+    heads, scale = node.attributes["q_heads"].as_int(), node.attributes["scale"].as_float()
+    attended = to.node("Attention", [_heads(to, q, heads), *rows, visible], scale=scale)
+    return to.node("Reshape", [to.node("Transpose", [attended], perm=[0, 2, 1, 3]), to.constant([0, 0, -1])])
+
+
+def _committed(to: Rewriter, live: ir.Value, past_len: ir.Value | None) -> Any:
+    """Rows of the buffer before `past_len`, bool [B, 1, 1, live]."""
+    rows = to.node("Unsqueeze", [_rows(to, live), to.constant([0])])
+    before = to.node("Less", [rows, to.node("Unsqueeze", [past_len, to.constant([1])])])
+    return to.node("Unsqueeze", [before, to.constant([1, 2])])
+
+
+def _rows(to: Rewriter, live: ir.Value | None) -> Any:
+    """0 … live - 1."""
+    return to.node("Range", [to.constant(0), to.node("Squeeze", [live, to.constant([0])]), to.constant(1)])
 
 
 def _heads(to: Rewriter, rows: ir.Value | None, heads: int) -> Any:
@@ -79,7 +168,7 @@ def _visible(
 ) -> Any:  # fmt: skip
     """Rows that each node sees, bool [B, 1, T, live]."""
     zero, one = to.constant(0), to.constant(1)
-    rows = to.node("Range", [zero, to.node("Squeeze", [live, to.constant([0])]), one])
+    rows = _rows(to, live)
     past = to.node("Unsqueeze", [past_len, to.constant([1])])  # [B, 1]
     place = to.node("Sub", [to.node("Unsqueeze", [rows, to.constant([0])]), past])  # [B, live]: the node of a row
     nodes = to.node("Shape", [positions], start=1, end=2)  # [1]: T

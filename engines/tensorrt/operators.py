@@ -122,6 +122,13 @@ def _scatter(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> st
     return None if fits else f" of {rank} dimensions along axis {axis}, expected four and -2"
 
 
+def _gather_nd(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
+    values = (*graph.input, *graph.value_info, *graph.output)
+    known = [value.type.tensor_type.shape.dim for value in values if value.name == node.input[1]]
+    fixed = bool(known and known[0]) and known[0][-1].HasField("dim_value")
+    return None if fixed or node.input[1] in constants else " by indices of a length that is computed"
+
+
 def _attention(node: NodeProto, constants: set[str], graph: onnx.GraphProto) -> str | None:
     attributes = _attributes(node)
     surplus = [*(name for name in node.input[4:] if name), *(name for name in node.output[1:] if name)]
@@ -150,7 +157,8 @@ def _dequantize(node: NodeProto, constants: set[str], graph: onnx.GraphProto) ->
 
 
 _LIMITS: Mapping[str, Callable[[NodeProto, set[str], onnx.GraphProto], str | None]] = {
-    "TensorScatter": _scatter, "Attention": _attention, "TopK": _top_k, "DequantizeLinear": _dequantize,
+    "TensorScatter": _scatter, "GatherND": _gather_nd, "Attention": _attention, "TopK": _top_k,
+    "DequantizeLinear": _dequantize,
     **{operator: _reduce for operator in SUPPORTED if operator.startswith("Reduce")},
 }  # fmt: skip
 

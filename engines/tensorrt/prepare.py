@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 from redraft import names
 from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand
-from redraft.engines.tensorrt.native import lower_attention
+from redraft.engines.tensorrt.native import lower_attention, lower_keep
 from redraft.engines.tensorrt.records import Attention
 
 
@@ -36,6 +36,8 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
         _name_plugin(model)
     else:
         lower_attention(graph, model, release)
+        if graph == names.STEP_KEEP:
+            lower_keep(model)
     model.functions.clear()
     model.opset_imports.pop(names.TREE_ATTENTION_DOMAIN, None)
     for tidy in (common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass()):

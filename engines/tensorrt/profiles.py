@@ -1,6 +1,7 @@
 """Optimization profiles of every graph: prefill chunks, one token, trees. TensorRT tunes an engine for each of them.
 
-With two profiles, as is the custom, decoding without speculation would run kernels tuned for trees.
+With two profiles, as is the custom, decoding without speculation would run kernels tuned for trees. A profile is tuned
+for the usual width and takes the largest; a graph has those whose calls happen.
 """
 
 from __future__ import annotations
@@ -25,12 +26,24 @@ class Limits:
 
     batch:     B, sequences.   tree: T, nodes of a tree, root included.   prefill: T, prompt tokens of a chunk.
     capacity:  C, rows of a sequence's KV buffer.
+    usual:     T of most trees, which is tuned for.
     """
 
     batch: int
     tree: int
     prefill: int
     capacity: int
+    usual: int = 13  # the twelve nodes of Lyanna's paper and the root
+
+    @property
+    def widest(self) -> int:
+        """Nodes that the largest tree is padded to, as far as the KV buffers have room for them."""
+        return min(names.padded_width(self.tree), self.capacity)
+
+    @property
+    def tuned(self) -> int:
+        """Nodes that the usual tree is padded to."""
+        return min(names.padded_width(self.usual), self.widest)
 
     def __post_init__(self) -> None:
         if min(self.batch, self.prefill, self.tree - 1, self.capacity - 1) < 1:
@@ -84,35 +97,73 @@ def check_slots(largest: int, slots: int) -> None:
 
 
 def _symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Sizes of the symbols by profile. A prompt is computed alone; a tree has at least a root and a node."""
-    alone, several = (1, 1, 1), (1, 1, limits.batch)
-    common = {"C": (_SMALLEST_CACHE, limits.capacity, limits.capacity)}
-    if graph == names.VERIFIER:
-        prefill, one, tree = (1, limits.prefill, limits.prefill), (1, 1, 1), (2, limits.tree, limits.tree)
-        return {
-            PREFILL: {**common, "B": alone, "T": prefill, "R": one},
-            TOKEN: {**common, "B": several, "T": one, "R": one},
-            TREE: {**common, "B": several, "T": tree, "R": tree},
-        }
-    if graph in (names.STEP_LAYOUT, names.STEP_ACCEPT):
-        return {TOKEN: {"B": several, "T": (1, 1, 1)}, TREE: {"B": several, "T": (2, limits.tree, limits.tree)}}
-    if graph == names.STEP_COLLECT:
-        room = names.MOST_WAITING_ROWS
-        rows_of = {"B": several, "F": (1, limits.tree, room), "T": (1, limits.tree, room), "W": (1, room, room)}
-        return {TREE: rows_of}
-    rows = min(names.CATCH_UP_ROWS, limits.capacity)
-    common = {"C": (_SMALLEST_CACHE, limits.capacity, limits.capacity + names.CATCH_UP_ROWS + _MOST_STEPS)}
+    """Sizes of the symbols by profile: the graph's own are among them."""
+    return _SYMBOLS[graph](limits)
+
+
+def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """A prompt is computed alone; a tree has at least a root and a node."""
+    chunk, one, tree = (1, limits.prefill, limits.prefill), (1, 1, 1), _trees(limits)["T"]
     return {
-        PREFILL: {**common, "B": alone, "M": (1, rows, rows)},
-        TOKEN: {**common, "B": several, "M": (1, 1, 1)},
-        TREE: {**common, "B": several, "M": (1, min(_AFTER_A_TREE, rows), rows)},
+        PREFILL: {**_buffers(limits), "B": (1, 1, 1), "T": chunk, "R": one},
+        TOKEN: {**_buffers(limits), "T": one, "R": one},
+        TREE: {**_buffers(limits), "T": tree, "R": tree},
     }
 
 
+def _judging(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """What goes before and after a verification, of one token or of a tree."""
+    return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
+
+
+def _keeping(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """A root alone is where it belongs."""
+    return {TREE: {**_buffers(limits), **_trees(limits)}}
+
+
+def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """After trees and prompts, and between what waits and a draft's rows: few sizes are shared."""
+    room = names.MOST_WAITING_ROWS
+    rows = (1, limits.tuned, room)
+    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
+
+
+def _drafting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """Few rows in a step, many after a prompt: calls have these widths and no others."""
+    beyond = names.CATCH_UP_ROWS + _MOST_STEPS
+    few, many = names.DRAFT_WIDTHS
+    capacity = {"C": (_SMALLEST_CACHE, limits.capacity, limits.capacity + beyond)}
+    return {
+        name: {**_batch(limits), **capacity, "M": (width, width, width)}
+        for name, width in ((PREFILL, many), (TREE, few))
+    }
+
+
+def _resampling(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    return {TREE: _batch(limits)}
+
+
+_SYMBOLS = {
+    names.VERIFIER: _verifier, names.STEP_LAYOUT: _judging, names.STEP_ACCEPT: _judging, names.STEP_KEEP: _keeping,
+    names.STEP_COLLECT: _collecting, names.LYANNA_DRAFT: _drafting, names.LYANNA_RESAMPLE: _resampling,
+}  # fmt: skip
 _MOST_STEPS = 64
 """Steps of a chain, whose rows lie beyond the context while a drafter runs."""
-_AFTER_A_TREE = 4
-"""Rows that a drafter typically catches up on after a verified tree: what was accepted, and the root."""
+
+
+def _batch(limits: Limits) -> dict[str, Sizes]:
+    """Tuned for one sequence, which has the least to hide latency behind."""
+    return {"B": (1, 1, limits.batch)}
+
+
+def _buffers(limits: Limits) -> dict[str, Sizes]:
+    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.capacity, limits.capacity)}
+
+
+def _trees(limits: Limits) -> dict[str, Sizes]:
+    """T nodes of a call, of a drafter's tree that has K."""
+    tuned, widest = limits.tuned, limits.widest
+    return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest)}
 
 
 def _range(spec: TensorSpec, sizes: Mapping[str, Sizes]) -> Range:

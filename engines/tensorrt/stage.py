@@ -19,17 +19,26 @@ from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
-from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
 GRAPHS = (
     names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_COLLECT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE,
 )  # fmt: skip
-"""Graphs that engines are built of. Those that move KV rows in place are not among them: TensorRT lets outputs share an
-input's memory for KV updates and plugins only, and on a GPU a kernel and copies do their work. What the collecting
-engine writes is copied to where it belongs."""
+"""Graphs that engines are built of, whoever computes attention. TensorRT lets outputs share an input's memory for KV
+updates and plugins only: what the collecting engine writes is copied to where it belongs, and slots are copied without
+an engine."""
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes]
+
+
+def graphs_of(attention: Attention) -> tuple[str, ...]:
+    """Graphs that engines are built of.
+
+    Without the plugin also the one that keeps accepted rows, by TensorRT's KV update; beside the plugin our kernel does
+    it, which is built with it and needs no newer TensorRT.
+    """
+    return (*GRAPHS, names.STEP_KEEP) if attention == "native" else GRAPHS
 
 
 def stage_engines(
@@ -42,7 +51,9 @@ def stage_engines(
     """
     target, plugin = tools.target, tools.plugin
     limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.context)
-    graphs = {graph: manifest.graphs[graph] for graph in GRAPHS if graph in manifest.graphs}
+    if manifest.lyanna:
+        limits = replace(limits, usual=manifest.lyanna.nodes)
+    graphs = {graph: manifest.graphs[graph] for graph in graphs_of(options.attention) if graph in manifest.graphs}
     report("preparing graphs for TensorRT")
     prepared = {
         graph: prepare(folder, record.file, graph, target.release, options.attention)
@@ -59,7 +70,8 @@ def stage_engines(
         )
         for graph, record in graphs.items()
     }
-    check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
+    if not options.ignore_memory:
+        check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
     for number, (graph, one) in enumerate(builds.items()):
         report(f"building engines {number}/{len(builds)}")
         _write(folder, graph, one, prepared[graph], tools, build)
@@ -79,7 +91,7 @@ def _needs(
     graphs: Mapping[str, GraphRecord], prepared: Mapping[str, onnx.ModelProto], builds: Mapping[str, EngineBuild]
 ) -> dict[str, Needs]:
     return {
-        graph: needs_of(prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
+        graph: needs_of(graph, prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
         for graph, record in graphs.items()
     }
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from redraft.config import Precision
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BackendError
 
 OLDEST, NEWEST_MAJOR = (10, 9), 11
+FP8_CAPABILITY = (8, 9)
 _INSTALL = "run `pip install 'tensorrt>=10.9,<12'`, or use NVIDIA's container"
 
 
@@ -53,6 +55,16 @@ def find_target(
     if release < OLDEST or release[0] > NEWEST_MAJOR:
         raise BackendError(f"expected TensorRT {OLDEST[0]}.{OLDEST[1]} to {NEWEST_MAJOR}.x, found {version}", _INSTALL)
     return Target(version, found)
+
+
+def check_precision(precision: Precision, gpu: Gpu) -> None:
+    """Raise BackendError where a GPU has no kernels for this precision, before anything is built."""
+    if precision == "fp8" and gpu.compute_capability < FP8_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (FP8_CAPABILITY, gpu.compute_capability))
+        raise BackendError(
+            f"fp8 weights need a GPU of compute capability {needed} or newer, found {gpu.name} of {found}",
+            "build with --precision int8, or on a newer GPU",
+        )
 
 
 def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:

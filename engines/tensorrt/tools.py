@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from redraft.config import TensorRtBuild
+from redraft.config import BuildConfig
 from redraft.engines.tensorrt.plugin import Plugin, find_plugin
-from redraft.engines.tensorrt.target import Target, find_target
+from redraft.engines.tensorrt.target import Target, check_precision, find_target
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class Tools:
         return {"tensorrt": self.target.version, "gpu": gpu, "plugin": self.plugin.digest if self.plugin else ""}
 
 
-def find_tools(options: TensorRtBuild) -> Tools:
-    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing."""
+def find_tools(config: BuildConfig) -> Tools:
+    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or cannot do what is asked."""
     target = find_target()
-    return Tools(target, find_plugin(target.release[0]) if options.attention == "plugin" else None)
+    check_precision(config.precision, target.gpu)
+    plugin = find_plugin(target.release[0]) if config.tensorrt.attention == "plugin" else None
+    return Tools(target, plugin)

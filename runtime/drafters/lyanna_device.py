@@ -30,8 +30,6 @@ from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
-WIDTHS = (16, CATCH_UP)
-"""Rows that a draft call has room for: few in a step, many after a prompt."""
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
 
@@ -155,8 +153,8 @@ class DeviceLyanna(Drafter):
 
     def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
-        call = self._call(names.LYANNA_DRAFT, 1, WIDTHS[0])
-        self._fill_rows(call, [rows], [min(live, self.verifier.capacity - WIDTHS[0])])
+        call = self._call(names.LYANNA_DRAFT, 1, names.DRAFT_WIDTHS[0])
+        self._fill_rows(call, [rows], [min(live, self.verifier.capacity - names.DRAFT_WIDTHS[0])])
         drafted = self._measured(call)
         if self.shape.steps == 1:
             return drafted, 0.0
@@ -176,7 +174,7 @@ class DeviceLyanna(Drafter):
         """Run every call, and the verification of what it makes, until it is replayed as a graph."""
         verifier.warm()
         for sequences in {1, verifier.slots}:
-            calls = [(names.LYANNA_DRAFT, width) for width in WIDTHS]
+            calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
             calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
             for graph, width in calls:
                 call = self._call(graph, sequences, width)
@@ -203,7 +201,7 @@ class DeviceLyanna(Drafter):
 
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
         """One call that takes in the first rows[i] waiting rows of sequence i."""
-        width = next(width for width in WIDTHS if max(rows) <= width)
+        width = next(width for width in names.DRAFT_WIDTHS if max(rows) <= width)
         call = self._call(names.LYANNA_DRAFT, len(batch), width)
         states: list[Waiting] = [seq.drafting for seq in batch]
         values = self._fill_rows(call, rows, [state.past_len for state in states])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from redraft.cli import main
+from redraft.cli import doctor, main
 from redraft.cli.doctor import Finding
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -71,6 +71,33 @@ def test_doctor_finds_the_cpu_path_working(redraft: Redraft) -> None:
         "TensorRT",
         "TensorRT plugin",
     } <= names
+
+
+@pytest.mark.parametrize(
+    ("requirement", "version", "fits"),
+    [
+        ("numpy==2.4.6", "2.4.6", True),
+        ("numpy==2.4.6", "2.4.7", False),
+        ("torch==2.13.0", "2.13.0+cpu", True),
+        ("cuda-python<14,>=12.9", "12.9.10", True),
+        ("cuda-python<14,>=12.9", "13.4.4", True),
+        ("cuda-python<14,>=12.9", "12.8.0", False),
+        ("cuda-python<14,>=12.9", "14.0", False),
+    ],
+)
+def test_doctor_compares_versions_with_pins_and_ranges(requirement: str, version: str, fits: bool) -> None:
+    name, expected = doctor._split(requirement)
+    assert name in ("numpy", "torch", "cuda-python")
+    assert doctor._within(version, expected) == fits
+
+
+def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
+    assert doctor._driver((12, 4), "12.9.10").status == "ok"
+    assert doctor._driver((13, 0), "12.9.10").status == "ok"
+    assert doctor._driver((12, 4), None).status == "ok"
+    found = doctor._driver((12, 4), "13.4.4")
+    assert (found.status, found.found) == ("warning", "CUDA 12.4, which does not run cuda-python 13.4.4")
+    assert found.mend == "run `pip install 'cuda-python<13'`, or install a newer driver"
 
 
 def test_doctor_fails_when_the_cpu_path_cannot_work(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import pytest
+from tests.engines.bundles import write_bundle
 
 from redraft.cli import main
+from redraft.cli.build_options import Attention, choose_tensorrt, options_of
+from redraft.config import BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild
@@ -56,25 +60,46 @@ _STAGE: Any = stage.stage_engines
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["10.9.0.34", "10.15.1"])
+@pytest.mark.parametrize(
+    ("release", "attention"), [("10.9.0.34", "plugin"), ("10.15.1", "plugin"), ("10.16.1", "native")]
+)
 def test_every_graph_of_the_embedded_model_is_taken(
-    release: str, build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    release: str,
+    attention: Literal["plugin", "native"],
+    build: Build,
+    built: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "tiny"
-    assert build(release, "-o", out, "--precision", "fp16") == 0, capsys.readouterr().err
+    options = ("-o", out, "--precision", "fp16", "--attention", attention)
+    assert build(release, *options) == 0, capsys.readouterr().err
     bundle = open_bundle(out)
     record = bundle.manifest.tensorrt
     assert record is not None
-    assert set(record.engines) == set(stage.GRAPHS)
+    assert set(record.engines) == set(stage.graphs_of(attention))
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
-    assert build(release, "-o", out, "--precision", "fp16") == 0
+    assert build(release, *options) == 0
     assert len(built) == len(record.engines)  # the second build did nothing
     capsys.readouterr()
     assert main.run(["inspect", str(out), "--json"]) == 0
-    commands = json.loads(capsys.readouterr().out)["commands"]
+    shown = json.loads(capsys.readouterr().out)
+    commands = shown["commands"]
+    assert shown["inputs"] == []
     assert {f"{graph}: built by trtexec" for graph in ("verifier", "lyanna.draft", "lyanna.resample")} <= set(commands)
+    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["inputs"]
+    assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
+    assert str(tmp_path / "inputs" / "lyanna.draft.tree.pending.bin") in written
+
+
+def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path) -> None:
+    write_bundle(tmp_path / "small")
+    line = refused("inspect", tmp_path / "small", "--write-inputs", tmp_path / "inputs", status=2)
+    assert "has no TensorRT engines to write inputs for; leave --write-inputs out" in line
+    assert not (tmp_path / "inputs").exists()
 
 
 @pytest.mark.slow
@@ -88,6 +113,16 @@ def test_what_the_parser_lacks_is_named_and_nothing_is_left(
     assert line.endswith("build with --token-info fp16")
     assert not (tmp_path / "tiny").exists()
     assert built == []
+
+
+def test_what_was_asked_of_tensorrt_is_said_again() -> None:
+    """In the command that builds a bundle anew."""
+    recipe = BuildConfig(backend="tensorrt")
+    engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
+    assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
+    told = options_of(recipe, replace(recipe, tensorrt=engines))
+    assert told == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
+    assert options_of(recipe, recipe) == ()
 
 
 def test_options_of_tensorrt_are_refused_elsewhere(refused: Refused, tmp_path: Path) -> None:

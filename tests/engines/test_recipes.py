@@ -129,4 +129,4 @@ def test_with_tensorrt_its_backend_asks_for_the_rest(monkeypatch):
     monkeypatch.setattr(backends, "find_spec", lambda name: object())
     monkeypatch.setattr(backends, "find_tools", asked.append)
     check_buildable(BuildConfig(backend="tensorrt"))
-    assert asked == [BuildConfig().tensorrt]
+    assert asked == [BuildConfig(backend="tensorrt")]

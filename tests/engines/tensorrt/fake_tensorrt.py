@@ -149,7 +149,8 @@ class Network:
 class Fake:
     """The package: `sys.modules["tensorrt"] = Fake(...)`. What was asked of it is in `calls`, `configs` and `flags`.
 
-    inputs: the network's inputs, and whether each is a shape tensor.   error: what the parser says, if it fails.
+    inputs:  the network's inputs, and whether each is a shape tensor.
+    error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
     """
 
     BuilderFlag = BuilderFlag
@@ -159,13 +160,18 @@ class Fake:
     NetworkDefinitionCreationFlag = NetworkDefinitionCreationFlag
     DeviceType = DeviceType
     ILogger = ILogger
+    Logger = ILogger
     __spec__ = None
     __path__ = ()
 
-    def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True) -> None:
+    def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True,
+        failure: str = "",
+    ) -> None:  # fmt: skip
         self.__version__ = version
         self.inputs = inputs
         self.error = error
+        self.failure = failure
+        self.loggers: list[ILogger] = []
         self.loads = loads
         self.registered = False
         self.calls: list[tuple[str, Any]] = []
@@ -191,6 +197,7 @@ class Fake:
         return object()
 
     def Builder(self, logger: ILogger) -> Any:
+        self.loggers.append(logger)
         return SimpleNamespace(
             create_network=self._network, create_builder_config=self._config,
             create_optimization_profile=OptimizationProfile, build_serialized_network=self._build,
@@ -211,8 +218,18 @@ class Fake:
 
     def _parse(self, model: str) -> bool:
         self.calls.append(("parse_from_file", model))
+        if self.error:
+            self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
         return not self.error
 
-    def _build(self, network: Any, config: BuilderConfig) -> bytes:
+    def _build(self, network: Any, config: BuilderConfig) -> bytes | None:
         self.calls.append(("build_serialized_network", None))
+        if self.failure:
+            self._log("Error Code 10: cost table is empty", self.failure)
+            self.loggers[-1].log(ILogger.WARNING, "a warning after it")  # type: ignore[attr-defined]
+            return None
         return b"engine"
+
+    def _log(self, *errors: str) -> None:
+        for error in errors:
+            self.loggers[-1].log(ILogger.ERROR, error)  # type: ignore[attr-defined]

@@ -104,6 +104,28 @@ def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBui
 
 def test_what_the_parser_says_is_one_line(install: Install, build: EngineBuild) -> None:
     install(error="node 3:\n unknown")
-    with pytest.raises(BackendError, match=r"cannot build verifier\.tensorrt\.onnx: [^\n]+; see its log") as caught:
+    with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: ERROR: [^\n]+; see its log") as caught:
         build_engine(build)
-    assert "\n" not in str(caught.value)
+    assert "importer.cpp:1 node 3: unknown;" in str(caught.value)
+
+
+def test_why_an_engine_is_not_built_is_tensorrts_own_line(install: Install, build: EngineBuild) -> None:
+    """Its last error, not what was said when another engine was built; Polygraphy only says that there is none."""
+    fake = install(failure="Error Code 2: no implementation\nfor node l0.attended")
+    with pytest.raises(BackendError, match=r"onnx: Error Code 2: no implementation for node l0\.attended; see its log"):
+        build_engine(build)
+    fake.failure = ""
+    assert build_engine(build) == b"engine"
+    fake.failure = "Error Code 9: out of memory"
+    with pytest.raises(BackendError, match=r"onnx: Error Code 9: out of memory; see its log"):
+        build_engine(build)
+    assert len({id(logger) for logger in fake.loggers}) == 1  # TensorRT keeps the first
+
+
+def test_a_failure_without_a_reason_is_polygraphys_sentence(install: Install, build: EngineBuild) -> None:
+    fake = install(failure="Error Code 2: of the engine before")
+    with pytest.raises(BackendError, match="of the engine before"):
+        build_engine(build)
+    fake._log = lambda *errors: None  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match=r"cannot build verifier\.tensorrt\.onnx: Invalid Engine"):
+        build_engine(build)

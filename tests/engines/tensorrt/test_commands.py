@@ -9,16 +9,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnxruntime as ort
 import pytest
 
 from redraft import names
-from redraft.engines.manifest import Manifest
+from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt.commands import commands
+from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
+from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
+from redraft.names import LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
+from tests.export.drafters.tiny import export, make_verifier
 
 DECODER = Decoder()
 LIBRARY = "libredraft_tensorrt_10.so"
@@ -89,13 +95,118 @@ def test_trtexec_has_all_profiles_in_order_with_every_dynamic_input(tmp_path: Pa
 def test_every_profile_is_timed_at_what_it_is_tuned_for(tmp_path: Path) -> None:
     words = found(tmp_path, manifest())["verifier: timed, profile tree"]
     assert "--useProfile=2" in words
-    assert any(word.startswith("--shapes=token_ids:1x16,") for word in words)
+    assert any(word.startswith("--shapes=token_ids:1x13,") for word in words)
 
 
-@pytest.mark.parametrize("kind", ["native", "embedded"])
-def test_without_a_library_none_is_named(kind: str, tmp_path: Path) -> None:
-    for words in found(tmp_path, manifest(native=kind == "native", embedded=kind == "embedded")).values():
-        assert not any("Plugins" in word or "libredraft" in word for word in words)
+def test_without_a_plugin_none_is_named(tmp_path: Path) -> None:
+    for words in found(tmp_path, manifest(native=True)).values():
+        assert not any("Plugins" in word or VARIABLE in word or "libredraft" in word for word in words)
+        assert "--versionCompatible" not in words
+
+
+def test_a_plugin_beside_the_engine_is_registered_and_stays_there(tmp_path: Path) -> None:
+    given = f"--dynamicPlugins={tmp_path / LIBRARY}"
+    commands = found(tmp_path, manifest())
+    assert given in commands["verifier: built by trtexec"]
+    assert given in commands["verifier: timed, profile tree"]
+    for words in commands.values():
+        assert not any(word.startswith("--setPluginsToSerialize") or word == "--versionCompatible" for word in words)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_plugin_inside_the_engine_is_needed_for_building_only(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By trtexec for the parser and for the engine; by Polygraphy, which builds anew. Loading only allows its code."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library = FOLDER / LIBRARY
+    if named:
+        library = tmp_path / "mine.so"
+        monkeypatch.setenv(VARIABLE, str(library))
+    commands = found(tmp_path, manifest(embedded=True))
+    built, timed = commands["verifier: built by trtexec"], commands["verifier: timed, profile tree"]
+    assert {f"--dynamicPlugins={library}", f"--setPluginsToSerialize={library}", "--versionCompatible"} <= set(built)
+    assert "--versionCompatible" in timed
+    assert not any("Plugins" in word for word in timed)
+    assert f"{VARIABLE}={library}" in commands["verifier: compared with what ONNX Runtime gave"]
+
+
+def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) -> None:
+    bfloat16 = manifest_of(DECODER, precision="bf16", shape=replace(DECODER.shape, dtype="bfloat16"))
+    record = replace(bfloat16.graphs[names.VERIFIER], inputs=names.verifier_inputs(bfloat16.shape))
+    built = replace(bfloat16, graphs={names.VERIFIER: record}, tensorrt=manifest().tensorrt)
+    commands = found(tmp_path, built)
+    assert commands.pop("verifier: not compared, since ONNX Runtime does not compute bfloat16 on CPUs") == ()
+    assert not any("polygraphy" in words for words in commands.values())
+    assert "verifier: timed, profile tree" in commands
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp_path: Path) -> None:
+    """Every file is there, as large as trtexec will read it, and the graph runs with it at the sizes that are said."""
+    portable = save_verifier(DECODER, tmp_path)
+    built = manifest(native=native)
+    commands = found(tmp_path, built)
+    (folder,) = (words[-1] for words in commands.values() if "--write-inputs" in words)
+    written = {str(path.relative_to(tmp_path)) for path in write_inputs(tmp_path / folder, built)}
+    session = ort.InferenceSession(portable, providers=["CPUExecutionProvider"])
+    named = set()
+    for profile in ("prefill", "token", "tree"):
+        words = dict(word.split("=", 1) for word in commands[f"verifier: timed, profile {profile}"] if "=" in word)
+        shapes = dict(part.split(":") for part in words["--shapes"].split(","))
+        files = dict(part.split(":") for part in words["--loadInputs"].split(","))
+        named |= set(files.values())
+        feeds = {}
+        for spec in names.verifier_inputs(DECODER.shape):
+            said = shapes.get(spec.name, "1") if spec.name != names.LIVE else "1"  # natively `live` says its value
+            size = list(map(int, said.split("x")))
+            if spec.name in files:
+                raw = (tmp_path / files[spec.name]).read_bytes()
+                feeds[spec.name] = np.frombuffer(raw, spec.dtype).reshape(size)
+            else:
+                assert spec.dtype == "float32"
+                feeds[spec.name] = np.ones(size, np.float32)
+        rows = feeds[names.TOKEN_IDS].shape[1]
+        assert feeds[names.LIVE][0] == feeds[names.PAST_LEN][0] + rows <= feeds[names.key_cache(0)].shape[2]
+        assert feeds[names.POSITIONS][0].tolist() == list(range(feeds[names.PAST_LEN][0], feeds[names.LIVE][0]))
+        assert feeds[names.OUTPUT_ROWS][0, -1] == rows - 1
+        assert (feeds[names.TREE_MASK] == np.tri(rows, dtype=bool)).all()
+        assert all(np.isfinite(output).all() for output in session.run(None, feeds))
+    assert named == written
+
+
+def test_integers_of_a_drafters_calls_are_sound() -> None:
+    """All rows of a call are new, and of a chain the first step is used up."""
+    lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, "fp16", 20, 5)
+    manifest = manifest_of(DECODER, lyanna=lyanna)
+    signatures = {
+        names.LYANNA_DRAFT: (names.lyanna_draft_inputs(lyanna), names.lyanna_draft_outputs(lyanna)),
+        names.LYANNA_RESAMPLE: (names.lyanna_resample_inputs(lyanna), names.lyanna_resample_outputs(lyanna)),
+    }
+    made = {}
+    for graph, (inputs, outputs) in signatures.items():
+        profile = profiles_of(graph, inputs, Limits(2, 16, 32, 64), live_is_shape=False)[-1]
+        made[graph] = sound_inputs(GraphRecord("g.onnx", inputs, outputs), manifest, profile)
+    draft, resample = made.values()
+    assert draft[names.PENDING].tolist() == [16]
+    assert draft[names.POSITIONS].tolist() == [list(range(32, 48))]
+    assert (draft[names.PAST_LEN].tolist(), draft[names.LIVE].tolist()) == ([32], [48])
+    assert resample[names.FIRST_STEP].tolist() == [1]
+    assert set(draft[f"{names.TOKEN_INFO}index"].tolist()) == set(range(21))
+    assert all(0 <= token < 61 for token in (*draft[names.TOKENS].ravel(), *resample[names.TOKENS]))
+    assert all(values.dtype == np.int64 for call in made.values() for values in call.values())
+
+
+@pytest.mark.slow
+def test_every_command_of_polygraphy_runs_on_onnx_runtime(tmp_path: Path) -> None:
+    """The drafter's too: draft and resample, whose rows, steps and tokens must fit together."""
+    (tmp_path / "verifier").mkdir()
+    exported = export(tmp_path, make_verifier(tmp_path / "verifier"))
+    commands = [words for words in found(exported.bundle.path, exported.bundle.manifest).values() if words]
+    assert [words[2].rpartition("/")[2] for words in commands] == ["lyanna.draft.onnx", "lyanna.resample.onnx"]
+    for words in commands:
+        result = polygraphy(list(words[1:]), tmp_path)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
 def test_a_command_survives_the_shell(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from redraft.engines.tensorrt.driver import Gpu, find_gpu
+from redraft.config import BuildConfig, TensorRtBuild
+from redraft.engines.tensorrt.driver import Gpu, cuda_version, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.engines.tensorrt.target import Target, check_same, find_target
+from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
@@ -46,6 +48,9 @@ class FakeDriver:
     def _cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
         free._obj.value, total._obj.value = 130 << 30, 140 << 30
 
+    def _cuDriverGetVersion(self, version: Any) -> None:
+        version._obj.value = 12040
+
     def _cuGetErrorName(self, status: Any, text: Any) -> None:
         text._obj.value = b"CUDA_ERROR_NO_DEVICE"
 
@@ -62,6 +67,12 @@ def test_name_capability_and_memory_are_read_and_the_context_is_let_go() -> None
     driver = FakeDriver()
     assert find_gpu(lambda name: driver) == GPU
     assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_the_newest_cuda_that_the_driver_runs_is_known() -> None:
+    assert cuda_version(lambda name: FakeDriver()) == (12, 4)
+    with pytest.raises(BackendError, match=r"no CUDA driver: libcuda\.so\.1 was not found; install"):
+        cuda_version(absent)
 
 
 def test_the_context_is_let_go_when_memory_cannot_be_asked() -> None:
@@ -121,6 +132,22 @@ def test_a_missing_package_and_a_missing_library_are_named() -> None:
         find_target(lambda: GPU, missing)
     with pytest.raises(BackendError, match=r"does not load: libnvinfer\.so\.10: cannot open"):
         find_target(lambda: GPU, broken)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
+def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Target("10.16.1", Gpu("NVIDIA A10", capability, 0, 0))
+    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda: found)
+    native = TensorRtBuild("native")
+    config = BuildConfig("fp8", "tensorrt", tensorrt=native)
+    if taken:
+        assert find_tools(config).target == found
+    else:
+        with pytest.raises(BackendError, match=r"capability 8\.9 or newer, found NVIDIA A10 of 8\.6; .*precision int8"):
+            find_tools(config)
+        assert find_tools(BuildConfig("fp16", "tensorrt", tensorrt=native)).plugin is None
 
 
 def test_engines_of_another_gpu_or_version_are_refused() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from redraft.engines.tensorrt.builder import EngineBuild
+from redraft.engines.tensorrt.builder import EngineBuild, Settings
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
 from redraft.engines.tensorrt.records import Profile, Range
@@ -15,7 +16,7 @@ from redraft.engines.tensorrt.target import Target
 
 GPU = Gpu("NVIDIA H200", (9, 0), 1, 2)
 TARGET = Target("10.13.3", GPU)
-BUILD = EngineBuild(Path("a.onnx"), (Profile("tree", {"x": Range((1,), (2,), (3,))}),), Path("times"))
+BUILD = EngineBuild(Path("a.onnx"), (Profile("tree", {"x": Range((1,), (2,), (3,))}),), Path("times"), Path("p.so"))
 PARTS = (b"graph", ("digest",), TARGET, "plugin", BUILD)
 
 
@@ -31,12 +32,25 @@ PARTS = (b"graph", ("digest",), TARGET, "plugin", BUILD)
         (4, replace(BUILD, profiles=(Profile("tree", {"x": Range((1,), (2,), (4,))}),))),
         (4, replace(BUILD, embed_plugin=True)),
         (4, replace(BUILD, workspace_bytes=1)),
+        (4, replace(BUILD, plugin=None)),
     ],
 )
 def test_every_part_changes_the_key(place: int, other: object) -> None:
     changed = [*PARTS]
     changed[place] = other
     assert engine_key(*changed) != engine_key(*PARTS)  # type: ignore[arg-type]
+
+
+def test_what_builds_and_how_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every setting that the builder is told, also those that are the same for all today, and Polygraphy's version."""
+    before = engine_key(*PARTS)
+    for field in fields(Settings):
+        changed = replace(BUILD.settings, **{field.name: not getattr(BUILD.settings, field.name)})
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineBuild, "settings", changed)
+            assert engine_key(*PARTS) != before, field.name
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0")
+    assert engine_key(*PARTS) != before
 
 
 def test_free_memory_and_where_files_lie_do_not_change_the_key() -> None:

@@ -12,13 +12,15 @@ from redraft.names import LyannaShape, TensorSpec, VerifierShape
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
-LIMITS = Limits(batch=4, tree=16, prefill=32, capacity=64)
+LIMITS = Limits(batch=4, tree=16, prefill=32, capacity=64, usual=9)
 SIGNATURES = {
     names.VERIFIER: names.verifier_inputs(SHAPE),
     names.LYANNA_DRAFT: names.lyanna_draft_inputs(LYANNA),
     names.LYANNA_RESAMPLE: names.lyanna_resample_inputs(LYANNA),
-    **{graph: names.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (names.STEP_LAYOUT, names.STEP_ACCEPT)},
-}
+    **{graph: names.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (
+        names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP, names.STEP_COLLECT,
+    )},
+}  # fmt: skip
 
 
 def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
@@ -44,16 +46,51 @@ def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
     assert [profile.name for profile in (prefill, token, tree)] == ["prefill", "token", "tree"]
     assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 32), (1, 32))
     assert token.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 1), (4, 1))
-    assert tree.inputs[names.TREE_MASK] == Range((1, 2, 2), (1, 16, 16), (4, 16, 16))
+    assert tree.inputs[names.TREE_MASK] == Range((1, 2, 2), (1, 13, 13), (4, 16, 16))
     assert prefill.inputs[names.OUTPUT_ROWS].max == (1, 1)
     assert tree.inputs[names.key_cache(1)] == Range((1, 2, 2, 16), (1, 2, 64, 16), (4, 2, 64, 16))
 
 
+def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
+    """Nine nodes are verified as thirteen, so that thirteen is what the engine is tuned for; of seventeen, 32."""
+    assert (LIMITS.tuned, LIMITS.widest) == (13, 16)
+    assert Limits(1, 17, 32, 64).widest == 32
+    assert Limits(1, 65, 32, 128).widest == 96  # wider than the widest: in steps of 32
+    assert Limits(1, 33, 32, 40).widest == 40  # the buffers have no more rows
+    assert Limits(1, 8, 32, 64, usual=9).tuned == 8
+
+
+def test_a_drafters_calls_have_two_widths() -> None:
+    prompt, step = profiles_of(names.LYANNA_DRAFT, SIGNATURES[names.LYANNA_DRAFT], LIMITS, live_is_shape=True)
+    assert prompt.inputs[names.TOKENS] == Range((1, 64), (1, 64), (4, 64))
+    assert step.inputs[names.TOKENS] == Range((1, 16), (1, 16), (4, 16))
+    assert step.inputs[names.LIVE] == Range((16,), (32,), (192,))
+
+
+def test_a_resampling_has_one_profile() -> None:
+    (found,) = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, live_is_shape=False)
+    assert found.inputs[names.TOKENS] == Range((1,), (1,), (4,))
+
+
+def test_accepted_rows_are_kept_of_trees_only() -> None:
+    (found,) = profiles_of(names.STEP_KEEP, SIGNATURES[names.STEP_KEEP], LIMITS, live_is_shape=True)
+    assert found.inputs[names.PATH] == Range((1, 2), (1, 13), (4, 16))
+    assert found.inputs[names.value_cache(1)] == Range((1, 2, 2, 16), (1, 2, 64, 16), (4, 2, 64, 16))
+
+
+def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
+    """A graph over a drafter's K nodes, of which a call verifies T."""
+    inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
+    one, tree = profiles_of(names.STEP_LAYOUT, inputs, LIMITS, live_is_shape=False)
+    assert one.inputs[names.TREE_PARENTS] == tree.inputs[names.TREE_PARENTS] == Range((1, 1), (1, 13), (4, 16))
+    assert one.inputs[names.POSITIONS].max == (4, 1)
+
+
 def test_profiles_that_would_be_the_same_are_one() -> None:
-    resample = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, live_is_shape=False)
-    assert [profile.inputs[names.TOKENS].max for profile in resample] == [(1,), (4,)]
-    alone = Limits(batch=1, tree=16, prefill=32, capacity=64)
-    assert len(profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], alone, False)) == 1
+    """Prompts that are computed token by token."""
+    inputs = SIGNATURES[names.VERIFIER]
+    found = profiles_of(names.VERIFIER, inputs, Limits(1, 16, prefill=1, capacity=64), live_is_shape=False)
+    assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
 def test_values_of_live_have_a_range_where_they_are_sizes() -> None:

@@ -12,14 +12,17 @@ import pytest
 from redraft import names
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
-from redraft.engines.manifest import Manifest, dump_manifest
+from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
+from redraft.engines.tensorrt.records import Range
 from redraft.engines.tensorrt.stage import stage_engines
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 from redraft.errors import BackendError, BundleError, UsageError
+from redraft.export.step_graphs import export_step_graphs
+from redraft.names import LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -50,6 +53,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Buil
         decoder = Decoder()
         with BundleWriter(tmp_path / out, "small") as writer:
             save_verifier(decoder, writer.staging)
+            export_step_graphs(decoder.shape, None, writer.staging)
             (writer.staging / "tokenizer.json").write_text("{}")
             manifest = manifest_of(decoder, backend="tensorrt", **changes)
             staged = stage_engines(writer.staging, manifest, options, tools, lambda line: None, fake)
@@ -128,11 +132,36 @@ def test_native_attention_needs_no_plugin(build: Build) -> None:
     assert all(names.LIVE in profile.inputs for profile in built[0].profiles)
 
 
+def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
+    """Our kernel does it beside the plugin, which is built with it."""
+    decoder = Decoder()
+    inputs, outputs = names.step_signatures(decoder.shape, None)[names.STEP_KEEP]
+    keep = {names.STEP_KEEP: GraphRecord(f"{names.STEP_KEEP}.onnx", inputs, outputs)}
+    graphs = {**manifest_of(decoder).graphs, **keep}
+    native = replace(OPTIONS, attention="native")
+    manifest, built = build("native", native, Tools(Target("10.15.0", GPU), None), graphs=graphs)
+    assert manifest.tensorrt is not None
+    assert set(manifest.tensorrt.engines) == {names.VERIFIER, names.STEP_KEEP}
+    assert [one.graph.name for one in built] == ["verifier.tensorrt.onnx", "step.keep.tensorrt.onnx"]
+    manifest, _ = build("plugin", graphs=graphs)
+    assert manifest.tensorrt is not None
+    assert set(manifest.tensorrt.engines) == {names.VERIFIER}
+
+
+def test_the_tree_that_is_tuned_for_is_the_drafters(build: Build) -> None:
+    lyanna = LyannaShape(32, 61, 2, 16, 3, 3, 7, "fp16", 61, 8)
+    manifest, _ = build(lyanna=lyanna)
+    assert manifest.tensorrt is not None
+    tree = manifest.tensorrt.engines[names.VERIFIER].profiles[-1]
+    assert tree.inputs[names.TOKEN_IDS] == Range((1, 2), (1, 8), (2, 16))
+
+
 def test_too_little_memory_is_found_before_anything_is_built(build: Build, tools: Tools, tmp_path: Path) -> None:
     small = replace(tools, target=Target("10.13.3", replace(GPU, free_bytes=1 << 20)))
-    with pytest.raises(BackendError, match=r"of GPU memory needed, 0\.00 free on NVIDIA H200"):
+    with pytest.raises(BackendError, match=r"of GPU memory needed.*, 0\.00 free on NVIDIA H200.*--ignore-memory$"):
         build(tools=small)
     assert not (tmp_path / "bundle").exists()
+    assert len(build(tools=small, options=replace(OPTIONS, ignore_memory=True))[1]) == 1
 
 
 def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:

@@ -1,0 +1,187 @@
+"""Chains and kept rows in TensorRT's own operators: ONNX Runtime computes the same of the portable graph and of these.
+
+TensorRT's KV update writes to the memory of an input, so a buffer has one: a chain's later rows are not written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from redraft import names
+from redraft.engines.manifest import dump_manifest, load_manifest
+from redraft.engines.tensorrt.native import lower_attention
+from redraft.engines.tensorrt.operators import problems
+from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.errors import BackendError
+from redraft.export.step_graphs import export_step_graphs
+from redraft.names import VerifierShape
+from redraft.runtime import Runtime, SamplingParams
+from redraft.types import Budget
+from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
+from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
+
+RELEASE = (10, 15)
+CAPACITY, WIDTH, POISON = 40, 5, 1e3
+PENDING = (3, 5)
+"""Rows that two sequences bring to a call; the rest of WIDTH is padding."""
+SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """A chain of three steps, and its graph for TensorRT beside the portable one."""
+    folder = tmp_path_factory.mktemp("chain")
+    (folder / "verifier").mkdir()
+    exported = export(folder, make_verifier(folder / "verifier"))
+    prepare(exported.bundle.path, exported.lyanna.draft, names.LYANNA_DRAFT, RELEASE, "native")
+    return exported
+
+
+class Drafting:
+    """A draft graph and the KV buffers that it hands on from call to call."""
+
+    def __init__(self, exported: Exported, file: str) -> None:
+        self._shape, self._tables = exported.shape, exported.tables
+        self._session = ort.InferenceSession(exported.bundle.path / file, providers=["CPUExecutionProvider"])
+        size = (2, self._shape.kv_heads, CAPACITY, self._shape.head_dim)
+        self.caches = {name(0): np.full(size, POISON, np.float32) for name in (names.key_cache, names.value_cache)}
+
+    def __call__(self, past_len: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+        """Rows of `seed` behind the first past_len[b] ones; padding is as garbage as what the buffers began with."""
+        random = np.random.default_rng(seed)
+        features = random.standard_normal((2, WIDTH, self._shape.hidden)).astype(np.float32)
+        for sequence, count in enumerate(PENDING):
+            features[sequence, count:] = POISON
+        feeds = {
+            names.FEATURE_ROWS: features,
+            names.TOKENS: random.integers(0, self._shape.vocabulary, (2, WIDTH)),
+            names.POSITIONS: past_len[:, None] + np.arange(WIDTH),
+            names.PENDING: np.array(PENDING), names.PAST_LEN: past_len, names.LIVE: np.array([past_len.max() + WIDTH]),
+            **self.caches, **self._tables,
+        }  # fmt: skip
+        outputs = [output.name for output in self._session.get_outputs()]
+        found = dict(zip(outputs, self._session.run(outputs, feeds), strict=True))
+        self.caches = {cache: found[names.present(cache)] for cache in self.caches}
+        return found
+
+
+def assert_same_draft(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name in (names.TREE_TOKENS, names.TREE_PARENTS):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    for name in (names.TREE_LOG_PROBS, names.CHAIN_LOGITS):
+        np.testing.assert_allclose(found[name], expected[name], rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
+    """Also where what lies behind the committed rows is poisoned between calls: nobody reads it."""
+    portable, native = Drafting(drafter, drafter.lyanna.draft), Drafting(drafter, graph_file(names.LYANNA_DRAFT))
+    past_len = np.array([0, 2])
+    for cache in names.key_cache(0), names.value_cache(0):
+        committed = np.random.default_rng(9).standard_normal((drafter.shape.kv_heads, 2, drafter.shape.head_dim))
+        for draft in (portable, native):
+            draft.caches[cache][1, :, :2] = committed
+    for call in range(3):
+        assert_same_draft(native(past_len, call), portable(past_len, call))
+        past_len = past_len + PENDING
+        for cache, rows in native.caches.items():
+            for sequence, live in enumerate(past_len):
+                np.testing.assert_allclose(
+                    rows[sequence, :, :live], portable.caches[cache][sequence, :, :live], rtol=2e-4, atol=2e-4
+                )
+                rows[sequence, :, live:] = -POISON
+
+
+def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
+    """All that TensorRT's KV update can do."""
+    graph = onnx.load(drafter.bundle.path / graph_file(names.LYANNA_DRAFT), load_external_data=False).graph
+    updates = [node for node in graph.node if node.op_type == "TensorScatter"]
+    assert [node.input[0] for node in updates] == [names.key_cache(0), names.value_cache(0)]
+    assert [node.output[0] for node in updates] == [
+        names.present(cache) for cache in (node.input[0] for node in updates)
+    ]
+    assert {output.name for output in graph.output} == {spec.name for spec in names.lyanna_draft_outputs(drafter.shape)}
+    assert sum(node.op_type == "Attention" for node in graph.node) == CONFIG.steps
+
+
+@pytest.mark.parametrize("change", ["two rows on", "window", "another's row"])
+def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Exported) -> None:
+    model = ir.load(drafter.bundle.path / drafter.lyanna.draft)
+    third = [node for node in model.graph if node.op_type == names.TREE_ATTENTION][2]
+    if change == "window":
+        third.attributes["window"] = ir.AttrInt64("window", 4)
+    elif change == "two rows on":
+        two = ir.Value(name="two", const_value=ir.tensor(np.array(2), name="two"))
+        model.graph.register_initializer(two)
+        third.inputs[7].producer().replace_input_with(1, two)
+    else:
+        third.replace_input_with(4, next(value for value in model.graph.inputs if value.name == names.value_cache(0)))
+    with pytest.raises(
+        BackendError, match=r"another node wrote, and not its next row.*attention plugin, or without the"
+    ):
+        lower_attention(names.LYANNA_DRAFT, model, RELEASE)
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("step")
+    export_step_graphs(SHAPE, None, folder)
+    prepare(folder, f"{names.STEP_KEEP}.onnx", names.STEP_KEEP, RELEASE, "native")
+    return folder
+
+
+def test_rows_of_the_path_are_kept(step: Path) -> None:
+    random = np.random.default_rng(3)
+    size = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
+    caches = {name: random.standard_normal(size).astype(np.float32) for name in names.caches(SHAPE)}
+    path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
+    feeds = {names.PATH: path, names.PAST_LEN: past_len, **caches}
+    session = ort.InferenceSession(step / graph_file(names.STEP_KEEP), providers=["CPUExecutionProvider"])
+    presents = session.run([names.present(cache) for cache in caches], feeds)
+    for cache, found in zip(caches.values(), presents, strict=True):
+        expected = cache.copy()
+        expected[0, :, 4:10] = cache[0][:, 4 + path[0]]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_keeping_graph_updates_inputs_by_indices_of_a_fixed_length(step: Path) -> None:
+    portable = onnx.load(step / f"{names.STEP_KEEP}.onnx")
+    assert "GatherND by indices of a length that is computed" in next(problems(portable, RELEASE))
+    model = onnx.load(step / graph_file(names.STEP_KEEP))
+    assert not list(problems(model, RELEASE))
+    updated = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter"]
+    assert updated == names.caches(SHAPE)
+    assert sum(node.op_type == "Reshape" for node in model.graph.node) == 1  # the indices are those of all buffers
+
+
+@pytest.mark.slow
+def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three over many calls: prompts longer than a draft takes in, slots of different lengths, resampling."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    portable, native = write_lyanna_bundle(tmp_path), tmp_path / "native"
+    shutil.copytree(portable, native)
+    manifest = load_manifest(native)
+    files = dict(manifest.files)
+    for graph in (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP):
+        file = manifest.graphs[graph].file
+        prepare(native, file, graph, RELEASE, "native")
+        (native / graph_file(graph)).replace(native / file)
+        files[file] = replace(files[file], size=(native / file).stat().st_size)
+    (native / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
+    prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]
+    said = []
+    for folder in (portable, native):
+        with Runtime.open(folder, threads=1, slots=3, verify=False, device="cpu") as runtime:
+            said.append(runtime.generate(prompts, SamplingParams(max_tokens=40), "lyanna", Budget(30, STEPS, 9)))
+    for one, other in zip(*said, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
+        assert one.metrics.size_histogram == other.metrics.size_histogram
+    assert sum(one.metrics.num_accepted_draft_tokens for one in said[1]) > 0
