@@ -43,13 +43,14 @@ def bench(
 
     from redraft.bench.compare import Settings, compare
     from redraft.bench.prompts import load_prompts
-    from redraft.runtime import Runtime, SamplingParams
+    from redraft.cli.opening import open_runtime
+    from redraft.runtime import SamplingParams
 
     loaded = load_prompts(prompts, limit)
     settings = Settings(SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos), size, forced)
     with progress(quiet=as_json) as report:
         report("opening the engines")
-        with Runtime.open(engines, threads=threads, device=device) as runtime:
+        with open_runtime(engines, threads=threads, device=device) as runtime:
             runs = compare(runtime, loaded, listed or ["ngram", *_best(runtime)], settings, report)
             result = figures(runtime, runs, settings, engines, threads)
     print_json(result) if as_json else print_table(result)

@@ -34,10 +34,11 @@ def demo(
     from redraft.bench.prompts import Prompt
     from redraft.bench.summary import summarise
     from redraft.cli.bench import gap_finder
-    from redraft.runtime import Runtime, SamplingParams
+    from redraft.cli.opening import open_runtime
+    from redraft.runtime import SamplingParams
 
     settings = Settings(SamplingParams(max_tokens=max_new_tokens))
-    with Runtime.open(engines, threads=threads) as runtime:
+    with open_runtime(engines, threads=threads) as runtime:
         best = runtime.default_method
         caveats = runtime.caveats
         runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)

@@ -48,7 +48,8 @@ def generate(
     """Continue a prompt with the engines of a bundle."""
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget)
 
-    from redraft.runtime import Runtime, SamplingParams
+    from redraft.cli.opening import open_runtime
+    from redraft.runtime import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_new_tokens,
@@ -60,7 +61,7 @@ def generate(
         seed=seed,
     )
     with ExitStack() as stack:
-        runtime = stack.enter_context(Runtime.open(engines, threads=threads, verify=verify, device=device))
+        runtime = stack.enter_context(open_runtime(engines, threads=threads, verify=verify, device=device))
         file = stack.enter_context(writable(trace)) if trace else None
         ids = encode(runtime, text, chat)
         if as_json:

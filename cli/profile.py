@@ -184,9 +184,10 @@ class Decoded:
 
 def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
     """Decode the prompt twice, the second time while `watcher` sees it, inside of a range `around`."""
-    from redraft.runtime import Runtime, SamplingParams
+    from redraft.cli.opening import open_runtime
+    from redraft.runtime import SamplingParams
 
-    runtime = stack.enter_context(Runtime.open(asked.engines, threads=asked.threads, device=asked.device))
+    runtime = stack.enter_context(open_runtime(asked.engines, threads=asked.threads, device=asked.device))
     params = SamplingParams(max_tokens=asked.max_new_tokens)
     ids, size = encode(runtime, asked.text, chat=False), parse_budget(asked.budget)
     ranges, device = runtime.verifier.ranges, runtime.verifier.device

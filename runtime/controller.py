@@ -177,6 +177,7 @@ class Pace:
     """What the controller keeps for one sequence.
 
     plan:     where this step's tree comes from; NONE where nothing was planned.
+    found:    nodes of the lookup's tree that are worth verifying, and their gain, of this step.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.
     rate, gains, tried, choice: as in `Choice`, of this step.
@@ -186,6 +187,7 @@ class Pace:
 
     experience: Experience
     gain: dict[tuple[Source, int], float]
+    found: tuple[int, float] = (0, 0.0)
     offered: tuple[Source, DraftTree] | None = None
     rate: float = 0.0
     gains: dict[Source, float] = field(default_factory=dict)
@@ -224,7 +226,7 @@ class Adaptive:
         self._drafts = drafts
         costs = costs or Costs()
         self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
-        self._step_ms: Mapping[Source, float] = {}
+        self._step_ms: dict[Source, float] = {}
         self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._plain_rate = 1 / curve.table_ms[1]
         self._all = Experience(tokens=1.0, ms=curve.table_ms[1])
@@ -245,7 +247,8 @@ class Adaptive:
         """See `Controller.plan`."""
         pace = self._pace(seq)
         rate = pace.rate = max(pace.experience.tokens / pace.experience.ms, self._plain_rate)
-        gains = pace.gains = {Source.LOOKUP: best_size(found.log_probs, rate, self._table)[1]}
+        pace.found = best_size(found.log_probs, rate, self._table)
+        gains = pace.gains = {Source.LOOKUP: pace.found[1]}
         for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
             if wanted:
                 key = (source, remaining if source is Source.RESAMPLE else 0)
@@ -274,7 +277,7 @@ class Adaptive:
     def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
         nodes, gain = best_first(self._ranks_of(pace, plan).shares(len(made) - 1), pace.rate, self._table)
-        known_nodes, known_gain = best_size(found.log_probs, pace.rate, self._table)
+        known_nodes, known_gain = pace.found
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
         pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
         pace.offered = (plan, made) if tree is made else None
@@ -290,11 +293,12 @@ class Adaptive:
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
-        self._step_ms = ms
-        for source, known_ms in self._made_ms.items():
+        self._step_ms = {}
+        for source, taken_ms in ms.items():
+            known_ms = self._made_ms.setdefault(source, taken_ms)
             # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
-            taken_ms = min(ms.get(source, known_ms), _OUTLIER * max(known_ms, _LEAST_MS))
-            self._made_ms[source] += _FAST * (taken_ms - known_ms)
+            self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
+            self._made_ms[source] += _FAST * (self._step_ms[source] - known_ms)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""

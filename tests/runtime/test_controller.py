@@ -266,7 +266,7 @@ def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
 
 def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
     """A fresh draft of another sequence of the batch says nothing of what looking up is worth here."""
-    controller, seq, other = Adaptive(FREE), sequence(), sequence()
+    controller, seq, other = Adaptive(FREE, costs=Costs(fresh_ms=100.0)), sequence(), sequence()
     for one, plan in ((seq, Source.LOOKUP), (other, Source.FRESH)):
         controller.budget(one)
         controller.plan(one, root_only(0), 0)
@@ -277,6 +277,21 @@ def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree(
         controller.observe(one, chain(0.9), outcome(chain(0.9), 1))
     assert seq.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 1.0 - before) / 32)
     assert other.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 101.0 - before) / 32)
+
+
+@pytest.mark.parametrize("source", [Source.LOOKUP, Source.FRESH])
+def test_a_call_that_was_interrupted_once_does_not_end_speculation(source: Source) -> None:
+    """As by a garbage collection in the middle of it, a hundred times as long as the call."""
+    controller, seq = Adaptive(CURVE, costs=Costs(fresh_ms=0.1)), sequence()
+    tries = 0
+    for turn in range(40):
+        budget = controller.budget(seq)
+        tries += budget.nodes > 0
+        if budget.nodes:
+            drafted(controller, seq, chain(0.9, 0.9, 0.9))
+            controller.timed({Source.LOOKUP: 0.05, Source.FRESH: 0.1} | ({source: 20.0} if turn == 10 else {}))
+        controller.observe(seq, chain(0.9, 0.9, 0.9), outcome(chain(0.9, 0.9, 0.9), 2))
+    assert tries == 40
 
 
 def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
@@ -430,8 +445,11 @@ def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
 def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole() -> None:
     """They cannot be merged without a copy."""
     seq, controller = sequence(), Adaptive(FREE)
-    controller.budget(seq)
-    controller.plan(seq, root_only(0), 0)
     good, poor = chain(*[0.99] * 12), chain(0.02)
-    assert controller.choose(seq, Source.FRESH, good, Unread(5)).tokens.tolist() == good.tokens.tolist()
-    assert isinstance(controller.choose(seq, Source.FRESH, poor, Unread(5)), Unread)
+    taken = []
+    for found in (good, poor):
+        controller.budget(seq)
+        controller.plan(seq, found, 0)
+        taken.append(controller.choose(seq, Source.FRESH, found, Unread(5)))
+    assert taken[0].tokens.tolist() == good.tokens.tolist()
+    assert isinstance(taken[1], Unread)
