@@ -12,7 +12,7 @@ Sections of the one JSON object, each written when it is there:
     curve    milliseconds by nodes verified at once.
     plain    plain decoding: its step and its verification alone, and the bytes of each over what the device copies.
     bound    speculation with forced acceptance against what the curve allows, judged on the host and on the device.
-    figures  the two shares that are asked for, with what they are of.
+    figures  the shares that are asked for, with what they are of, and the host's time of a step.
     stages   where the time of a run's steps goes.
 
 What is not here is said under `skipped`; with --go-on whatever else fails, but wrong tokens, is a line under `error`.
@@ -52,6 +52,7 @@ from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import MEASURED_LIVE, measure_curve
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.ranges import STEP, WAIT
 from redraft.runtime.sampler import Greedy, Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
@@ -59,6 +60,7 @@ from redraft.runtime.watchers import Recording
 
 SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9
+HOST_US_WANTED = 60.0
 NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
 """Leads of the host's logits that rounding may turn round, logits being about 16 where they are largest. Weights in
 fewer bits are rounded otherwise by every backend: where texts of those differ is said, and is no error."""
@@ -262,11 +264,33 @@ def _measure_speed(
         "speculative_share_of_bound_judged_on_device": device["share_of_bound"],
         "speculative_share_of_bound_in_time_judged_on_device": device["share_of_bound_in_time"],
         "speculative_share_wanted": SPECULATIVE_WANTED,
+        "host_us_a_step": host_us(runtime, prompts[0], options) if options.device == "cuda" else None,
+        "host_us_wanted": HOST_US_WANTED,
     })  # fmt: skip
+    report.put("stages", profile(_recorded(runtime, prompts[0], options).ranges).to_json())
+
+
+def host_us(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> float:
+    """What the host itself takes of a step of the bundle's own drafter: the step less what it waits for the device.
+
+    Half of the steps take at most this. Recording, which is part of it, reads the clock twenty times.
+    """
+    spent: list[float] = []
+    waited = 0.0
+    for found in _recorded(runtime, prompt, options).ranges:
+        if found.name == WAIT:
+            waited += found.ended - found.started
+        elif found.name == STEP:
+            spent.append(found.ended - found.started - waited)
+            waited = 0.0
+    return float(np.median(spent)) * 1e6
+
+
+def _recorded(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> Recording:
     recording = Recording()
     with runtime.verifier.ranges.watched(recording):
-        runtime.generate([prompts[0].text], _params(options), None, options.budget)
-    report.put("stages", profile(recording.ranges).to_json())
+        runtime.generate([prompt.text], _params(options), None, options.budget)
+    return recording
 
 
 def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | None) -> dict[str, Any]:

@@ -29,9 +29,7 @@ def open_cuda() -> Cuda:
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
-        raise BackendError(
-            f"cuda-python cannot be imported ({error})", "run `pip install 'redraft[tensorrt]'`"
-        ) from None
+        raise BackendError(f"cuda-python cannot be imported ({error})", "run `pip install 'redraft[cuda]'`") from None
     return Cuda(runtime)
 
 

@@ -26,6 +26,7 @@ from redraft.engines.device import Buffer, Device, Run, byte_size
 from redraft.names import VerifierShape
 from redraft.runtime.device_frame import ChunkFrame, Room, SlotMove, TreeFrame
 from redraft.runtime.device_tree import DeviceTrees, one_source
+from redraft.runtime.ranges import WAIT
 from redraft.runtime.sampler import Greedy, OverTokens
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
@@ -110,7 +111,7 @@ class DeviceVerifier(Verifier):
             if _judged_on_device(batch):
                 work = frame.step
                 work()
-                with self.ranges.stage("wait"):
+                with self.ranges.stage(WAIT):
                     self.device.wait()
                 outcomes = frame.outcomes(nodes)
             else:

@@ -21,6 +21,7 @@ from redraft.runtime.metrics import Clock
 from redraft.types import DraftTree, Outcome
 
 STEP = "step"
+WAIT = "wait"
 FIELDS: Mapping[str, str] = {
     STEP: "total",
     "lookup": "draft",

@@ -26,6 +26,7 @@ from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
+from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
 from redraft.types import Budget, DraftTree, Outcome
@@ -230,7 +231,8 @@ class DeviceLyanna(Drafter):
         with ranges.call(graph):
             call.work()
             if ranges.watcher is not None and ranges.watcher.waits:
-                self._device.wait()
+                with ranges.stage(WAIT):
+                    self._device.wait()
 
     def _waiting(self, sequences: int) -> Buffer:
         return leading(self._state[names.WAITING], sequences)

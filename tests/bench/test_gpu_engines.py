@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,8 +82,34 @@ def test_every_section(bundle: Path, prompts: Path, tmp_path: Path, monkeypatch:
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
         "speculative_share_of_bound_judged_on_device": bound["judged_on_device"]["share_of_bound"],
         "speculative_share_of_bound_in_time_judged_on_device": bound["judged_on_device"]["share_of_bound_in_time"],
-        "speculative_share_wanted": 0.9,
+        "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_wanted": 60.0,
     }  # fmt: skip
+
+
+def test_the_hosts_time_is_what_it_does_not_wait_for(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that stands still but for a wait, which takes a second, and for the device, where work takes two."""
+    now = [0.0]
+    fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with open_over(fakes.device, bundle) as runtime:
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        wait, fill = fakes.device.wait, device_verifier.TreeFrame.fill
+
+        def waited() -> None:
+            wait()
+            now[0] += 1.0
+
+        def filled(*given: Any) -> None:
+            fill(*given)
+            now[0] += 20e-6
+
+        monkeypatch.setattr(fakes.device, "wait", waited)
+        monkeypatch.setattr(device_verifier.TreeFrame, "fill", filled)
+        options = SimpleNamespace(budget=Budget(6, 2, 3), max_new_tokens=12)
+        found = gpu_engines.host_us(runtime, Prompt("one", "letters", "abcd"), options)  # type: ignore[arg-type]
+    assert found == pytest.approx(20, rel=1e-3)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
