@@ -194,7 +194,7 @@ def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smalle
 ) -> None:
     """What a call must move is read off the portable graphs, which such a bundle has too."""
     portable = open_bundle(lyanna_bundle, verify=False)
-    limits = Limits(batch=1, tree=5, prefill=16, capacity=CONTEXT)
+    limits = Limits(batch=1, tree=4, prefill=16, capacity=CONTEXT)
     engines = {
         graph: EngineRecord(f"{graph}.engine", record.file, profiles_of(graph, record.inputs, limits, False))
         for graph, record in portable.manifest.graphs.items()
@@ -207,8 +207,8 @@ def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smalle
     gpu()
     found = measure(lyanna_bundle)
     assert found.device == "cuda"
-    assert [(engine.graph, engine.tokens) for engine in found.engines] == [("verifier", 1), ("verifier", 5)]
-    assert found.engines[1].traffic == traffic(portable, names.VERIFIER, 5, CONTEXT - 8)
+    assert [(engine.graph, engine.tokens) for engine in found.engines] == [("verifier", 1), ("verifier", 4)]
+    assert found.engines[1].traffic == traffic(portable, names.VERIFIER, 4, CONTEXT - 8)
 
 
 def test_an_unknown_device_is_refused(lyanna_bundle: Path) -> None:
