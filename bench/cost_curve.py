@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft import names
+from redraft import names, signatures
 from redraft.bench.command import quiet_export, run, sizes
 from redraft.bench.environment import environment
 from redraft.bench.scoring import fill_chain
@@ -137,7 +137,7 @@ def products_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
     return calls
 
 
-def _bind_caches(engine: Engine, shape: names.VerifierShape, capacity: int) -> None:
+def _bind_caches(engine: Engine, shape: signatures.VerifierShape, capacity: int) -> None:
     for layer in range(shape.layers):
         for cache in (names.key_cache(layer), names.value_cache(layer)):
             engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft import names
+from redraft import signatures
 from redraft.bench import export_recipe
 from redraft.bench.checkpoints import write_shards
 from redraft.bench.command import run
@@ -96,8 +96,8 @@ def main() -> dict[str, Any]:
 
 def _lowered(engines: Path, layers: int) -> GraphRecord:
     """The graph that a runtime for one sequence opens, made beside the portable one."""
-    shape = names.VerifierShape(layers, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY, CONTEXT)
-    record = GraphRecord("verifier.onnx", names.verifier_inputs(shape), names.verifier_outputs(shape, ()))
+    shape = signatures.VerifierShape(layers, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY, CONTEXT)
+    record = GraphRecord("verifier.onnx", signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, ()))
     lowered = lower_single(engines, record)
     assert lowered is not None
     return lowered

@@ -34,11 +34,11 @@ from redraft.bench.timing import interleaved
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import bound_call
 from redraft.errors import BundleError
-from redraft.names import LyannaShape
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import OpenEngine
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
+from redraft.signatures import LyannaShape
 
 STEPS = 6
 """Largest N, where neither the drafter's steps nor its width are more."""

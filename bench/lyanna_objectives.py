@@ -46,7 +46,7 @@ class HotObjective(LyannaObjective):
 
 
 class TableObjective(LyannaObjective):
-    """Token information read from tables as `names.token_info_tables` lists them. To measure, not to train.
+    """Token information read from tables as `signatures.token_info_tables` lists them. To measure, not to train.
 
     Tables have the drafter's sharpness in them, which the logits here have not: it is taken out again.
     """

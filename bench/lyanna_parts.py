@@ -17,7 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from redraft import names
+from redraft import names, signatures
 from redraft.bench.lyanna_head import find_head, needed
 from redraft.bench.sessions import zeros
 from redraft.engines import Bundle
@@ -25,9 +25,10 @@ from redraft.engines.base import Call
 from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, session_options
-from redraft.names import LyannaShape, TensorSpec
+from redraft.names import TensorSpec
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
+from redraft.signatures import LyannaShape
 
 LIVE, PENDING_ROWS = 200, 2
 """Rows live, and rows that wait to go into the drafter's KV, at a call."""
@@ -89,7 +90,7 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "draft")
         session = _session(str(bundle.path / record.file), threads, profile=prefix)
-        tables = {spec.name: bundle.array(spec.name) for spec in names.token_info_tables(shape)}
+        tables = {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
         engine = OnnxRuntimeEngine(session, record.inputs, record.outputs)
         drafter = LyannaDrafter(verifier, shape, engine, None, tables)
         for _ in range(WARM_UP + turns):
@@ -142,7 +143,7 @@ def _prepared(engine: OnnxRuntimeEngine, bundle: Bundle, shape: LyannaShape, cap
     """A call of PENDING_ROWS rows after LIVE ones."""
     for cache in (names.key_cache(0), names.value_cache(0)):
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
-    for spec in names.token_info_tables(shape):
+    for spec in signatures.token_info_tables(shape):
         engine.bind(spec.name, bundle.array(spec.name))
     batch = {"B": 1} if any("B" in spec.shape for spec in engine.inputs) else {}
     call = engine.prepare(**batch, M=PENDING_ROWS)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft import names
+from redraft import names, signatures
 from redraft.bench.environment import environment
 from redraft.bench.lyanna_objectives import TableObjective
 from redraft.bench.lyanna_parts import LIVE, PENDING_ROWS, VERIFIED, WARM_UP, times
@@ -30,10 +30,10 @@ from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.names import LyannaShape
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import OpenEngine
 from redraft.runtime.drafters.lyanna import LyannaDrafter
+from redraft.signatures import LyannaShape
 from redraft.train.acceptance import WIDTH, acceptance_of
 from redraft.train.drafter_evaluate import read_prompts
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -149,7 +149,7 @@ def losses(
         note(f"choices of {form}")
         shape: LyannaShape | None = bundle.manifest.lyanna
         assert shape is not None
-        tables = [np.asarray(bundle.array(spec.name)) for spec in names.token_info_tables(shape)]
+        tables = [np.asarray(bundle.array(spec.name)) for spec in signatures.token_info_tables(shape)]
         stored = TableObjective(verifier.model, config, tables)
         stored.drafter = exact.drafter
         lost[form] = {**same_choices(exact, stored, texts), "acceptance": asdict(acceptance_of(stored, texts))}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import redraft.engines
 import redraft.export
-from redraft import names
+from redraft import names, signatures
 from redraft.bench.command import quiet_export
 from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
@@ -130,8 +130,8 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
     """The portable graph, and where the model fits the CPU's kernels, the one lowered for one sequence."""
     from redraft.engines.lowering import lower_single
 
-    outputs = names.verifier_outputs(exported.shape, exported.taps)
-    portable = GraphRecord(exported.graph, names.verifier_inputs(exported.shape), outputs)
+    outputs = signatures.verifier_outputs(exported.shape, exported.taps)
+    portable = GraphRecord(exported.graph, signatures.verifier_inputs(exported.shape), outputs)
     lowered = lower_single(folder, portable) if exported.shape.dtype == "float32" else None
     return {names.VERIFIER: portable, **({names.VERIFIER_SINGLE: lowered} if lowered else {})}
 
@@ -170,10 +170,10 @@ def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]
     from redraft.engines.lowering import lower_draft
 
     shape = lyanna.shape
-    portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
+    portable = GraphRecord(lyanna.draft, signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape))
     graphs = {names.LYANNA_DRAFT: portable}
     if shape.steps > 1:
-        resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
+        resample = signatures.lyanna_resample_inputs(shape), signatures.lyanna_resample_outputs(shape)
         graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
     if shape.dtype == "float32" and (lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)):
         graphs[names.LYANNA_DRAFT_SINGLE] = lowered
@@ -186,8 +186,8 @@ def _step_graphs(exported: VerifierExport, lyanna: LyannaExport | None, folder: 
 
     drafter = lyanna.shape if lyanna else None
     files = export_step_graphs(exported.shape, drafter, folder)
-    signatures = names.step_signatures(exported.shape, drafter)
-    return {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+    of_graphs = signatures.step_signatures(exported.shape, drafter)
+    return {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
 
 
 def _drafter_digests(config: BuildConfig) -> dict[str, str]:

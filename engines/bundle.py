@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.digests import file_digests
 from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command
 from redraft.engines.writer import BundleWriter
 from redraft.errors import BundleError
-from redraft.names import LyannaShape, TensorSpec
+from redraft.names import TensorSpec
+from redraft.signatures import LyannaShape
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
@@ -74,8 +75,8 @@ def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
 
 def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs that the verifier's graph must have; the one lowered for one sequence has B = 1."""
-    inputs = names.verifier_inputs(manifest.shape)
-    outputs = names.verifier_outputs(manifest.shape, manifest.taps)
+    inputs = signatures.verifier_inputs(manifest.shape)
+    outputs = signatures.verifier_outputs(manifest.shape, manifest.taps)
     if graph == names.VERIFIER_SINGLE:
         return single_sequence(inputs), single_sequence(outputs)
     return inputs, outputs
@@ -90,10 +91,13 @@ def lyanna_signatures(
     manifest: Manifest, shape: LyannaShape
 ) -> dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]]:
     """Inputs and outputs by graph that a drafter of this shape must have."""
-    inputs, outputs = names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape)
+    inputs, outputs = signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape)
     graphs = {names.LYANNA_DRAFT: (inputs, outputs)}
     if shape.steps > 1:
-        graphs[names.LYANNA_RESAMPLE] = (names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape))
+        graphs[names.LYANNA_RESAMPLE] = (
+            signatures.lyanna_resample_inputs(shape),
+            signatures.lyanna_resample_outputs(shape),
+        )
     if names.LYANNA_DRAFT_SINGLE in manifest.graphs:
         graphs[names.LYANNA_DRAFT_SINGLE] = (single_sequence(inputs), single_draft_outputs(outputs, shape.steps))
     return graphs
@@ -129,7 +133,7 @@ def _signatures(bundle: Bundle) -> Iterator[str]:
     if manifest.lyanna:
         known |= lyanna_signatures(manifest, manifest.lyanna)
         yield from _tables(bundle, manifest.lyanna)
-    step = names.step_signatures(manifest.shape, manifest.lyanna)
+    step = signatures.step_signatures(manifest.shape, manifest.lyanna)
     known |= {graph: signature for graph, signature in step.items() if graph in manifest.graphs}
     for graph, signature in known.items():
         if record := manifest.graphs.get(graph):
@@ -142,7 +146,7 @@ def _signatures(bundle: Bundle) -> Iterator[str]:
 def _tables(bundle: Bundle, shape: LyannaShape) -> Iterator[str]:
     """What does not fit about where token information lies."""
     refs = {ref.initializer: ref for ref in bundle.manifest.weights}
-    for spec in names.token_info_tables(shape):
+    for spec in signatures.token_info_tables(shape):
         ref = refs.get(spec.name)
         if ref is None:
             yield f"expected a table {spec.name}, found none"

@@ -15,7 +15,8 @@ from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError
-from redraft.names import LyannaShape, TensorSpec, VerifierShape, WeightRef
+from redraft.names import TensorSpec, WeightRef
+from redraft.signatures import LyannaShape, VerifierShape
 
 SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"

@@ -12,10 +12,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from redraft import names
+from redraft import names, signatures
 from redraft.export import tracing
 from redraft.export.verifier import finish
-from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.names import TensorSpec
+from redraft.signatures import LyannaShape, VerifierShape
 
 _ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
@@ -26,11 +27,11 @@ def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Pa
         names.STEP_LAYOUT: _layout(),
         names.STEP_ACCEPT: _accept(shape),
         names.STEP_KEEP: _keep(shape),
-        names.STEP_MOVE: _move(names.STEP_MOVE, names.verifier_state(shape)),
+        names.STEP_MOVE: _move(names.STEP_MOVE, signatures.verifier_state(shape)),
     }
     if lyanna:
         models[names.STEP_COLLECT] = _collect(shape)
-        models[names.LYANNA_MOVE] = _move(names.LYANNA_MOVE, names.lyanna_state(lyanna))
+        models[names.LYANNA_MOVE] = _move(names.LYANNA_MOVE, signatures.lyanna_state(lyanna))
     for name, model in models.items():
         finish(model)
         ir.save(model, out / f"{name}.onnx")
@@ -60,7 +61,7 @@ def _layout() -> ir.Model:
         reached = add("Greater", add("MatMul", ways, ways), builder.real(0.0), output=names.TREE_MASK if last else "")
     depth = add("Sub", _count(builder, names.TREE_MASK, 2), builder.ints(1))
     add("Add", depth, add("Unsqueeze", names.PAST_LEN, builder.ints(1)), output=names.POSITIONS)
-    return builder.model(names.STEP_LAYOUT, names.step_layout_inputs(), names.step_layout_outputs())
+    return builder.model(names.STEP_LAYOUT, signatures.step_layout_inputs(), signatures.step_layout_outputs())
 
 
 def _accept(shape: VerifierShape) -> ir.Model:
@@ -88,7 +89,7 @@ def _accept(shape: VerifierShape) -> ir.Model:
     count = add("Unsqueeze", kept, builder.ints(1))
     path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
     add("Concat", count, path, said, output=names.VERDICT, axis=1)
-    return builder.model(names.STEP_ACCEPT, names.step_accept_inputs(shape), names.step_accept_outputs())
+    return builder.model(names.STEP_ACCEPT, signatures.step_accept_inputs(shape), signatures.step_accept_outputs())
 
 
 def _nodes(builder: _Builder) -> str:
@@ -110,10 +111,10 @@ def _keep(shape: VerifierShape) -> ir.Model:
     one = builder.ints(1)
     target = builder.add("Concat", batch, builder.ints(shape.kv_heads), nodes, one, axis=0)
     index = builder.add("Expand", builder.add("Unsqueeze", rows, builder.ints(1, 3)), target)  # [B, H_kv, T, 1]
-    for cache in names.caches(shape):
+    for cache in signatures.caches(shape):
         moved = builder.add("GatherND", cache, index, batch_dims=2)  # [B, H_kv, T, D]
         builder.add("TensorScatter", cache, moved, names.PAST_LEN, output=names.present(cache), axis=2)
-    return builder.model(names.STEP_KEEP, names.step_keep_inputs(shape), names.step_keep_outputs(shape))
+    return builder.model(names.STEP_KEEP, signatures.step_keep_inputs(shape), signatures.step_keep_outputs(shape))
 
 
 def _collect(shape: VerifierShape) -> ir.Model:
@@ -129,7 +130,9 @@ def _collect(shape: VerifierShape) -> ir.Model:
     target = builder.add("Concat", *pairs, axis=2)  # [B, T, 2]
     # Not by TensorScatter: TensorRT knows it for KV buffers of four axes only.
     builder.add("ScatterND", names.WAITING, target, rows, output=names.present(names.WAITING))
-    return builder.model(names.STEP_COLLECT, names.step_collect_inputs(shape), names.step_collect_outputs(shape))
+    return builder.model(
+        names.STEP_COLLECT, signatures.step_collect_inputs(shape), signatures.step_collect_outputs(shape)
+    )
 
 
 def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
@@ -138,7 +141,7 @@ def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:
     for spec in state:
         rows = builder.add("Gather", spec.name, names.SOURCE_SLOT, axis=0)
         builder.add("ScatterND", spec.name, target, rows, output=names.present(spec.name))
-    return builder.model(name, names.move_inputs(state), names.move_outputs(state))
+    return builder.model(name, signatures.move_inputs(state), signatures.move_outputs(state))
 
 
 class _Builder:

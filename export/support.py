@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 from redraft import names
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.checkpoint import Checkpoint
-from redraft.names import TREE_ATTENTION, Dtype, VerifierShape
+from redraft.names import TREE_ATTENTION, Dtype
+from redraft.signatures import VerifierShape
 
 _NO_SHAPE = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling"}
 """Fields of a recipe's shape that are not compared as they are: rotary ones are, in their newer spelling."""

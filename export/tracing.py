@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import AttentionMaskInterface
 
-from redraft import names
+from redraft import names, signatures
 from redraft.errors import RedraftError, UnsupportedModelError
 from redraft.export import modules, tree_attention
 from redraft.names import Dtype, TensorSpec
@@ -185,7 +185,7 @@ def empty_model(config: PretrainedConfig, max_positions: int, dtype: Dtype = "fl
         yield model
 
 
-def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
+def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
     """Export to an ONNX model whose weights are not read. Names and order of inputs and outputs as in the contract."""
     batch, nodes, capacity = TRACED_BATCH, TRACED_NODES, TRACED_CAPACITY
     b, t, r, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
@@ -208,8 +208,8 @@ def trace(module: VerifierModule, shape: names.VerifierShape) -> ir.Model:
         {0: b, 1: r},
         [{0: b, 2: c}] * 2 * shape.layers,
     )
-    outputs = names.verifier_outputs(shape, module.taps)
-    return trace_graph(module, args, dynamic, names.verifier_inputs(shape), outputs)
+    outputs = signatures.verifier_outputs(shape, module.taps)
+    return trace_graph(module, args, dynamic, signatures.verifier_inputs(shape), outputs)
 
 
 def trace_graph(

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from redraft import __version__, names
+from redraft import __version__, names, signatures
 from redraft.config import BuildConfig
 from redraft.export import passes, support, tracing, tree_attention, weights
 from redraft.export.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ class VerifierExport:
     embedding, head: the parameters that drafters share.   source: where the parameters' values come from.
     """
 
-    shape: names.VerifierShape
+    shape: signatures.VerifierShape
     taps: tuple[str, ...]
     graph: str
     weights: tuple[WeightRef, ...]

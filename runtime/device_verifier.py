@@ -21,9 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.device import Buffer, Device, Run, byte_size
-from redraft.names import VerifierShape
 from redraft.runtime.device_frame import ChunkFrame, Room, SlotMove, TreeFrame
 from redraft.runtime.device_tree import DeviceTrees, one_source
 from redraft.runtime.ranges import WAIT
@@ -31,6 +30,7 @@ from redraft.runtime.sampler import Greedy, OverTokens
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import PREFILL_CHUNK, PREFILL_STEP, Features, Verifier
+from redraft.signatures import VerifierShape
 from redraft.types import DraftTree, Outcome
 
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP)
@@ -59,7 +59,7 @@ class DeviceVerifier(Verifier):
         super().__init__(shape, capacity, slots, taps)
         self.device = device
         rows = slots * capacity * shape.kv_heads * shape.head_dim
-        caches = names.caches(shape)
+        caches = signatures.caches(shape)
         widest = names.TREE_WIDTHS[-1]
         device.expect({
             "verifier's KV": len(caches) * byte_size(shape.dtype, (rows,)),

@@ -9,10 +9,10 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.base import Array, Call, Engine
-from redraft.names import VerifierShape
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import Layout, layout, root_only
 from redraft.runtime.verifier import PREFILL_CHUNK, PREFILL_STEP, Features, Verifier
+from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
 
 

@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 from redraft.engines.device import Device
-from redraft.names import VerifierShape
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import Ranges
 from redraft.runtime.sequence import Sequence as Request
+from redraft.signatures import VerifierShape
 from redraft.types import DraftTree, FloatArray, Outcome
 
 PREFILL_CHUNK = 128

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import LyannaBuild, Precision
 from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
@@ -29,7 +29,8 @@ from redraft.export.drafters.token_tree import emit_token_tree, token_tree
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
 from redraft.export.weights import STORED, AnySource, Beside, Progress, RandomSource, place
-from redraft.names import Dtype, LyannaShape, WeightRef
+from redraft.names import Dtype, WeightRef
+from redraft.signatures import LyannaShape
 
 DRAFT = f"{names.LYANNA_DRAFT}.onnx"
 RESAMPLE = f"{names.LYANNA_RESAMPLE}.onnx"
@@ -153,7 +154,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         head_dim=config.head_dim,
         steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, names.tree_size(steps, options.width)),
+        nodes=min(options.nodes + 1, signatures.tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,
@@ -175,7 +176,7 @@ class _GraphRotary(nn.Module):
 
 
 class _Draft(nn.Module):
-    """The draft graph's computation; inputs and outputs in the order of `names.lyanna_draft_inputs` and `_outputs`.
+    """The draft graph's computation; inputs and outputs as `signatures.lyanna_draft_inputs` and `_outputs` order them.
 
     Takes `drafter` over and changes it.
     """
@@ -235,7 +236,7 @@ class _Draft(nn.Module):
 
 
 class _Resample(nn.Module):
-    """The resample graph's computation; inputs and outputs in the order of `names.lyanna_resample_inputs`."""
+    """The resample graph's computation; inputs and outputs in the order of `signatures.lyanna_resample_inputs`."""
 
     def __init__(self, shape: LyannaShape) -> None:
         super().__init__()
@@ -244,12 +245,12 @@ class _Resample(nn.Module):
     def forward(
         self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        steps, nodes = self.shape.steps, names.resample_nodes(self.shape)
+        steps, nodes = self.shape.steps, signatures.resample_nodes(self.shape)
         wanted = first_step[:, None] + torch.arange(steps - 1)
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # ONNX's Clip is for floats only in TensorRT
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
-        sizes = [min(names.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
+        sizes = [min(signatures.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
 
@@ -267,10 +268,15 @@ def _export_draft(
         torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    fixed: list[dict[int, Any]] = [{} for _ in names.token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in signatures.token_info_tables(shape)]
     dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, fixed)
     model = tracing.trace_graph(
-        graph, args, dynamic, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape), _TRANSLATIONS
+        graph,
+        args,
+        dynamic,
+        signatures.lyanna_draft_inputs(shape),
+        signatures.lyanna_draft_outputs(shape),
+        _TRANSLATIONS,
     )
     shared = {"embedding": verifier.embedding, "head": verifier.head}
     passes.simplify(model)
@@ -290,10 +296,10 @@ def _export_resample(shape: LyannaShape, out: Path) -> None:
         torch.zeros(2, shape.steps, shape.vocabulary), torch.ones(2, dtype=torch.long),
         torch.zeros(2, dtype=torch.long), token_info.examples(shape),
     )  # fmt: skip
-    fixed: list[dict[int, Any]] = [{} for _ in names.token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in signatures.token_info_tables(shape)]
     model = tracing.trace_graph(
-        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), names.lyanna_resample_inputs(shape),
-        names.lyanna_resample_outputs(shape), _TRANSLATIONS,
+        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), signatures.lyanna_resample_inputs(shape),
+        signatures.lyanna_resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
     passes.simplify(model)
     finish(model)

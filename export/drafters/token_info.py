@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft import names
+from redraft import names, signatures
 from redraft.export import weights
 from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.weights import Slabs
-from redraft.names import LyannaShape, TensorSpec, WeightRef
+from redraft.names import TensorSpec, WeightRef
+from redraft.signatures import LyannaShape
 
 FILE = f"{weights.FOLDER}/{names.LYANNA}.token_info.safetensors"
 _SLAB_TOKENS = 1024
@@ -34,7 +35,7 @@ _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int
 def make_tables(
     drafter: LyannaDrafter, embedding: Slabs, counts: torch.Tensor, shape: LyannaShape
 ) -> tuple[weights.Made, ...]:
-    """The tensors of `names.token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
+    """The tensors of `signatures.token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
 
     Memory follows neither V·n nor H·H: of the embedding the factors are kept, a table comes in slabs as it is written.
     A drafter without token information adds zeros.
@@ -47,7 +48,7 @@ def make_tables(
         forms.append(partial(iter, [index]))
     return tuple(
         weights.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
-        for spec, slabs in zip(names.token_info_tables(shape), forms, strict=True)
+        for spec, slabs in zip(signatures.token_info_tables(shape), forms, strict=True)
     )
 
 
@@ -60,7 +61,7 @@ def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
 def _forms(
     drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
 ) -> list[Callable[[], Slabs]]:
-    """The tensors that hold the values, in the order of `names.token_info_tables`, cold row and column appended."""
+    """The tensors that hold the values, as `signatures.token_info_tables` orders them, cold row and column appended."""
     left, right = _factors(drafter, embedding, hot, shape)
     if shape.hot < shape.vocabulary:
         left, right = np.pad(left, ((0, 1), (0, 0))), np.pad(right, ((0, 0), (0, 1)))
@@ -114,7 +115,7 @@ def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[An
 
 def examples(shape: LyannaShape) -> list[torch.Tensor]:
     """Zeros of the right shapes and types, to trace a graph with; they take no memory."""
-    return [_example(spec) for spec in names.token_info_tables(shape)]
+    return [_example(spec) for spec in signatures.token_info_tables(shape)]
 
 
 def _example(spec: TensorSpec) -> torch.Tensor:

@@ -17,15 +17,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import from_mapping
 from redraft.engines.base import Array, Call, Engine
 from redraft.errors import UsageError
-from redraft.names import LyannaShape
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Features, Verifier
+from redraft.signatures import LyannaShape
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
 CATCH_UP = names.CATCH_UP_ROWS
@@ -120,7 +120,7 @@ class LyannaDrafter(Drafter):
             shape,
             engines(names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT),
             OpenEngine(engines.bundle, 1)(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,  # too short to share
-            {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)},
+            {spec.name: engines.bundle.array(spec.name) for spec in signatures.token_info_tables(shape)},
             config,
         )
 

@@ -14,13 +14,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import from_mapping
 from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run, byte_size
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
-from redraft.names import LyannaShape, TensorSpec
+from redraft.names import TensorSpec
 from redraft.runtime.device_frame import SlotMove, leading
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
@@ -29,6 +29,7 @@ from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
+from redraft.signatures import LyannaShape
 from redraft.types import Budget, DraftTree, Outcome
 
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
@@ -59,7 +60,7 @@ class DeviceLyanna(Drafter):
         device = self._device = verifier.device
         room = names.MOST_WAITING_ROWS
         sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
-        state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in names.lyanna_state(shape)}
+        state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in signatures.lyanna_state(shape)}
         graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
             "drafter's KV, chain and waiting rows": sum(state.values()),
@@ -67,7 +68,9 @@ class DeviceLyanna(Drafter):
         }, (*graphs, names.STEP_COLLECT))  # fmt: skip
         self._programs = {name: device.program(name) for name in graphs}
         self._collect = device.program(names.STEP_COLLECT)
-        self._state = {spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in names.lyanna_state(shape)}
+        self._state = {
+            spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in signatures.lyanna_state(shape)
+        }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
@@ -86,7 +89,7 @@ class DeviceLyanna(Drafter):
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
         assert isinstance(verifier, DeviceVerifier)
         check_tree(verifier.largest_tree, shape.nodes)
-        tables = {spec.name: engines.bundle.array(spec.name) for spec in names.token_info_tables(shape)}
+        tables = {spec.name: engines.bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
         return cls(verifier, shape, tables, config)
 
     def bind(self, features: Mapping[str, Buffer], path: Buffer, start: Buffer) -> Run:
@@ -144,8 +147,8 @@ class DeviceLyanna(Drafter):
         values[names.FIRST_STEP][:] = used
         values[names.TOKENS][:] = [seq.tokens[-1] for seq in batch]
         self._run(names.LYANNA_RESAMPLE, call)
-        nodes = names.resample_nodes(self.shape)
-        left = [min(names.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
+        nodes = signatures.resample_nodes(self.shape)
+        left = [min(signatures.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
         return call.trees(budgets, left, "resample")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:

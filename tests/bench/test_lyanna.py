@@ -38,10 +38,11 @@ from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.export.drafters.token_info import hot_tokens, make_tables
-from redraft.names import LyannaShape, TensorSpec
+from redraft.names import TensorSpec
 from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.trace import Replay
+from redraft.signatures import LyannaShape
 from redraft.train.drafter_config import SelfText
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable

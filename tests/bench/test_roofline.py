@@ -16,7 +16,7 @@ from tests.runtime.devices import Fakes, tensorrt_device
 from tests.runtime.fakes import CURVE
 from tests.runtime.lyanna_bundle import CONTEXT, write_lyanna_bundle
 
-from redraft import names
+from redraft import names, signatures
 from redraft.bench import roofline
 from redraft.bench.roofline import (
     COPIES,
@@ -34,8 +34,8 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, UsageError
-from redraft.names import LyannaShape
 from redraft.runtime import api
+from redraft.signatures import LyannaShape
 
 DECODER = Decoder()
 TOKENS, LIVE = 3, 40
@@ -64,8 +64,8 @@ def write_graph(folder: Path, graph: str, *uses: tuple[str, int]) -> Bundle:
     outputs = [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)]
     save(helper.make_model(helper.make_graph(nodes, "g", [], outputs, [weight])), folder / "graph.onnx")
     signature = {
-        names.LYANNA_DRAFT: (names.lyanna_draft_inputs, names.lyanna_draft_outputs),
-        names.LYANNA_RESAMPLE: (names.lyanna_resample_inputs, names.lyanna_resample_outputs),
+        names.LYANNA_DRAFT: (signatures.lyanna_draft_inputs, signatures.lyanna_draft_outputs),
+        names.LYANNA_RESAMPLE: (signatures.lyanna_resample_inputs, signatures.lyanna_resample_outputs),
     }[graph]
     record = GraphRecord("graph.onnx", *(tensors(LYANNA) for tensors in signature))
     return Bundle(folder, manifest_of(DECODER, lyanna=LYANNA, graphs={graph: record}))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.bundle import BundleWriter
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity
 
@@ -16,7 +16,9 @@ from .graphs import Decoder, save_verifier
 def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Manifest:
     """The manifest of the decoder's portable graph."""
     graph = GraphRecord(
-        "verifier.onnx", names.verifier_inputs(decoder.shape), names.verifier_outputs(decoder.shape, decoder.taps)
+        "verifier.onnx",
+        signatures.verifier_inputs(decoder.shape),
+        signatures.verifier_outputs(decoder.shape, decoder.taps),
     )
     values = {
         "name": name,

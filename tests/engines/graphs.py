@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from redraft import names
-from redraft.names import VerifierShape
+from redraft import names, signatures
+from redraft.signatures import VerifierShape
 
 _TYPES = {"int64": TensorProto.INT64, "bool": TensorProto.BOOL, "float32": TensorProto.FLOAT}
 
@@ -167,7 +167,7 @@ def _model(graph: _Graph) -> onnx.ModelProto:
     d = graph.decoder
     inputs, outputs = (
         [helper.make_tensor_value_info(spec.name, _TYPES[spec.dtype], spec.shape) for spec in specs]
-        for specs in (names.verifier_inputs(d.shape), names.verifier_outputs(d.shape, d.taps))
+        for specs in (signatures.verifier_inputs(d.shape), signatures.verifier_outputs(d.shape, d.taps))
     )
     if "last" not in d.taps:
         raise ValueError("the test decoder always names its last features")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import CompactProgram, can_compact
 from redraft.engines.cuda import Cuda
@@ -16,8 +16,9 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import HostDevice, OnnxRuntimeProgram
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
-from redraft.names import Dtype, VerifierShape
+from redraft.names import Dtype
 from redraft.plugins.library import BUILD, CPU_LIBRARY, LIBRARY_VARIABLE, Kernels, find_kernels
+from redraft.signatures import VerifierShape
 from tests.engines.bundles import manifest_of
 
 from .fake_cuda import FakeCuda, QueuedKernels
@@ -31,8 +32,8 @@ def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bun
     """A bundle of the graphs of a step alone, which nobody checks."""
     shape = VerifierShape(2, 2, head_dim, 32, 11, CAPACITY, dtype)
     files = export_step_graphs(shape, None, folder)
-    signatures = names.step_signatures(shape, None)
-    graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+    of_graphs = signatures.step_signatures(shape, None)
+    graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
     return Bundle(folder, manifest_of(Decoder(), shape=shape, graphs=graphs))
 
 

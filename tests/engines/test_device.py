@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, Device
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (writer.staging / "tokenizer.json").write_text("{}")
         files = export_step_graphs(DECODER.shape, None, writer.staging)
         manifest = manifest_of(DECODER)
-        signatures = names.step_signatures(DECODER.shape, None)
-        graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+        of_graphs = signatures.step_signatures(DECODER.shape, None)
+        graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
         writer.commit(manifest_of(DECODER, graphs={**manifest.graphs, **graphs}))
     return out
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.bench.gpu_engines import missing
 from redraft.cli.assembly import build_bundle
 from redraft.cli.models import Model
@@ -237,7 +237,7 @@ class Calls:
             names.TREE_MASK: mask, names.PAST_LEN: np.array(past), names.LIVE: np.array([live]),
             names.OUTPUT_ROWS: rows,
         }  # fmt: skip
-        poisoned, clean = self._caches(names.verifier_state(self._shape), self._capacity, past, live)
+        poisoned, clean = self._caches(signatures.verifier_state(self._shape), self._capacity, past, live)
         written = [range(start, start + nodes) for start in past]
         sizes = {"B": batch, "T": nodes, "R": rows.shape[1]}
         return Call(kind, sizes, {**values, **poisoned}, clean, written)
@@ -258,7 +258,7 @@ class Calls:
                     names.PENDING: np.array(pending[:batch]), names.PAST_LEN: np.array(past),
                     names.LIVE: np.array([live]),
                 }  # fmt: skip
-                state = [spec for spec in names.lyanna_state(shape) if spec.name.startswith(_CACHES)]
+                state = [spec for spec in signatures.lyanna_state(shape) if spec.name.startswith(_CACHES)]
                 poisoned, clean = self._caches(state, capacity, past, live + shape.steps - 1)
                 written = [range(start, start + rows + shape.steps - 1) for start in past]
                 sizes = {"B": batch, "M": rows}
@@ -314,7 +314,7 @@ class Calls:
             paths = np.tile(np.arange(NODES), (batch, 1))
             paths[0, 1:4] = (2, 5, 11)
             past = self._lengths(batch)
-            state = names.verifier_state(self._shape)
+            state = signatures.verifier_state(self._shape)
             values = {spec.name: self._floats(spec.dtype, *self._cache(spec, self._capacity)) for spec in state}
             sizes = {"B": batch, "T": NODES}
             yield Call("path", sizes, {names.PATH: paths, names.PAST_LEN: np.array(past), **values})
@@ -334,7 +334,7 @@ class Calls:
     def _move(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_MOVE
         assert verifier or self._lyanna is not None
-        state = names.verifier_state(self._shape) if verifier else names.lyanna_state(self._lyanna)  # type: ignore[arg-type]
+        state = signatures.verifier_state(self._shape) if verifier else signatures.lyanna_state(self._lyanna)  # type: ignore[arg-type]
         sizes = {"B": SLOTS, "C": self._capacity, "W": names.MOST_WAITING_ROWS}
         values = {spec.name: self._floats(spec.dtype, *_sized(spec, sizes)) for spec in state}
         for source, target in ((2, 0), (0, 1)):
@@ -353,7 +353,7 @@ class Calls:
 
     def _tables(self) -> dict[str, Array]:
         assert self._lyanna is not None
-        return {spec.name: self._bundle.array(spec.name) for spec in names.token_info_tables(self._lyanna)}
+        return {spec.name: self._bundle.array(spec.name) for spec in signatures.token_info_tables(self._lyanna)}
 
     def _cache(self, spec: TensorSpec, capacity: int) -> tuple[int, ...]:
         return _sized(spec, {"B": SLOTS, "C": capacity})

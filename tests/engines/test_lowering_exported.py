@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import BuildConfig
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_single
@@ -28,7 +28,9 @@ def test_exported_architectures_lower_and_agree(architecture, tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "checkpoint", architecture))
     exported = export_verifier(checkpoint, tmp_path, BuildConfig(taps=("last", "0")))
     shape = exported.shape
-    portable = GraphRecord(exported.graph, names.verifier_inputs(shape), names.verifier_outputs(shape, exported.taps))
+    portable = GraphRecord(
+        exported.graph, signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, exported.taps)
+    )
     single = lower_single(tmp_path, portable)
     assert single is not None
     found = operators(tmp_path / single.file)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines import cuda as cuda_module
 from redraft.engines import open_device, tensorrt_device
 from redraft.engines.bundle import Bundle, open_bundle
@@ -256,9 +256,9 @@ def test_an_engine_of_another_graph_is_refused(bundle: Bundle, make: Make, tmp_p
 
 def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, make: Make) -> None:
     record = bundle.graph(names.VERIFIER)
-    signatures = names.step_signatures(DECODER.shape, None)
+    of_graphs = signatures.step_signatures(DECODER.shape, None)
     graphs = {
-        names.VERIFIER: record, **{name: GraphRecord("x.onnx", *signatures[name]) for name in signatures}
+        names.VERIFIER: record, **{name: GraphRecord("x.onnx", *of_graphs[name]) for name in of_graphs}
     }  # fmt: skip
     device = make()
     device._bundle = Bundle(bundle.path, manifest_of(DECODER, graphs=graphs))

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import BuildConfig, Precision
 from redraft.engines.tensorrt import operators
 from redraft.engines.tensorrt.prepare import prepare
@@ -83,7 +83,7 @@ def logits(exported: VerifierExport, folder: Path) -> np.ndarray:
         names.PAST_LEN: np.zeros(1, np.int64), names.LIVE: np.array([5]), names.OUTPUT_ROWS: rows[None],
     }  # fmt: skip
     cache = (1, exported.shape.kv_heads, 16, exported.shape.head_dim)
-    feeds |= {name: np.zeros(cache, half) for name in names.caches(exported.shape)}
+    feeds |= {name: np.zeros(cache, half) for name in signatures.caches(exported.shape)}
     session = ort.InferenceSession(folder / exported.graph, providers=["CPUExecutionProvider"])
     return np.asarray(session.run([names.LOGITS], feeds)[0])
 

@@ -10,11 +10,12 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from redraft import names
+from redraft import names, signatures
 from redraft.export.step_graphs import export_step_graphs
-from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.names import TensorSpec
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.tree import ancestor_mask
+from redraft.signatures import LyannaShape, VerifierShape
 from redraft.types import DraftTree
 
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
@@ -118,7 +119,7 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
 def test_rows_of_the_path_are_kept(folder: Path) -> None:
     rng = np.random.default_rng(3)
     shape = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
-    caches = {name: rng.standard_normal(shape).astype(np.float32) for name in names.caches(SHAPE)}
+    caches = {name: rng.standard_normal(shape).astype(np.float32) for name in signatures.caches(SHAPE)}
     path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
     found = run(folder, names.STEP_KEEP, {names.PATH: path, names.PAST_LEN: past_len, **caches})
     for name, cache in caches.items():
@@ -142,7 +143,7 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("graph", "state"),
-    [(names.STEP_MOVE, names.verifier_state(SHAPE)), (names.LYANNA_MOVE, names.lyanna_state(LYANNA))],
+    [(names.STEP_MOVE, signatures.verifier_state(SHAPE)), (names.LYANNA_MOVE, signatures.lyanna_state(LYANNA))],
 )
 def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
     sizes = {"B": 4, "C": 7, "W": 6}
@@ -160,7 +161,7 @@ def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSp
 
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
-    contracts = names.step_signatures(SHAPE, LYANNA)
+    contracts = signatures.step_signatures(SHAPE, LYANNA)
     assert len(contracts) == 6
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")

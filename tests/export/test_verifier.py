@@ -12,7 +12,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from transformers import AutoModelForCausalLM
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import BuildConfig
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.verifier import VerifierExport, export_verifier
@@ -31,7 +31,7 @@ class Graph:
 
     def __init__(self, folder: Path, export: VerifierExport, batch: int, reference: bool = False) -> None:
         self.shape, self.taps = export.shape, export.taps
-        self.outputs = [spec.name for spec in names.verifier_outputs(export.shape, export.taps)]
+        self.outputs = [spec.name for spec in signatures.verifier_outputs(export.shape, export.taps)]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         path = str(folder / export.graph)
@@ -196,5 +196,7 @@ def test_signature_is_the_contract(exported):
     def described(values):
         return [(v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values]
 
-    assert described(graph.input) == [(s.name, s.shape) for s in names.verifier_inputs(export.shape)]
-    assert described(graph.output) == [(s.name, s.shape) for s in names.verifier_outputs(export.shape, export.taps)]
+    assert described(graph.input) == [(s.name, s.shape) for s in signatures.verifier_inputs(export.shape)]
+    assert described(graph.output) == [
+        (s.name, s.shape) for s in signatures.verifier_outputs(export.shape, export.taps)
+    ]

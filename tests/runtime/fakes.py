@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from redraft import names
-from redraft.names import TensorSpec, VerifierShape
+from redraft import names, signatures
+from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.text import Text
+from redraft.signatures import VerifierShape
 
 Rule = Callable[[list[int]], int]
 BOS, EOS, VOCABULARY = 256, 257, 258
@@ -41,8 +42,8 @@ class FakeEngine:
 
     def __init__(self, rule: Rule = mixing_rule, taps: tuple[str, ...] = (), single: bool = False) -> None:
         drop = {"B": 1} if single else {}
-        self.inputs = tuple(_fixed(spec, drop) for spec in names.verifier_inputs(SHAPE))
-        self.outputs = tuple(_fixed(spec, drop) for spec in names.verifier_outputs(SHAPE, taps))
+        self.inputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_inputs(SHAPE))
+        self.outputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_outputs(SHAPE, taps))
         self.rule = rule
         self.single = single
         self.buffers: dict[str, np.ndarray] = {}

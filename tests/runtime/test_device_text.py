@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines import BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord
 from redraft.errors import UsageError
@@ -176,12 +176,12 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder whose heads are as wide as our kernels want them."""
     decoder = Decoder(head_dim=64, vocabulary=13, max_positions=CONTEXT)
     out = tmp_path_factory.mktemp("wide") / "wide"
-    signatures = names.step_signatures(decoder.shape, None)
+    of_graphs = signatures.step_signatures(decoder.shape, None)
     with BundleWriter(out, "wide") as writer:
         save_verifier(decoder, writer.staging)
         write_tokenizer(writer.staging)
         files = export_step_graphs(decoder.shape, None, writer.staging)
-        graphs = {name: GraphRecord(file, *signatures[name]) for name, file in files.items()}
+        graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
         writer.commit(manifest_of(decoder, graphs={**manifest_of(decoder).graphs, **graphs}))
     return out
 

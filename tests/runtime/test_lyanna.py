@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft import names
+from redraft import signatures
 from redraft.errors import UsageError
 from redraft.export.drafters.token_tree import lookup, resample
 from redraft.runtime import Runtime, SamplingParams, api, scheduler
@@ -300,7 +300,7 @@ def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
     assert runtime._engines is not None
     bundle = runtime._engines.bundle
     assert bundle.manifest.lyanna is not None
-    return {spec.name: bundle.array(spec.name) for spec in names.token_info_tables(bundle.manifest.lyanna)}
+    return {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(bundle.manifest.lyanna)}
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt.commands import commands
 from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
@@ -21,7 +21,7 @@ from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
-from redraft.names import LyannaShape
+from redraft.signatures import LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 from tests.export.drafters.tiny import export, make_verifier
@@ -85,7 +85,7 @@ def test_trtexec_has_all_profiles_in_order_with_every_dynamic_input(tmp_path: Pa
             assert option == f"--{which}Shapes"
             sizes = dict(part.split(":") for part in spec.split(","))
             assert sizes.keys() == {
-                s.name for s in names.verifier_inputs(DECODER.shape) if any(isinstance(d, str) for d in s.shape)
+                s.name for s in signatures.verifier_inputs(DECODER.shape) if any(isinstance(d, str) for d in s.shape)
             }
             assert all(size.replace("x", "").isdigit() for size in sizes.values())
     assert f"--dynamicPlugins={tmp_path / LIBRARY}" in words
@@ -133,7 +133,7 @@ def test_a_plugin_inside_the_engine_is_needed_for_building_only(
 
 def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) -> None:
     bfloat16 = manifest_of(DECODER, precision="bf16", shape=replace(DECODER.shape, dtype="bfloat16"))
-    record = replace(bfloat16.graphs[names.VERIFIER], inputs=names.verifier_inputs(bfloat16.shape))
+    record = replace(bfloat16.graphs[names.VERIFIER], inputs=signatures.verifier_inputs(bfloat16.shape))
     built = replace(bfloat16, graphs={names.VERIFIER: record}, tensorrt=manifest().tensorrt)
     commands = found(tmp_path, built)
     assert commands.pop("verifier: not compared, since ONNX Runtime does not compute bfloat16 on CPUs") == ()
@@ -157,7 +157,7 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
         files = dict(part.split(":") for part in words["--loadInputs"].split(","))
         named |= set(files.values())
         feeds = {}
-        for spec in names.verifier_inputs(DECODER.shape):
+        for spec in signatures.verifier_inputs(DECODER.shape):
             said = shapes.get(spec.name, "1") if spec.name != names.LIVE else "1"  # natively `live` says its value
             size = list(map(int, said.split("x")))
             if spec.name in files:
@@ -179,12 +179,12 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
     """All rows of a call are new, and of a chain the first step is used up."""
     lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, "fp16", 20, 5)
     manifest = manifest_of(DECODER, lyanna=lyanna)
-    signatures = {
-        names.LYANNA_DRAFT: (names.lyanna_draft_inputs(lyanna), names.lyanna_draft_outputs(lyanna)),
-        names.LYANNA_RESAMPLE: (names.lyanna_resample_inputs(lyanna), names.lyanna_resample_outputs(lyanna)),
+    calls = {
+        names.LYANNA_DRAFT: (signatures.lyanna_draft_inputs(lyanna), signatures.lyanna_draft_outputs(lyanna)),
+        names.LYANNA_RESAMPLE: (signatures.lyanna_resample_inputs(lyanna), signatures.lyanna_resample_outputs(lyanna)),
     }
     made = {}
-    for graph, (inputs, outputs) in signatures.items():
+    for graph, (inputs, outputs) in calls.items():
         profile = profiles_of(graph, inputs, Limits(2, 16, 32, 64), live_is_shape=False)[-1]
         made[graph] = sound_inputs(GraphRecord("g.onnx", inputs, outputs), manifest, profile)
     draft, resample = made.values()

@@ -7,12 +7,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.tensorrt.memory import CONTEXT_BYTES, Needs, activation_bytes, check_memory, needs_of
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
-from redraft.names import TensorSpec, VerifierShape
+from redraft.names import TensorSpec
+from redraft.signatures import VerifierShape
 
 GIB = 1 << 30
 
@@ -98,7 +99,7 @@ def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(context: int) -> None:
     rows = helper.make_tensor_value_info("gate", TensorProto.FLOAT16, ["B", "T", 22016])
     nodes = [helper.make_node("MatMul", ["features", "w"], ["gate"]), helper.make_node("Sigmoid", ["gate"], ["open"])]
     model = helper.make_model(helper.make_graph(nodes, "verifier", [], [], weights, value_info=[rows]))
-    inputs, outputs = names.verifier_inputs(shape), names.verifier_outputs(shape, (names.LAST_TAP,))
+    inputs, outputs = signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, (names.LAST_TAP,))
     profiles = profiles_of(names.VERIFIER, inputs, Limits(1, 64, 128, context), live_is_shape=False)
     needs = {names.VERIFIER: needs_of(names.VERIFIER, model, inputs, outputs, profiles)}
     check_memory(needs, int(23.5 * GIB), "NVIDIA L4")

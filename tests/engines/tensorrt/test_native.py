@@ -15,15 +15,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.manifest import dump_manifest, load_manifest
 from redraft.engines.tensorrt.native import lower_attention
 from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
 from redraft.export.step_graphs import export_step_graphs
-from redraft.names import VerifierShape
 from redraft.runtime import Runtime, SamplingParams
+from redraft.signatures import VerifierShape
 from redraft.types import Budget
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
@@ -107,7 +107,9 @@ def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Export
     assert [node.output[0] for node in updates] == [
         names.present(cache) for cache in (node.input[0] for node in updates)
     ]
-    assert {output.name for output in graph.output} == {spec.name for spec in names.lyanna_draft_outputs(drafter.shape)}
+    assert {output.name for output in graph.output} == {
+        spec.name for spec in signatures.lyanna_draft_outputs(drafter.shape)
+    }
     assert sum(node.op_type == "Attention" for node in graph.node) == CONFIG.steps
 
 
@@ -140,7 +142,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_of_the_path_are_kept(step: Path) -> None:
     random = np.random.default_rng(3)
     size = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
-    caches = {name: random.standard_normal(size).astype(np.float32) for name in names.caches(SHAPE)}
+    caches = {name: random.standard_normal(size).astype(np.float32) for name in signatures.caches(SHAPE)}
     path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
     feeds = {names.PATH: path, names.PAST_LEN: past_len, **caches}
     session = ort.InferenceSession(step / graph_file(names.STEP_KEEP), providers=["CPUExecutionProvider"])
@@ -157,7 +159,7 @@ def test_the_keeping_graph_updates_inputs_by_indices_of_a_fixed_length(step: Pat
     model = onnx.load(step / graph_file(names.STEP_KEEP))
     assert not list(problems(model, RELEASE))
     updated = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter"]
-    assert updated == names.caches(SHAPE)
+    assert updated == signatures.caches(SHAPE)
     assert sum(node.op_type == "Reshape" for node in model.graph.node) == 1  # the indices are those of all buffers
 
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
@@ -42,7 +42,7 @@ def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
         names.LIVE: np.array([max(PAST) + NODES]),
         names.OUTPUT_ROWS: np.tile(np.arange(NODES), (2, 1)),
     }
-    for cache in names.caches(decoder.shape):
+    for cache in signatures.caches(decoder.shape):
         rows = random.standard_normal((2, decoder.kv_heads, 24, decoder.head_dim)).astype(np.float32)
         for sequence, past in enumerate(PAST):
             rows[sequence, :, past:] = 1e3

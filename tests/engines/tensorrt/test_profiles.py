@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.engines.tensorrt.profiles import Limits, check_slots, check_tree, largest_call, profiles_of
 from redraft.engines.tensorrt.records import Range
 from redraft.errors import UsageError
-from redraft.names import LyannaShape, TensorSpec, VerifierShape
+from redraft.names import TensorSpec
+from redraft.signatures import LyannaShape, VerifierShape
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
 LIMITS = Limits(batch=4, tree=16, prefill=32, capacity=64, usual=9)
 SIGNATURES = {
-    names.VERIFIER: names.verifier_inputs(SHAPE),
-    names.LYANNA_DRAFT: names.lyanna_draft_inputs(LYANNA),
-    names.LYANNA_RESAMPLE: names.lyanna_resample_inputs(LYANNA),
-    **{graph: names.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (
+    names.VERIFIER: signatures.verifier_inputs(SHAPE),
+    names.LYANNA_DRAFT: signatures.lyanna_draft_inputs(LYANNA),
+    names.LYANNA_RESAMPLE: signatures.lyanna_resample_inputs(LYANNA),
+    **{graph: signatures.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (
         names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP, names.STEP_COLLECT,
     )},
 }  # fmt: skip

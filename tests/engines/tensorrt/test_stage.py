@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
@@ -22,7 +22,7 @@ from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 from redraft.errors import BackendError, BundleError, UsageError
 from redraft.export.step_graphs import export_step_graphs
-from redraft.names import LyannaShape
+from redraft.signatures import LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -135,7 +135,7 @@ def test_native_attention_needs_no_plugin(build: Build) -> None:
 def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     """Our kernel does it beside the plugin, which is built with it."""
     decoder = Decoder()
-    inputs, outputs = names.step_signatures(decoder.shape, None)[names.STEP_KEEP]
+    inputs, outputs = signatures.step_signatures(decoder.shape, None)[names.STEP_KEEP]
     keep = {names.STEP_KEEP: GraphRecord(f"{names.STEP_KEEP}.onnx", inputs, outputs)}
     graphs = {**manifest_of(decoder).graphs, **keep}
     native = replace(OPTIONS, attention="native")

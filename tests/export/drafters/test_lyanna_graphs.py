@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import RANDOM, LyannaBuild
 from redraft.engines.bundle import Bundle
 from redraft.engines.onnxruntime_backend import open_engine
@@ -20,7 +20,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.token_info import make_tables
 from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
-from redraft.names import LyannaShape
+from redraft.signatures import LyannaShape
 
 from .tiny import (
     CONFIG,
@@ -284,7 +284,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
             full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
-            tree, count = full.likeliest(names.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            tree, count = full.likeliest(signatures.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
 
@@ -320,7 +320,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(tmp_path / f"{names.LYANNA_RESAMPLE}.onnx"), settings)
-    outputs = [spec.name for spec in names.lyanna_resample_outputs(shape)]
+    outputs = [spec.name for spec in signatures.lyanna_resample_outputs(shape)]
 
     def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
         feeds = {names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens, **tables}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import LyannaBuild
 from redraft.errors import CheckpointError
 from redraft.export.drafters import token_info
@@ -19,7 +19,7 @@ from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.token_info import hot_tokens, make_tables, write
 from redraft.export.drafters.token_tree import lookup
 from redraft.export.weights import Made
-from redraft.names import LyannaShape
+from redraft.signatures import LyannaShape
 
 from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
 
@@ -100,7 +100,7 @@ def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path
     """One row and one column more where not every token is hot, and the index of all; written as they are."""
     shape = shape_of(form, hot)
     tables = tables_of(shape)
-    specs = names.token_info_tables(shape)
+    specs = signatures.token_info_tables(shape)
     assert [(name, str(t.dtype), t.shape) for name, t in tables.items()] == [(s.name, s.dtype, s.shape) for s in specs]
     pruned = hot < VOCABULARY
     size = expected(hot + pruned) + (8 * VOCABULARY if pruned else 0)

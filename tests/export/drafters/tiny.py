@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from redraft import names
+from redraft import names, signatures
 from redraft.config import BuildConfig, LyannaBuild, Precision
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_draft
@@ -23,7 +23,7 @@ from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
 from redraft.export.weights import Made
-from redraft.names import LyannaShape
+from redraft.signatures import LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder
@@ -88,7 +88,7 @@ class Exported:
     @property
     def tables(self) -> dict[str, np.ndarray]:
         """Token information by name, in the order of the contract."""
-        return {spec.name: self.bundle.array(spec.name) for spec in names.token_info_tables(self.shape)}
+        return {spec.name: self.bundle.array(spec.name) for spec in signatures.token_info_tables(self.shape)}
 
     def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
         """What training computes: logits [N, V] of the chain after features [T, n] and tokens [T + 1]."""
@@ -141,14 +141,14 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
 def manifest_beside(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
     """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
-    portable = GraphRecord(lyanna.draft, names.lyanna_draft_inputs(shape), names.lyanna_draft_outputs(shape))
+    portable = GraphRecord(lyanna.draft, signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape))
     graphs = {names.LYANNA_DRAFT: portable}
     if shape.dtype == "float32":
         single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
         assert single is not None
         graphs[names.LYANNA_DRAFT_SINGLE] = single
     if shape.steps > 1:
-        resample = names.lyanna_resample_inputs(shape), names.lyanna_resample_outputs(shape)
+        resample = signatures.lyanna_resample_inputs(shape), signatures.lyanna_resample_outputs(shape)
         graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
     weights = (*verifier.export.weights, *lyanna.weights, *lyanna.token_info)
     return replace(manifest_of(Decoder()), graphs=graphs, weights=weights, lyanna=shape)
