@@ -35,7 +35,7 @@ from redraft.types import DraftTree, Outcome
 
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP)
 MOST_FRAMES = 128
-"""Shapes of a step that are kept; the oldest goes when there are more."""
+"""Shapes of a step that are kept; the one that was not used for longest goes when there are more."""
 
 
 class Collector(Protocol):
@@ -166,13 +166,15 @@ class DeviceVerifier(Verifier):
 
     def _tree_frame(self, sequences: int, width: int, made: DeviceTrees | None) -> TreeFrame:
         key = (sequences, width, made.tokens.address if made else 0)
-        if key not in self._trees:
+        frame = self._trees.pop(key, None)
+        if frame is None:
             if len(self._trees) >= MOST_FRAMES:
                 self.device.wait()
                 del self._trees[next(iter(self._trees))]
             collect = self._collector.bind if self._collector else None
-            self._trees[key] = TreeFrame(self._room, sequences, width, made, collect)
-        return self._trees[key]
+            frame = TreeFrame(self._room, sequences, width, made, collect)
+        self._trees[key] = frame  # the last, so that the first is the one that was not used for longest
+        return frame
 
     def _chunk_frame(self, width: int) -> ChunkFrame:
         if width not in self._chunks:

@@ -28,6 +28,16 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with a random drafter; not to be written to."""
+    from tests.runtime.lyanna_bundle import write_lyanna_bundle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
+
+
+@pytest.fixture(scope="session")
 def kernels() -> Kernels:
     """The kernels built for the CPU by `make kernels-cpu`. Skips only where no C++ compiler could have built them."""
     path = BUILD / CPU_LIBRARY

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.runtime.devices import cpu_device, open_over, tensorrt_device
-from tests.runtime.lyanna_bundle import CONTEXT, write_lyanna_bundle
+from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names
 from redraft.bench import gpu_engines
@@ -36,11 +36,9 @@ OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
 METHODS = ("none", "ngram", "lyanna")
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
+@pytest.fixture
+def bundle(lyanna_bundle: Path) -> Path:
+    return lyanna_bundle
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.engines.fake_cuda import FakeCuda
 from tests.engines.graphs import Decoder
 from tests.runtime.devices import Fakes, tensorrt_device
 from tests.runtime.fakes import CURVE
-from tests.runtime.lyanna_bundle import CONTEXT, write_lyanna_bundle
+from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names, signatures
 from redraft.bench import roofline
@@ -133,14 +133,6 @@ def test_bandwidth_counts_both_directions_of_a_copy_and_keeps_the_best(monkeypat
 # --- on a device -----------------------------------------------------------------------------------------------------
 
 ON_DEVICE = [("verifier", 1), ("verifier", 8), ("lyanna.draft", 2), ("lyanna.resample", 1)]
-
-
-@pytest.fixture(scope="module")
-def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with a random drafter; not to be written to."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,6 @@ from redraft.engines.tensorrt.stage import GRAPHS as STAGED
 from redraft.names import Dtype, TensorSpec
 from redraft.runtime.tree import ancestor_mask
 from tests.runtime.devices import cpu_device, tensorrt_device
-from tests.runtime.lyanna_bundle import write_lyanna_bundle
 
 Array = np.ndarray[Any, np.dtype[Any]]
 TOLERANCES: Mapping[Dtype, float] = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
@@ -412,11 +411,8 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A random Llama with a random drafter, every graph of a step beside them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return open_bundle(write_lyanna_bundle(tmp_path_factory.mktemp("outputs")), verify=False)
+def bundle(lyanna_bundle: Path) -> Bundle:
+    return open_bundle(lyanna_bundle, verify=False)
 
 
 @pytest.fixture

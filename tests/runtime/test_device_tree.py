@@ -16,12 +16,14 @@ from redraft.engines.cuda_device import CudaBuffer
 from redraft.engines.device import Buffer
 from redraft.engines.onnxruntime_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, api
+from redraft.runtime import Runtime, SamplingParams, api, device_verifier
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceTree, DeviceTrees, one_source
+from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import prune, root_only
 from redraft.types import Budget, Costs
+from tests.engines.fake_cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE
@@ -113,6 +115,29 @@ def test_a_step_is_a_few_calls_of_cuda(
         assert calls.count("cudaStreamSynchronize") == 1
         assert calls.count("cudaEventElapsedTime") == 2 * drafts
         assert len(calls) == 2 + 3 * drafts, calls
+
+
+def test_shapes_that_were_not_used_for_longest_are_given_up(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory too, and the text does not change."""
+    monkeypatch.setattr(DeviceVerifier, "warm", lambda self, made=None: None)
+    cuda = FakeCuda()
+    texts, held = [], []
+    for most in (128, 2):
+        monkeypatch.setattr(device_verifier, "MOST_FRAMES", most)
+        device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda).device
+        with open_over(device, lyanna_bundle) as runtime:
+            texts.append([g.token_ids for g in runtime.generate(SHORT, PARAMS, "ngram")])
+            assert isinstance(runtime.verifier, DeviceVerifier)
+            kept = list(runtime.verifier._trees)
+            held.append(len(kept))
+            if most == 2:
+                runtime.verifier._tree_frame(*kept[0][:2], None)
+                runtime.verifier._tree_frame(1, 64, None)
+                assert list(runtime.verifier._trees) == [kept[0], (1, 64, 0)]
+    assert held[0] > held[1] == 2
+    assert texts[0] == texts[1]
 
 
 def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
