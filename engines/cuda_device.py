@@ -160,12 +160,21 @@ class Copy:
         self._cuda.copy(*self._arguments)
 
 
+class Send(Copy):
+    """The copy of an inbox. `at`: how often the device had been waited for when it was put in order last."""
+
+    at = -1
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.at = self._cuda.waits
+
+
 class CudaInbox:
     """See `redraft.engines.device.Inbox`: a block of pinned memory and its like on the device."""
 
     def __init__(self, cuda: Cuda, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._cuda = cuda
-        self._opened = -1
         places, size = {}, 0
         for name, shape in shapes.items():
             places[name] = size
@@ -179,13 +188,12 @@ class CudaInbox:
             values[...] = 0
             self._values[name] = values
             self.buffers[name] = CudaBuffer("int64", shape, memory.address + start, cuda, held, values)
-        self.send = Copy(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
+        self.send = Send(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
 
     def open(self) -> Mapping[str, Array]:
         """See `Inbox.open`."""
-        if self._opened == self._cuda.waits:
+        if self.send.at == self._cuda.waits:
             self._cuda.synchronize()
-        self._opened = self._cuda.waits
         return self._values
 
 
@@ -233,8 +241,11 @@ class Chain:
         self._warm = False
         self._graph: Graph | None = None
         self._plain = not runs or not all(getattr(run, "capturable", False) for run in runs)
+        self._sends = [run for run in runs if isinstance(run, Send)]
 
     def __call__(self) -> None:
+        for send in self._sends:
+            send.at = self._cuda.waits
         if self._graph is None and self._warm and not self._plain:
             self._capture()
         if self._graph is not None:

@@ -63,7 +63,7 @@ class Inbox(Protocol):
     def open(self) -> Mapping[str, Array]:
         """The arrays to fill in, by name, int64 each; they keep what was filled in before.
 
-        Waits for the device if it was not waited for since they were opened last: then they may not have been sent yet.
+        Waits for the device if it was not waited for since they were sent last: they may still be on their way.
         """
 
 
