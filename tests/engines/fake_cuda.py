@@ -19,6 +19,8 @@ import numpy as np
 
 Work = Callable[[], None]
 _POISON = 0xA5
+ALIGNMENT = 256
+"""Of memory that CUDA allocates, and of every address that TensorRT takes."""
 
 
 class Status(IntEnum):
@@ -177,7 +179,9 @@ class FakeCuda:
         self.moments[event] = time.perf_counter_ns()
 
     def _allocate(self, kind: str, size: int) -> int:
-        memory = np.full(size, _POISON, np.uint8)
+        raw = np.full(size + ALIGNMENT, _POISON, np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        memory = raw[start : start + size]
         address = int(memory.ctypes.data)
         self._memory[address] = kind, memory
         insort(self._starts, address)

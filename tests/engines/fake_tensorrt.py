@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .fake_cuda import FakeCuda
+from .fake_cuda import ALIGNMENT, FakeCuda
 
 _TYPES = {
     "tensor(int64)": "INT64", "tensor(bool)": "BOOL", "tensor(float)": "FLOAT", "tensor(float16)": "HALF",
@@ -143,6 +143,7 @@ class Context:
         return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
 
     def set_tensor_address(self, name: str, address: int) -> bool:
+        assert name in self.engine.host or address % ALIGNMENT == 0, f"{name} at {address:#x}"
         self.addresses[name] = address
         return name in self.engine.inputs or name in self.engine.outputs
 
