@@ -36,7 +36,7 @@ def open_cuda() -> Cuda:
 class Cuda:
     """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads.
 
-    waits: how often the stream was waited for.   told: whether it was said that a step cannot be captured.
+    waits: how often the stream was waited for.   captured: graphs made.   told: whether it was said that one cannot be.
     """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
@@ -44,12 +44,14 @@ class Cuda:
         self.call("cudaSetDevice", 0)
         self._stream = self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.stream = int(self._stream)
+        _give_back(self, runtime, "cudaStreamDestroy", self._stream)
         self._pinned = Pinned(self, staging_bytes)
         self._staging = self._pinned.bytes
         self._staged = 0
         self._capturing = False
         self.waits = 0
         self.told = False
+        self.captured = 0
 
     def call(self, function: str, *arguments: Any) -> Any:
         """What the function gives besides its status. Raises BackendError with the error's name."""
@@ -114,7 +116,9 @@ class Cuda:
         try:
             run()
         except BaseException:
-            self._runtime.cudaStreamEndCapture(self._stream)  # fails too, and leaves the stream usable
+            status, graph = self._runtime.cudaStreamEndCapture(self._stream)  # leaves the stream usable
+            if status == self._runtime.cudaError_t.cudaSuccess:
+                self._runtime.cudaGraphDestroy(graph)
             self.forget_error()
             raise
         finally:
@@ -146,7 +150,7 @@ class Memory:
                 f"{error.message}: {size / _MEBIBYTE:.1f} MiB asked for, {free / _MEBIBYTE:.1f} MiB free",
                 "lower the context or the slots, or free memory",
             ) from None
-        _give_back(self, cuda, "cudaFree", self.address)
+        _give_back(self, cuda._runtime, "cudaFree", self.address)
         cuda.call("cudaMemsetAsync", self.address, 0, max(size, 1), cuda._stream)
 
 
@@ -156,7 +160,7 @@ class Pinned:
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.address = int(cuda.call("cudaMallocHost", max(size, 1)))
         self.bytes: Array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
-        _give_back(self, cuda, "cudaFreeHost", self.address)
+        _give_back(self, cuda._runtime, "cudaFreeHost", self.address)
 
 
 class Event:
@@ -165,7 +169,7 @@ class Event:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._event = cuda.call("cudaEventCreate")
-        _give_back(self, cuda, "cudaEventDestroy", self._event)
+        _give_back(self, cuda._runtime, "cudaEventDestroy", self._event)
 
     def record(self) -> None:
         """The moment when all work put in order so far is done; in a graph, of each of its runs."""
@@ -189,13 +193,14 @@ class Graph:
             self._ready = cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
             cuda.call("cudaGraphDestroy", graph)
-        _give_back(self, cuda, "cudaGraphExecDestroy", self._ready)
+        cuda.captured += 1
+        _give_back(self, cuda._runtime, "cudaGraphExecDestroy", self._ready)
 
     def launch(self) -> None:
         """Put it on the stream."""
         self._cuda.call("cudaGraphLaunch", self._ready, self._cuda._stream)
 
 
-def _give_back(owner: object, cuda: Cuda, function: str, handle: Any) -> None:
-    """Call `function` when `owner` goes; at the end of the process the driver does it."""
-    weakref.finalize(owner, cuda.call, function, handle).atexit = False
+def _give_back(owner: object, runtime: Any, function: str, handle: Any) -> None:
+    """Call `function` when `owner` goes; at the end of the process the driver does it. Holds nothing of ours."""
+    weakref.finalize(owner, getattr(runtime, function), handle).atexit = False

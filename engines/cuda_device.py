@@ -31,7 +31,7 @@ from redraft.engines.device import (
     numpy_type,
 )
 from redraft.engines.manifest import GraphRecord
-from redraft.errors import BackendError
+from redraft.errors import BackendError, RedraftError
 from redraft.names import Dtype
 
 _LOG = logging.getLogger("redraft.cuda")
@@ -116,6 +116,11 @@ class CudaDevice(ABC):
     def wait(self) -> None:
         """See `Device.wait`."""
         self.cuda.synchronize()
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        self.cuda.synchronize()
+        self._programs.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +266,7 @@ class Chain:
     def _capture(self) -> None:
         try:
             self._graph = self._cuda.capture(self._in_order)
-        except BackendError as error:
+        except RedraftError as error:
             self._plain = True
             if not self._cuda.told:
                 self._cuda.told = True

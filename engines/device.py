@@ -86,7 +86,7 @@ class Work(Protocol):
         """Put them in order."""
 
     def seconds(self) -> float:
-        """How long the latest of them took where they run, once the device has been waited for."""
+        """How long the latest of them took where they run, once the device has been waited for; 0 before the first."""
 
 
 class Program(Protocol):
@@ -137,13 +137,16 @@ class Device(Protocol):
         """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
 
     def program(self, graph: str) -> Program:
-        """Load a graph of the bundle. Raises BundleError."""
+        """Load a graph of the bundle. Raises BundleError, and BackendError where it does not fit or run here."""
 
     def chain(self, runs: Sequence[Run]) -> Work:
         """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""
 
     def wait(self) -> None:
-        """Until all work put in order so far is done."""
+        """Until all work put in order so far is done. Raises BackendError where it failed."""
+
+    def close(self) -> None:
+        """Let go of all programs, once they are done. Their memory goes with the last one that holds them."""
 
 
 def numpy_type(dtype: Dtype) -> np.dtype[Any]:

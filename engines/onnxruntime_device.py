@@ -124,6 +124,9 @@ class HostDevice:
     def wait(self) -> None:
         """See `Device.wait`."""
 
+    def close(self) -> None:
+        """See `Device.close`; nothing is kept here."""
+
 
 @dataclass(frozen=True, eq=False)
 class HostBuffer:

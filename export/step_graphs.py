@@ -77,7 +77,8 @@ def _accept(shape: VerifierShape) -> ir.Model:
     above = add("And", names.TREE_MASK, add("Unsqueeze", add("Not", right), builder.ints(1)))
     holds = add("Equal", _count(builder, above, 2), builder.ints(0))  # [B, T]
     depth = add("Where", holds, _count(builder, names.TREE_MASK, 2), builder.ints(0))
-    last = add("ArgMax", depth, axis=1, keepdims=1)  # [B, 1]
+    # Over a type that every ArgMax knows: that of ONNX Runtime's CUDA takes floating-point numbers only.
+    last = add("ArgMax", add("Cast", depth, to=onnx.TensorProto.FLOAT), axis=1, keepdims=1)  # [B, 1]
     ancestors = add("Cast", names.TREE_MASK, to=onnx.TensorProto.INT64)
     on_path = add("Cast", add("GatherND", ancestors, last, batch_dims=1), to=onnx.TensorProto.BOOL)  # [B, T]
     kept = _count(builder, on_path, 1, output=names.KEPT)

@@ -132,8 +132,10 @@ class Runtime:
 
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
-        self.__dict__.pop("verifier", None)
         self._drafters.clear()
+        self._adaptive.clear()
+        if (verifier := self.__dict__.pop("verifier", None)) is not None:
+            verifier.close()
 
     def __enter__(self) -> Self:
         return self

@@ -83,6 +83,13 @@ class DeviceVerifier(Verifier):
         self._trees.clear()
         self._chunks.clear()
 
+    def close(self) -> None:
+        """See `Verifier.close`: everything on the device is given back with the last one that holds this."""
+        self._collector = None
+        self._trees.clear()
+        self._chunks.clear()
+        self.device.close()
+
     def warm(self, made: DeviceTrees | None = None) -> None:
         """Run each shape of a step until it is replayed as a graph, before a request has to wait for that.
 

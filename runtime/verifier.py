@@ -45,6 +45,9 @@ class Verifier(ABC):
         self.ranges = Ranges(self.clock)
         self._taps = taps
 
+    def close(self) -> None:  # noqa: B027 (only a device keeps what goes round in circles)
+        """Let go of what holds memory. Nothing else may be asked for afterwards."""
+
     @abstractmethod
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """What the verifier says of every sequence's tree: one engine call. Rows of accepted paths are made contiguous.

@@ -94,6 +94,11 @@ class FakeCuda:
     def cudaMallocHost(self, size: int) -> tuple[Status, int]:
         return Status.cudaSuccess, self._allocate("pinned", size)
 
+    def cudaStreamDestroy(self, stream: int) -> tuple[Status]:
+        assert stream == self.STREAM
+        self._drain()
+        return (Status.cudaSuccess,)
+
     def cudaFreeHost(self, address: int) -> tuple[Status]:
         return self.cudaFree(address)
 

@@ -341,8 +341,8 @@ CUDA_NAMES = (
     "cudaSetDevice", "cudaStreamCreateWithFlags", "cudaStreamNonBlocking", "cudaMallocHost", "cudaMalloc", "cudaFree",
     "cudaMemGetInfo", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaStreamSynchronize", "cudaStreamBeginCapture",
     "cudaStreamEndCapture", "cudaGetLastError", "cudaGraphInstantiate", "cudaGraphDestroy", "cudaGraphLaunch",
-    "cudaGraphExecDestroy", "cudaFreeHost", "cudaEventCreate", "cudaEventDestroy", "cudaEventRecord",
-    "cudaEventRecordWithFlags", "cudaEventRecordExternal", "cudaEventElapsedTime",
+    "cudaGraphExecDestroy", "cudaFreeHost", "cudaStreamDestroy", "cudaEventCreate", "cudaEventDestroy",
+    "cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventRecordExternal", "cudaEventElapsedTime",
 )  # fmt: skip
 TENSORRT_NAMES = {
     "ILogger": ("VERBOSE", "INFO", "WARNING", "log"),

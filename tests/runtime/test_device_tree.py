@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,26 @@ def test_a_step_is_a_few_calls_of_cuda(
         assert calls.count("cudaStreamSynchronize") == 1
         assert calls.count("cudaEventElapsedTime") == 2 * drafts
         assert len(calls) == 2 + 3 * drafts, calls
+
+
+def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_path: Path) -> None:
+    """At once, not when Python next looks for what goes round in circles, which commands never do."""
+    cuda = FakeCuda()
+    fakes = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda)
+    gc.collect()
+    gc.disable()
+    try:
+        runtime = open_over(fakes.device, lyanna_bundle, 2)
+        runtime.generate(SHORT, PARAMS, "lyanna")
+        runtime.generate(SHORT, PARAMS, "ngram")
+        assert cuda.held() > 100_000
+        runtime.close()
+        assert cuda.held() == 0
+        fakes.device = None  # type: ignore[assignment]
+        fakes.tensorrt.logger = None
+        assert cuda.held("pinned") == 0
+    finally:
+        gc.enable()
 
 
 def test_shapes_that_were_not_used_for_longest_are_given_up(
