@@ -172,3 +172,23 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
 
 def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
     assert {names.STEP_COLLECT, names.LYANNA_MOVE}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
+
+
+# ONNX Runtime's kernels for CUDA take these types only, of operators here whose kernels for the CPU take more
+# (docs/OperatorKernels.md of its repository).
+CUDA_TYPES = {"ArgMax": {"FLOAT", "FLOAT16", "DOUBLE"}, "MatMul": {"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"},
+              "Greater": {"FLOAT", "FLOAT16", "DOUBLE", "INT32", "INT64", "UINT32", "UINT64", "BFLOAT16"}}  # fmt: skip
+
+
+def test_no_node_is_left_to_the_cpu_for_its_type(folder: Path) -> None:
+    """It would fetch its inputs to the host in the middle of a step."""
+    seen = set()
+    for path in folder.glob("step.*.onnx"):
+        model = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=False)
+        values = (*model.graph.input, *model.graph.value_info, *model.graph.output)
+        types = {value.name: onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type) for value in values}
+        for node in model.graph.node:
+            if node.op_type in CUDA_TYPES:
+                seen.add(node.op_type)
+                assert {types[name] for name in node.input} <= CUDA_TYPES[node.op_type], (path.name, node.output)
+    assert seen == set(CUDA_TYPES)
