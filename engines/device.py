@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from redraft.engines.base import Array
-from redraft.names import Dtype, TensorSpec
+from redraft.names import Dim, Dtype, TensorSpec
 
 Run = Callable[[], None]
 """Work put in order behind what was put before; it may still be under way when the function returns."""
@@ -157,6 +157,11 @@ def numpy_type(dtype: Dtype) -> np.dtype[Any]:
 def byte_size(dtype: Dtype, shape: Sequence[int]) -> int:
     """Bytes of a tensor."""
     return math.prod(shape) * numpy_type(dtype).itemsize
+
+
+def sized(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with the symbols' sizes filled in."""
+    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape)
 
 
 def check_values(buffer: Buffer, values: Array) -> None:

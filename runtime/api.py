@@ -166,6 +166,14 @@ class Runtime:
                 pass
         return [self._generation(request, forced is not None) for request in requests]
 
+    def warm(self, method: str | None = None) -> None:
+        """Load what `method` needs, and on a GPU run every shape of its steps, so that no request waits for that.
+
+        Else the first request with that method does. Raises UsageError, BundleError and BackendError.
+        """
+        with self._running():
+            self._planned(method or self.default_method, None, None)
+
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, method: str | None = None, budget: Budget | None = None,
         trace: IO[str] | None = None,
@@ -218,6 +226,7 @@ class Runtime:
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
         check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
         drafter = self._drafter(method)
+        self.verifier.warm()
         if method == "none":
             return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
         if forced is not None:
@@ -302,8 +311,6 @@ def _on_device(bundle: Bundle, device: Device, slots: int, largest: tuple[int, i
     verifier = DeviceVerifier(device, manifest.shape, manifest.context, slots, manifest.taps)
     if largest is not None:
         verifier.largest_tree = largest[1]
-    if device.asynchronous:
-        verifier.warm()
     return verifier
 
 

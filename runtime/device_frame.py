@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Buffer, Device, Program, Run
+from redraft.engines.device import Buffer, Device, Program, Run, sized
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
@@ -64,7 +64,7 @@ class Frame:
             if spec.in_place_of is not None:
                 self._buffers[spec.name] = self._buffers[spec.in_place_of]
             elif spec in verifier.outputs:
-                self._buffers[spec.name] = room.buffer(spec.name, spec.dtype, self._sized(spec.shape))
+                self._buffers[spec.name] = room.buffer(spec.name, spec.dtype, sized(spec.shape, self._sizes))
         self.features = {
             spec.name: self._buffers[spec.name] for spec in verifier.outputs if spec.name.startswith(names.features(""))
         }
@@ -100,11 +100,8 @@ class Frame:
     def _buffer(self, name: str, dtype: Dtype, shape: tuple[Dim, ...]) -> Buffer:
         """The buffer of this name, made if there is none."""
         if name not in self._buffers:
-            self._buffers[name] = self._room.device.empty(dtype, *self._sized(shape))
+            self._buffers[name] = self._room.device.empty(dtype, *sized(shape, self._sizes))
         return self._buffers[name]
-
-    def _sized(self, shape: tuple[Dim, ...]) -> tuple[int, ...]:
-        return tuple(self._sizes[dim] if isinstance(dim, str) else dim for dim in shape)
 
 
 class TreeFrame(Frame):

@@ -61,11 +61,14 @@ class DeviceVerifier(Verifier):
         rows = slots * capacity * shape.kv_heads * shape.head_dim
         caches = signatures.caches(shape)
         widest = names.TREE_WIDTHS[-1]
-        device.expect({
+        parts = {
             "verifier's KV": len(caches) * byte_size(shape.dtype, (rows,)),
             f"logits of {widest} nodes": byte_size("float32", (slots, widest, shape.vocabulary)),
-        }, GRAPHS)  # fmt: skip
+            f"features of {widest} nodes": len(taps) * byte_size(shape.dtype, (slots, widest, shape.hidden)),
+        }
+        device.expect(parts, GRAPHS)
         programs = {name: device.program(name) for name in GRAPHS}
+        device.expect(parts)  # beside the engines' scratch memory, whose size they tell once they are loaded
         self._state = {
             spec.name: device.empty(spec.dtype, slots, shape.kv_heads, capacity, shape.head_dim)
             for spec in programs[names.VERIFIER].inputs
@@ -75,11 +78,13 @@ class DeviceVerifier(Verifier):
         self._collector: Collector | None = None
         self._trees: dict[tuple[int, int, int], TreeFrame] = {}
         self._chunks: dict[int, ChunkFrame] = {}
+        self._warm = False
         self._copy_slot = SlotMove(device, names.STEP_MOVE, self._state)
 
     def attach(self, collector: Collector) -> None:
         """Let `collector` have the feature rows of every call from now on."""
         self._collector = collector
+        self._warm = False
         self._trees.clear()
         self._chunks.clear()
 
@@ -90,21 +95,30 @@ class DeviceVerifier(Verifier):
         self._chunks.clear()
         self.device.close()
 
-    def warm(self, made: DeviceTrees | None = None) -> None:
-        """Run each shape of a step until it is replayed as a graph, before a request has to wait for that.
+    def warm(self) -> None:
+        """See `Verifier.warm`: steps over the host's trees, for one sequence and for all slots, and prompts."""
+        if self._warm or not self.device.asynchronous:
+            return
+        self._warm = True
+        for sequences in sorted({1, self.slots}, reverse=True):  # the largest first, whose memory does for the others
+            self.warm_trees(sequences)
+        for width in range(PREFILL_STEP, min(PREFILL_CHUNK, self.capacity) + 1, PREFILL_STEP):
+            frame = self._chunk_frame(width)
+            for _ in range(2):
+                frame.fill(np.zeros(width, np.int64), 0, [0])
+                frame.step()
+                self.device.wait()
 
-        made: trees of a drafter's call; None stands for the host's. Overwrites KV rows: only while no request runs.
-        """
+    def warm_trees(self, sequences: int, made: DeviceTrees | None = None) -> None:
+        """Run a step of every width twice, over the trees of a drafter's call where one `made` them."""
         widest = min(self.largest_tree, self.capacity)
-        widths = [width for width in reversed(names.TREE_WIDTHS) if width <= widest]  # the first one's memory does
-        for sequences in [made.tokens.shape[0]] if made else {1, self.slots}:
-            for width in widths:
-                frame = self._tree_frame(sequences, width, made)
-                trees = [made.tree(slot, min(width, made.width)) for slot in range(sequences)] if made else None
-                for _ in range(2):
-                    frame.fill([0] * sequences, trees or [chain(width)] * sequences, [0] * sequences)
-                    frame.step()
-                    self.device.wait()
+        for width in [width for width in reversed(names.TREE_WIDTHS) if width <= widest]:
+            frame = self._tree_frame(sequences, width, made)
+            trees = [made.tree(slot, min(width, made.width)) if made else chain(width) for slot in range(sequences)]
+            for _ in range(2):
+                frame.fill([0] * sequences, trees, [0] * sequences)
+                frame.step()
+                self.device.wait()
 
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """See `Verifier.verify`. Trees that a drafter left on the device, all by one call, stay there."""

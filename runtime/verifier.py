@@ -48,6 +48,11 @@ class Verifier(ABC):
     def close(self) -> None:  # noqa: B027 (only a device keeps what goes round in circles)
         """Let go of what holds memory. Nothing else may be asked for afterwards."""
 
+    def warm(self) -> None:  # noqa: B027 (as above)
+        """Run each shape of a call until no request has to wait for it to be made. Overwrites KV rows: only while no
+        request runs.
+        """
+
     @abstractmethod
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """What the verifier says of every sequence's tree: one engine call. Rows of accepted paths are made contiguous.

@@ -17,10 +17,9 @@ import numpy as np
 from redraft import names, signatures
 from redraft.config import from_mapping
 from redraft.engines.base import Array
-from redraft.engines.device import Buffer, Device, Program, Run, byte_size
+from redraft.engines.device import Buffer, Device, Program, Run, byte_size, sized
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
-from redraft.names import TensorSpec
 from redraft.runtime.device_frame import SlotMove, leading
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
@@ -60,7 +59,7 @@ class DeviceLyanna(Drafter):
         device = self._device = verifier.device
         room = names.MOST_WAITING_ROWS
         sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
-        state = {spec.name: byte_size(spec.dtype, _sized(spec, sizes)) for spec in signatures.lyanna_state(shape)}
+        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)}
         graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
             "drafter's KV, chain and waiting rows": sum(state.values()),
@@ -69,7 +68,7 @@ class DeviceLyanna(Drafter):
         self._programs = {name: device.program(name) for name in graphs}
         self._collect = device.program(names.STEP_COLLECT)
         self._state = {
-            spec.name: device.empty(spec.dtype, *_sized(spec, sizes)) for spec in signatures.lyanna_state(shape)
+            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._calls: dict[tuple[str, int, int], _Call] = {}
@@ -177,7 +176,7 @@ class DeviceLyanna(Drafter):
     def _warm(self, verifier: DeviceVerifier) -> None:
         """Run every call, and the verification of what it makes, until it is replayed as a graph."""
         verifier.warm()
-        for sequences in {1, verifier.slots}:
+        for sequences in sorted({1, verifier.slots}, reverse=True):
             calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
             calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
             for graph, width in calls:
@@ -190,7 +189,7 @@ class DeviceLyanna(Drafter):
                     call.work()
                     self._device.wait()
                 if width != CATCH_UP:
-                    verifier.warm(call.made(""))
+                    verifier.warm_trees(sequences, call.made(""))
 
     def _catch_up(self, batch: Several[Sequence]) -> None:
         """Take in at most CATCH_UP rows of every sequence, and bring the rest forward. Chains are lost."""
@@ -261,7 +260,7 @@ class _Call:
         self._device = device
         known = dict(given)
         shapes = {
-            spec.name: _sized(spec, sizes)
+            spec.name: sized(spec.shape, sizes)
             for spec in program.inputs
             if spec.dtype == "int64" and spec.name not in given
         }
@@ -271,7 +270,7 @@ class _Call:
         for spec in (*program.inputs, *program.outputs):
             if spec.name not in known:
                 other = known.get(spec.in_place_of) if spec.in_place_of else None
-                known[spec.name] = other or device.empty(spec.dtype, *_sized(spec, sizes))
+                known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
         self._buffers = {spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}
         self.tree_buffers = {name: known[name] for name in _TREE}
         self._run = program.bind(self._buffers)
@@ -322,10 +321,6 @@ def collected(collect: Program, features: Buffer, path: Buffer, waiting: Buffer,
         names.FEATURE_ROWS: features, names.PATH: path, names.WAITING: waiting, names.WAITING_ROWS: start,
         names.present(names.WAITING): waiting,
     })  # fmt: skip
-
-
-def _sized(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
 
 
 def _placed(device: Device, table: Array) -> Buffer:

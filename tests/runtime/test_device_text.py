@@ -42,7 +42,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(DeviceVerifier, "warm", lambda self, made=None: None)  # so that shapes come up in between
+    monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)  # so that shapes come up in between
 
 
 @pytest.fixture(

@@ -104,10 +104,13 @@ def test_a_step_is_a_few_calls_of_cuda(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, method: str,
     budget: Budget | None, options: dict[str, object],
 ) -> None:  # fmt: skip
-    """A graph a step and one for each call of the drafter, one wait, the times of both: nothing else crosses."""
+    """A graph a step and one for each call of the drafter, one wait, the times of both: nothing else crosses.
+
+    From the first step of the first request on, where the runtime was told which method comes.
+    """
     device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path).device
     with open_over(device, lyanna_bundle, slots, **options) as runtime:
-        runtime.generate(SHORT, PARAMS, method, budget)
+        runtime.warm(method)
         steps = calls_of_steps(runtime, monkeypatch, method, budget)
     assert len(steps) > 5
     for calls in steps:
@@ -142,7 +145,7 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their memory too, and the text does not change."""
-    monkeypatch.setattr(DeviceVerifier, "warm", lambda self, made=None: None)
+    monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)
     cuda = FakeCuda()
     texts, held = [], []
     for most in (128, 2):
