@@ -78,7 +78,10 @@ class Cuda:
         return int(free)
 
     def write(self, address: int, values: Array) -> None:
-        """Copy a C-contiguous array to the device. It may be reused at once: it goes by way of pinned memory."""
+        """Copy a C-contiguous array to the device. It may be reused at once: it goes by way of pinned memory.
+
+        Raises BackendError where CUDA fails, also in work that was put in order before; so do all that follow.
+        """
         source = values.reshape(-1).view(np.uint8)
         for start in range(0, source.size, self._staging.size):
             piece = source[start : start + self._staging.size]
@@ -97,7 +100,7 @@ class Cuda:
             piece[:] = staged
 
     def copy(self, target: int, source: int, size: int, kind: str) -> None:
-        """Copy between two addresses; `kind` is a name of cudaMemcpyKind, and memory of the host is pinned."""
+        """Copy `size` bytes between two addresses; `kind` is a name of cudaMemcpyKind, and the host's memory is pinned."""
         direction = getattr(self._runtime.cudaMemcpyKind, kind)
         self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
 
@@ -180,7 +183,7 @@ class Event:
             cuda.call("cudaEventRecord", self._event, cuda._stream)
 
     def seconds_since(self, other: Event) -> float:
-        """Between two moments that are past."""
+        """Between two moments that are past. Raises BackendError with cudaErrorNotReady where one is not."""
         return float(self._cuda.call("cudaEventElapsedTime", other._event, self._event)) * 1e-3
 
 

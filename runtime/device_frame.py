@@ -40,7 +40,7 @@ class Room:
 
 
 class Frame:
-    """Buffers for `sequences` sequences of `width` tokens each, `rows` of whose logits are wanted.
+    """Buffers for `sequences` sequences (B) of `width` tokens each (T), `rows` of whose logits are wanted (R: 1 or T).
 
     fields: shapes of what the host sends besides lengths.   given: buffers that others own.
     """

@@ -17,6 +17,7 @@ _FIELDS = ("tokens", "parents", "log_probs")
 class DeviceTrees:
     """The trees of one call for B sequences: buffers [B, width], the nodes that exist first, likeliest first.
 
+    tokens, parents: int64, -1 is the root's parent.   log_probs: float32, joint, natural.
     Good until the drafter's next call writes over them. `work` made them, in the stage `stage` of the step.
     """
 

@@ -121,7 +121,10 @@ class DeviceVerifier(Verifier):
                 self.device.wait()
 
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-        """See `Verifier.verify`. Trees that a drafter left on the device, all by one call, stay there."""
+        """See `Verifier.verify`. Trees that a drafter left on the device stay there.
+
+        Raises ValueError where two calls of a drafter made them.
+        """
         made = one_source(trees)
         nodes, past_len = list(map(len, trees)), [seq.past_len for seq in batch]
         waiting = self._collector.waiting(batch) if self._collector is not None else []

@@ -16,6 +16,7 @@ import onnx
 from onnx import helper
 
 from redraft import names
+from redraft.engines.device import byte_size
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
 from redraft.engines.tensorrt.records import Profile
@@ -24,7 +25,6 @@ from redraft.names import TensorSpec
 
 CONTEXT_BYTES = 1 << 29
 """What a CUDA context and TensorRT's own kernels take, about."""
-_ITEM_BYTES = {"int64": 8, "int32": 4, "bool": 1, "int8": 1, "uint8": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 _HALF_BYTE = 0.5
 _INT4 = onnx.TensorProto.INT4
 _GIB = 1 << 30
@@ -119,8 +119,7 @@ def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:
 
 def _spec_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
     shape = [sizes.get(dim, 1) if isinstance(dim, str) else dim for dim in spec.shape]  # a sum of symbols is small
-    elements: int = math.prod(shape)
-    return elements * _ITEM_BYTES[spec.dtype]
+    return byte_size(spec.dtype, shape)
 
 
 def _value_bytes(kind: onnx.TypeProto.Tensor, sizes: Mapping[str, int]) -> int:
