@@ -100,7 +100,7 @@ class Cuda:
             piece[:] = staged
 
     def copy(self, target: int, source: int, size: int, kind: str) -> None:
-        """Copy `size` bytes between two addresses; `kind` is a name of cudaMemcpyKind, and the host's memory is pinned."""
+        """Copy `size` bytes between two addresses; `kind` is a name of cudaMemcpyKind, the host's memory is pinned."""
         direction = getattr(self._runtime.cudaMemcpyKind, kind)
         self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
 
