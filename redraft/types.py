@@ -90,8 +90,9 @@ class Choice:
 
     rate:   tokens that a millisecond must bring.
     gains:  tokens expected of the tree of each source beyond what it costs; the first of the largest is taken.
-    tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now.
+    tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now, or since the batch has one.
     found:  what the lookup had.   whole: all that could be verified, of which `rate` decides how much is.
+    shares: of a tree that stayed on a device, how often the nodes after the root are kept, by which that was decided.
     """
 
     rate: float
@@ -99,6 +100,7 @@ class Choice:
     tried: bool
     found: DraftTree
     whole: DraftTree
+    shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

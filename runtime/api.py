@@ -96,14 +96,16 @@ class Runtime:
         device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
                 engines, and else the CPU by a path of its own, the faster one there.
         The first opening on a machine takes a second longer, to measure what verification costs.
-        Raises BundleError, BackendError, and UsageError for fewer than one slot or an unknown device.
+        Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, or an unknown device.
         """
-        if slots < 1:
-            raise UsageError(f"slots must be at least 1, not {slots}")
+        for name, value in (("slots", slots), ("threads", 1 if threads is None else threads)):
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
         graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
-        device = device or ("cuda" if manifest.backend == "tensorrt" else None)
+        if device is None and manifest.backend == "tensorrt":
+            device = "cuda"
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:
             check_slots(largest[0], slots)
@@ -137,7 +139,13 @@ class Runtime:
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             verifier.close()
 
+    def _check_open(self) -> None:
+        """Raises UsageError once the runtime is closed."""
+        if "verifier" not in self.__dict__:
+            raise UsageError("this runtime is closed", "open it again")
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,6 +199,7 @@ class Runtime:
     def _chunks(self, cycle: Cycle, request: Request, text: TextStream) -> Iterator[str]:
         with self._running():
             for _ in scheduler.run(cycle, [request]):
+                self._check_open()
                 if chunk := text.take(request.finish_reason is not None):
                     yield chunk
 
@@ -214,6 +223,7 @@ class Runtime:
         return ids
 
     def _running(self) -> _Held:
+        self._check_open()
         return _Held(self._busy)
 
     def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
@@ -225,6 +235,12 @@ class Runtime:
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
         check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
+        if budget and self.verifier.device and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
+            raise UsageError(
+                f"trees of depth {min(budget.depth, budget.nodes)} cannot be verified on a device, at most "
+                f"{names.MOST_DEPTH} can",
+                "lower the budget's depth",
+            )
         drafter = self._drafter(method)
         self.verifier.warm()
         if method == "none":

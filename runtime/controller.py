@@ -262,6 +262,7 @@ class Adaptive:
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
         pace, tree = self._pace(seq), found
+        pace.tried |= plan is not pace.plan
         pace.plan = plan
         if made is not None and made.unread:
             return self._choose_unread(pace, plan, found, made)
@@ -276,10 +277,12 @@ class Adaptive:
 
     def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
-        nodes, gain = best_first(self._ranks_of(pace, plan).shares(len(made) - 1), pace.rate, self._table)
+        shares = self._ranks_of(pace, plan).shares(len(made) - 1)
+        nodes, gain = best_first(shares, pace.rate, self._table)
         known_nodes, known_gain = pace.found
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
-        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
+        ranked = tuple(shares.tolist()) if tree is made else None
+        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree, ranked)
         pace.offered = (plan, made) if tree is made else None
         self._learn_gain(pace, plan, max(gain, known_gain))
         return prune(tree, nodes)

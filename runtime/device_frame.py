@@ -8,10 +8,8 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer, Device, Program, Run, sized
-from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
-from redraft.runtime.tree import layout
 from redraft.types import DraftTree, IntArray, Outcome
 
 Collect = Callable[[Mapping[str, Buffer], Buffer, Buffer], Run]
@@ -153,11 +151,6 @@ class TreeFrame(Frame):
 def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
     """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
     count = len(tree)
-    if count > names.MOST_DEPTH and (deepest := int(layout(tree.parents).depths.max())) > names.MOST_DEPTH:
-        raise UsageError(
-            f"a tree of depth {deepest} cannot be verified on a device, at most {names.MOST_DEPTH} can",
-            "lower the budget's depth",
-        )
     tokens[:count] = tree.tokens
     parents[:count] = tree.parents
     tokens[count:] = 0

@@ -7,7 +7,8 @@
 
 Trees and answers are complete, so that acceptance can be computed again from the file alone. So can where a tree came
 from and how much of it was verified, where that was weighed: `choice` is `redraft.types.Choice`, its `log_probs` are
-those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had.
+those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. Of trees that stayed on a
+device there are `shares`, by which they were cut.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from redraft.errors import DataError
-from redraft.runtime.controller import best_size
+from redraft.runtime.controller import best_first, best_size
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path
 from redraft.types import Choice, DraftTree, Outcome, Source
@@ -81,6 +82,7 @@ def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
         "gains": choice.gains,
         "tried": choice.tried,
         "log_probs": choice.whole.log_probs.tolist(),
+        **({"shares": choice.shares} if choice.shares is not None else {}),
         "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
     }
 
@@ -162,6 +164,9 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     expected = Source.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
         raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
-    most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
+    if "shares" in choice:
+        most, _ = best_first(np.array(choice["shares"]), choice["rate"], table_ms)
+    else:
+        most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
     if nodes > most:
         raise ValueError(f"{most} nodes were worth verifying, the trace has {nodes}")

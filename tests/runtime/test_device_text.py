@@ -5,6 +5,7 @@ Each case runs over ONNX Runtime's device and over TensorRT's on fakes whose wor
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.runtime.cost import measure_curve
 from redraft.runtime.device_verifier import DeviceVerifier
+from redraft.runtime.trace import replay
 from redraft.types import Budget, Costs
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
@@ -157,6 +159,22 @@ def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, 
         found = runtime.generate(PROMPTS[:4], params, "lyanna", budget, forced)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, slots: int, lookup: bool) -> None:
+    """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's."""
+    file = io.StringIO()
+    with opened(slots, lookup=lookup) as runtime:
+        found = runtime.generate(ALL, PARAMS, "lyanna", trace=file)
+    played = replay(file.getvalue().splitlines())
+    texts = sorted([*prompt, *text.token_ids] for prompt, text in zip(ALL, found, strict=True))
+    assert (
+        sorted(tokens[: len(text)] for tokens, text in zip(sorted(played.requests.values()), texts, strict=True))
+        == texts
+    )
+    assert played.nodes["fresh"] > 0
 
 
 def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:

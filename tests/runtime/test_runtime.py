@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from redraft.errors import UsageError
+from redraft.runtime import Runtime
 from redraft.types import Budget
 
 from .fakes import BOS, EOS, VOCABULARY, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
@@ -198,3 +200,25 @@ def test_a_batch_is_one_engine_call_a_step() -> None:
 
 def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:
     assert make_runtime().generate([[BOS, 97]], greedy(1))[0].prompt_tokens == 2
+
+
+def test_a_closed_runtime_says_so() -> None:
+    """Also a stream that was begun before, at its next token."""
+    runtime = make_runtime()
+    stream = runtime.stream([5, 6, 7], greedy(40))
+    next(stream)
+    runtime.close()
+    runtime.close()
+    uses = (
+        lambda: next(stream), lambda: runtime.generate([[5]], greedy(2)), lambda: runtime.stream([5], greedy(2)),
+        runtime.warm, runtime.__enter__,
+    )  # fmt: skip
+    for use in uses:
+        with pytest.raises(UsageError, match="this runtime is closed; open it again"):
+            use()
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"threads": 0}, {"threads": -2}])
+def test_less_than_one_slot_or_thread_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(options))} must be at least 1, not"):
+        Runtime.open(tmp_path, **options)  # type: ignore[arg-type]
