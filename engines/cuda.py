@@ -36,7 +36,8 @@ def open_cuda() -> Cuda:
 class Cuda:
     """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads.
 
-    waits: how often the stream was waited for.   told: whether it was said that a step cannot be captured.
+    waits: how often the stream was waited for.   captured: graphs made so far.
+    told: whether it was said that a step cannot be captured.
     """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
@@ -49,6 +50,7 @@ class Cuda:
         self._staged = 0
         self._capturing = False
         self.waits = 0
+        self.captured = 0
         self.told = False
 
     def call(self, function: str, *arguments: Any) -> Any:
@@ -189,6 +191,7 @@ class Graph:
             self._ready = cuda.call("cudaGraphInstantiate", graph, 0)
         finally:
             cuda.call("cudaGraphDestroy", graph)
+        cuda.captured += 1
         _give_back(self, cuda, "cudaGraphExecDestroy", self._ready)
 
     def launch(self) -> None:
