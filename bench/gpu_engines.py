@@ -70,8 +70,10 @@ NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
 fewer bits are rounded otherwise by every backend: where texts of those differ is said, and is no error."""
 _FORCED = (0.9, 0.8, 0.7)
 _JUDGED_STEPS, _JUDGED_ROUNDS = 24, 5
-_TENSORRT_PACKAGES = ("tensorrt", "polygraphy", "cuda.bindings")
-"""What builds engines and runs them."""
+_PACKAGES: Mapping[Backend, tuple[str, ...]] = {
+    "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
+}  # fmt: skip
+"""What builds engines and runs them, beside ONNX Runtime itself."""
 _GIB = 1 << 30
 
 
@@ -122,11 +124,9 @@ def missing(backend: Backend) -> str | None:
     """What is not here to run a backend's engines on a GPU, or None. What is here and fails is not missing."""
     if reason := _without_gpu():
         return reason
-    if backend == "onnxruntime":
-        found = execution_providers()
-        provider = "CUDAExecutionProvider"
-        return None if provider in found else f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
-    absent = [package for package in _TENSORRT_PACKAGES if not _is_installed(package)]
+    if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
+        return f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
+    absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 

@@ -374,9 +374,10 @@ def test_what_runs_engines_is_asked_for_by_backend(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib.util, "find_spec", without_cuda)
     assert gpu_engines.missing("tensorrt") == "not installed: cuda.bindings"
+    monkeypatch.setattr(gpu_engines, "execution_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    assert gpu_engines.missing("onnxruntime") == "not installed: cuda.bindings"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: present)
     assert gpu_engines.missing("tensorrt") is None
-    monkeypatch.setattr(gpu_engines, "execution_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     assert gpu_engines.missing("onnxruntime") is None
 
 
