@@ -1,4 +1,4 @@
-"""A CUDA device through PyTorch: what it is, how fast it copies, and times of captured calls."""
+"""A CUDA device: what it is by its driver; and through PyTorch, how fast it copies, and times of captured calls."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from redraft.bench.environment import environment
+from redraft.engines.tensorrt.driver import cuda_version, find_gpu
 from redraft.errors import UsageError
 
 COPY_BYTES = 2 << 30
@@ -61,6 +62,19 @@ def device_environment() -> dict[str, Any]:
         "memory_bytes": device.total_memory,
         "l2_bytes": device.L2_cache_size,
         "cuda": torch.version.cuda,
+        "driver_and_clocks": _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"),
+    }
+
+
+def gpu_environment() -> dict[str, Any]:
+    """The machine, and the GPU as its driver knows it: a JSON object. Raises BackendError where there is none."""
+    gpu = find_gpu()
+    return {
+        **environment(),
+        "device": gpu.name,
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "memory_bytes": gpu.total_bytes,
+        "newest_cuda_of_driver": ".".join(map(str, cuda_version())),
         "driver_and_clocks": _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit"),
     }
 

@@ -12,7 +12,7 @@ Sections of the one JSON object, each written when it is there:
     curve    milliseconds by nodes verified at once.
     plain    plain decoding: its step and its verification alone, and the bytes of each over what the device copies.
     bound    speculation with forced acceptance against what the curve allows, judged on the host and on the device.
-    figures  the shares that are asked for, with what they are of, and the host's time of a step.
+    figures  the shares that are asked for, with what they are of, the host's time of a step, and CUDA graphs.
     stages   where the time of a run's steps goes.
 
 What is not here is said under `skipped`; with --go-on whatever else fails, but wrong tokens, is a line under `error`.
@@ -37,14 +37,16 @@ from redraft.bench.bound import achieved, overall_rate
 from redraft.bench.command import budget, rates, run
 from redraft.bench.compare import PLAIN, Run, Settings, compare
 from redraft.bench.environment import environment, execution_providers
-from redraft.bench.gpu_device import copy_bytes_per_second, device_environment, missing_device
+from redraft.bench.gpu_device import gpu_environment
 from redraft.bench.gpu_report import Report, reason_of
 from redraft.bench.prompts import Prompt, load_prompts
-from redraft.bench.roofline import traffic
+from redraft.bench.roofline import DeviceStream, traffic
 from redraft.bench.stages import profile
 from redraft.bench.statistics import first_difference
 from redraft.config import Backend, Precision
 from redraft.engines import Bundle, open_bundle
+from redraft.engines.cuda_device import CudaDevice
+from redraft.engines.device import Device
 from redraft.engines.manifest import Manifest
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError, RedraftError, UsageError
@@ -61,13 +63,17 @@ from redraft.runtime.watchers import Recording
 SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9
 HOST_US_WANTED = 60.0
+COPY_BYTES, COPY_RUNS = 1 << 30, 8
+"""Of each end of a copy: launching copies and waiting for them is then less than a hundredth of the time."""
 NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
 """Leads of the host's logits that rounding may turn round, logits being about 16 where they are largest. Weights in
 fewer bits are rounded otherwise by every backend: where texts of those differ is said, and is no error."""
 _FORCED = (0.9, 0.8, 0.7)
 _JUDGED_STEPS, _JUDGED_ROUNDS = 24, 5
-_TENSORRT_PACKAGES = ("tensorrt", "polygraphy", "cuda.bindings")
-"""What builds engines and runs them."""
+_PACKAGES: Mapping[Backend, tuple[str, ...]] = {
+    "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
+}  # fmt: skip
+"""What builds engines and runs them, beside ONNX Runtime itself."""
 _GIB = 1 << 30
 
 
@@ -101,7 +107,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     manifest = bundle.manifest
     if options.reference:
         check_reference(manifest, open_bundle(options.reference, verify=False).manifest)
-    report.put("environment", device_environment() if options.device == "cuda" else environment())
+    report.put("environment", gpu_environment() if options.device == "cuda" else environment())
     report.put("device", options.device)
     report.put("bundle", {"name": manifest.name, "backend": manifest.backend, "precision": manifest.precision,
                           "random_weights": manifest.model.random_weights})  # fmt: skip
@@ -116,16 +122,21 @@ def measure(options: argparse.Namespace, report: Report) -> None:
 
 def missing(backend: Backend) -> str | None:
     """What is not here to run a backend's engines on a GPU, or None. What is here and fails is not missing."""
+    if reason := _without_gpu():
+        return reason
+    if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
+        return f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
+    absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def _without_gpu() -> str | None:
+    """What the driver says where there is no GPU."""
     try:
         find_gpu()
     except BackendError as error:
         return str(error)
-    if backend == "onnxruntime":
-        found = execution_providers()
-        provider = "CUDAExecutionProvider"
-        return None if provider in found else f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
-    absent = [package for package in _TENSORRT_PACKAGES if not _is_installed(package)]
-    return f"not installed: {', '.join(absent)}" if absent else None
+    return None
 
 
 def _is_installed(package: str) -> bool:
@@ -139,7 +150,7 @@ def _absent(options: argparse.Namespace) -> str | None:
     """What is not here of device, backend, memory and disk."""
     if options.device != "cuda":
         return None
-    if reason := missing_device():
+    if reason := _without_gpu():
         return reason
     backend: Backend = options.backend or open_bundle(options.engines, verify=False).manifest.backend
     if reason := missing(backend):
@@ -251,33 +262,56 @@ def _measure_speed(
     report.put("curve", {"live": min(MEASURED_LIVE, runtime.verifier.capacity - 1), "ms": sizes})
     settings = Settings(_params(options), options.budget, options.synthetic_acceptance)
     runs = compare(runtime, prompts, ["ngram"], settings)
-    copied = copy_bytes_per_second() if options.device == "cuda" else None
+    device = runtime.verifier.device
+    copied = copy_bytes_per_second(device) if isinstance(device, CudaDevice) else None
     report.put("plain", plain := plain_share(bundle, runs, curve.table_ms[1], copied))
     judged = judged_ms(runtime, prompts[0], options.budget, Acceptance(options.synthetic_acceptance))
     report.put("bound", bound := bounded(runs, curve.table_ms, judged, options.synthetic_acceptance))
-    device = bound["judged_on_device"]
+    on_device = bound["judged_on_device"]
     report.put("figures", {
         "labelled": ", ".join([*bundle.manifest.model.caveats, "synthetic acceptance: speeds are real, texts are not"]),
         "plain_share_of_bandwidth": plain.get("share_of_copy"), "plain_share_wanted": PLAIN_WANTED,
         "speculative_share_of_bound": bound["share_of_bound"],
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
-        "speculative_share_of_bound_judged_on_device": device["share_of_bound"],
-        "speculative_share_of_bound_in_time_judged_on_device": device["share_of_bound_in_time"],
+        "speculative_share_of_bound_judged_on_device": on_device["share_of_bound"],
+        "speculative_share_of_bound_in_time_judged_on_device": on_device["share_of_bound_in_time"],
         "speculative_share_wanted": SPECULATIVE_WANTED,
-        "host_us_a_step": host_us(runtime, prompts[0], options) if options.device == "cuda" else None,
-        "host_us_wanted": HOST_US_WANTED,
+        **_hosts_part(runtime, prompts[0], options),
     })  # fmt: skip
-    report.put("stages", profile(_recorded(runtime, prompts[0], options).ranges).to_json())
+    report.put("stages", profile(_recorded(runtime, prompts[0], options, options.budget).ranges).to_json())
 
 
-def host_us(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> float:
+def copy_bytes_per_second(device: Device) -> float:
+    """Bytes read and written a second by the device's own copy, the most of several runs."""
+    memory = DeviceStream(device, COPY_BYTES)
+    for _ in range(COPY_RUNS):
+        memory.run()
+    return memory.copy * 1e9
+
+
+def _hosts_part(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> dict[str, Any]:
+    """The host's time of a step on CUDA, and the graphs that it rests on: None elsewhere."""
+    found: dict[str, Any] = {"host_us_a_step": None, "host_us_a_step_adaptive": None, "host_us_wanted": HOST_US_WANTED,
+                             "cuda_graphs": None, "not_captured": None}  # fmt: skip
+    device = runtime.verifier.device
+    if isinstance(device, CudaDevice):
+        found["host_us_a_step"] = host_us(runtime, prompt, options, options.budget)
+        found["host_us_a_step_adaptive"] = host_us(runtime, prompt, options, None)
+        found |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.told}
+    return found
+
+
+def host_us(runtime: Runtime, prompt: Prompt, options: argparse.Namespace, size: Budget | None) -> float:
     """What the host itself takes of a step of the bundle's own drafter: the step less what it waits for the device.
 
-    Half of the steps take at most this. Recording, which is part of it, reads the clock twenty times.
+    size: of every tree; without one the controller chooses, as `generate` does by default. The text is said twice, so
+    that what happens once for each shape is over. Half of the steps take at most this. Recording, which is part of it,
+    reads the clock twenty times.
     """
     spent: list[float] = []
     waited = 0.0
-    for found in _recorded(runtime, prompt, options).ranges:
+    runtime.generate([prompt.text], _params(options), None, size)
+    for found in _recorded(runtime, prompt, options, size).ranges:
         if found.name == WAIT:
             waited += found.ended - found.started
         elif found.name == STEP:
@@ -286,10 +320,10 @@ def host_us(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> fl
     return float(np.median(spent)) * 1e6
 
 
-def _recorded(runtime: Runtime, prompt: Prompt, options: argparse.Namespace) -> Recording:
+def _recorded(runtime: Runtime, prompt: Prompt, options: argparse.Namespace, size: Budget | None) -> Recording:
     recording = Recording()
     with runtime.verifier.ranges.watched(recording):
-        runtime.generate([prompt.text], _params(options), None, options.budget)
+        runtime.generate([prompt.text], _params(options), None, size)
     return recording
 
 

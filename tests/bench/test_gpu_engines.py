@@ -15,25 +15,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.runtime.devices import cpu_device, open_over, tensorrt_device
+from tests.runtime.devices import Fakes, cpu_device, open_over, tensorrt_device
 from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names
-from redraft.bench import gpu_engines
+from redraft.bench import gpu_device, gpu_engines
 from redraft.bench.compare import Run
-from redraft.bench.gpu_device import missing_device
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError, BundleError, UsageError
-from redraft.runtime import Generation, Runtime, device_verifier
+from redraft.runtime import Generation, Runtime, api, device_verifier
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.synthetic import Acceptance
-from redraft.types import Budget
+from redraft.types import Budget, Costs
 
 OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
 METHODS = ("none", "ngram", "lyanna")
+GPU = Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30)
 
 
 @pytest.fixture
@@ -80,17 +80,61 @@ def test_every_section(bundle: Path, prompts: Path, tmp_path: Path, monkeypatch:
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
         "speculative_share_of_bound_judged_on_device": bound["judged_on_device"]["share_of_bound"],
         "speculative_share_of_bound_in_time_judged_on_device": bound["judged_on_device"]["share_of_bound_in_time"],
-        "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_wanted": 60.0,
+        "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_a_step_adaptive": None,
+        "host_us_wanted": 60.0, "cuda_graphs": None, "not_captured": None,
     }  # fmt: skip
 
 
+@pytest.fixture
+def cuda(bundle: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """The bundle's device is one over the fakes of CUDA, and there is no PyTorch."""
+    fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
+    monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: fakes.device)
+    monkeypatch.setattr(gpu_engines, "missing", lambda backend: None)
+    monkeypatch.setattr(gpu_engines, "COPY_BYTES", 1 << 20)
+    for module in (gpu_engines, gpu_device):
+        monkeypatch.setattr(module, "find_gpu", lambda: GPU)
+    monkeypatch.setattr(gpu_device, "cuda_version", lambda: (13, 0))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    return fakes
+
+
+def test_every_section_on_cuda_without_pytorch(
+    cuda: Fakes, bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's time is that of the budget, and of the sizes that the controller chooses."""
+    asked: list[Budget | None] = []
+    generate = Runtime.generate
+
+    def generated(self: Runtime, *given: Any, **options: Any) -> Any:
+        if given[2] is None:
+            asked.append(given[3])
+        return generate(self, *given, **options)
+
+    monkeypatch.setattr(Runtime, "generate", generated)
+    found = run(monkeypatch, "--engines", bundle, "--prompts", prompts)
+    expected = {"device": "Small GPU", "compute_capability": "9.0", "newest_cuda_of_driver": "13.0"}
+    assert {key: found["environment"][key] for key in expected} == expected
+    assert found["plain"]["copy_gb_per_second"] > 0
+    assert found["plain"]["share_of_copy"] == found["figures"]["plain_share_of_bandwidth"] > 0
+    assert found["figures"]["host_us_a_step"] > 0
+    assert found["figures"]["host_us_a_step_adaptive"] > 0
+    assert found["figures"]["cuda_graphs"] > 0
+    assert found["figures"]["not_captured"] is False
+    fixed = Budget(6, 2, 3)
+    assert asked == [fixed, fixed, None, None, fixed]
+    assert cuda.device.cuda.captured >= found["figures"]["cuda_graphs"]
+
+
+@pytest.mark.parametrize("size", [Budget(6, 2, 3), None], ids=["budget", "adaptive"])
 def test_the_hosts_time_is_what_it_does_not_wait_for(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Budget | None
 ) -> None:
     """On a clock that stands still but for a wait, which takes a second, and for the device, where work takes two."""
     now = [0.0]
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     with open_over(fakes.device, bundle) as runtime:
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         wait, fill = fakes.device.wait, device_verifier.TreeFrame.fill
@@ -105,8 +149,8 @@ def test_the_hosts_time_is_what_it_does_not_wait_for(
 
         monkeypatch.setattr(fakes.device, "wait", waited)
         monkeypatch.setattr(device_verifier.TreeFrame, "fill", filled)
-        options = SimpleNamespace(budget=Budget(6, 2, 3), max_new_tokens=12)
-        found = gpu_engines.host_us(runtime, Prompt("one", "letters", "abcd"), options)  # type: ignore[arg-type]
+        options = SimpleNamespace(max_new_tokens=12)
+        found = gpu_engines.host_us(runtime, Prompt("one", "letters", "abcd"), options, size)  # type: ignore[arg-type]
     assert found == pytest.approx(20, rel=1e-3)
 
 
@@ -296,16 +340,20 @@ def test_a_reference_that_the_host_cannot_run_is_refused(bundle: Path) -> None:
 # --- what is missing -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(missing_device() is None, reason="a CUDA device is here")
+def no_gpu() -> Gpu:
+    raise BackendError("the CUDA driver sees no GPU")
+
+
 def test_without_a_device_the_report_says_why(bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "--engines", bundle, "--prompts", prompts) == {"skipped": missing_device()}
+    monkeypatch.setattr(gpu_engines, "find_gpu", no_gpu)
+    found = run(monkeypatch, "--engines", bundle, "--prompts", prompts)
+    assert found == {"skipped": "the CUDA driver sees no GPU"}
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is here, with 8 GiB of its memory free."""
-    monkeypatch.setattr(gpu_engines, "missing_device", lambda: None)
-    monkeypatch.setattr(gpu_engines, "find_gpu", lambda: Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30))
+    monkeypatch.setattr(gpu_engines, "find_gpu", lambda: GPU)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -326,17 +374,15 @@ def test_what_runs_engines_is_asked_for_by_backend(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(importlib.util, "find_spec", without_cuda)
     assert gpu_engines.missing("tensorrt") == "not installed: cuda.bindings"
+    monkeypatch.setattr(gpu_engines, "execution_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    assert gpu_engines.missing("onnxruntime") == "not installed: cuda.bindings"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: present)
     assert gpu_engines.missing("tensorrt") is None
-    monkeypatch.setattr(gpu_engines, "execution_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     assert gpu_engines.missing("onnxruntime") is None
 
 
 def test_without_a_gpu_no_backend_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Gpu:
-        raise BackendError("the CUDA driver sees no GPU")
-
-    monkeypatch.setattr(gpu_engines, "find_gpu", absent)
+    monkeypatch.setattr(gpu_engines, "find_gpu", no_gpu)
     assert gpu_engines.missing("onnxruntime") == gpu_engines.missing("tensorrt") == "the CUDA driver sees no GPU"
 
 

@@ -6,6 +6,8 @@ on a GPU both are engines. Who compares is `compare_outputs`, either way round.
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from redraft import names
 from redraft.bench.gpu_engines import missing
 from redraft.config import Precision
 from redraft.engines import open_bundle, open_device
+from redraft.engines import tensorrt_device as module
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Device
 from redraft.engines.onnxruntime_device import HostDevice
@@ -27,37 +30,66 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from tests.runtime.devices import tensorrt_device
 
-from .bundles import manifest_of, write_bundle
+from .bundles import write_bundle
 from .graphs import Decoder, save_verifier
 from .test_gpu_outputs import TOLERANCES, build_tiny, compare_outputs
 
+GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
+"""Those that TensorRT's own operators compute otherwise than plugin and kernels."""
 DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 
 
+def lower(bundle: Bundle, folder: Path) -> Bundle:
+    """A copy of the bundle in `folder` with the graphs in TensorRT's own operators."""
+    shutil.copytree(bundle.path, folder, copy_function=os.link)
+    records = dict(bundle.manifest.graphs)
+    for graph in GRAPHS:
+        if graph in records:
+            prepare(folder, records[graph].file, graph, SINCE["TensorScatter"], "native")
+            records[graph] = replace(records[graph], file=graph_file(graph))
+    return Bundle(folder, replace(bundle.manifest, graphs=records))
+
+
 def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
-    """A bundle, and the same with its verifier in TensorRT's own operators."""
+    """A bundle of a verifier, and the same in TensorRT's own operators."""
     write_bundle(folder / "small", decoder)
     bundle = open_bundle(folder / "small", verify=False)
-    prepare(bundle.path, "verifier.onnx", names.VERIFIER, SINCE["TensorScatter"], "native")
-    record = replace(bundle.graph(names.VERIFIER), file=graph_file(names.VERIFIER))
-    return bundle, Bundle(bundle.path, manifest_of(decoder, graphs={names.VERIFIER: record}))
+    return bundle, lower(bundle, folder / "native")
+
+
+def devices(bundle: Bundle, own: Bundle, fakes: bool, folder: Path) -> tuple[Device, Device]:
+    """What runs the portable graphs, and what runs those in TensorRT's operators: `live` is read on the host there."""
+    if not fakes:
+        return HostDevice(bundle, 1), HostDevice(own, 1)
+    (folder / "engines").mkdir()
+    return (
+        tensorrt_device(bundle, folder).device,
+        tensorrt_device(own, folder / "engines", host=(names.LIVE,)).device,
+    )
 
 
 @pytest.mark.parametrize("fakes", [False, True], ids=["onnxruntime", "fakes"])
 @pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
 def test_native_attention_reads_no_stale_row_and_writes_no_other(decoder: Decoder, fakes: bool, tmp_path: Path) -> None:
-    """On fakes as TensorRT runs it, with `live` read on the host."""
     bundle, native_bundle = lowered(tmp_path, decoder)
-    body: Device = HostDevice(bundle, 1)
-    own: Device = HostDevice(native_bundle, 1)
-    if fakes:
-        (tmp_path / "engines").mkdir()
-        body = tensorrt_device(bundle, tmp_path).device
-        own = tensorrt_device(native_bundle, tmp_path / "engines", host=(names.LIVE,)).device
+    body, own = devices(bundle, native_bundle, fakes, tmp_path)
     for device, reference in ((own, body), (body, own)):
         errors = compare_outputs(device, reference, bundle, [names.VERIFIER])
         assert len(errors) == 7
         assert max(errors.values()) <= TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("fakes", [False, True], ids=["onnxruntime", "fakes"])
+def test_native_attention_drafts_the_same(lyanna_bundle: Path, fakes: bool, tmp_path: Path) -> None:
+    """Over poisoned buffers, either way round; rows of the chain itself do not count, and are not written natively."""
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    body, own = devices(bundle, lower(bundle, tmp_path / "native"), fakes, tmp_path)
+    for device, reference in ((own, body), (body, own)):
+        errors = compare_outputs(device, reference, bundle, GRAPHS, left=False)
+        assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
+        assert max(errors.values()) <= TOLERANCES["float32"]
+    with pytest.raises(AssertionError, match=r"lyanna\.draft, .*: kv\.0\.key\.present: "):
+        compare_outputs(own, body, bundle, [names.LYANNA_DRAFT])
 
 
 def sees_all(to: Any, *inputs: Any) -> Any:
@@ -84,21 +116,43 @@ def test_a_stale_row_that_counts_is_seen(fault: Any, tmp_path: Path, monkeypatch
         compare_outputs(HostDevice(spoiled, 1), HostDevice(bundle, 1), bundle, [names.VERIFIER])
 
 
+def all_committed(to: Any, live: Any, past_len: Any) -> Any:
+    """Every row of the buffer, for those that follow in a chain."""
+    return to.node("Or", [committed(to, live, past_len), to.constant(True, np.bool_)])
+
+
+committed = native._committed
+
+
+def test_a_stale_row_that_counts_in_a_chain_is_seen(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_committed", all_committed)
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    own = HostDevice(lower(bundle, tmp_path / "native"), 1)
+    with pytest.raises(AssertionError, match=r"lyanna\.draft, .*: (chain_logits|tree\.log_probs)"):
+        compare_outputs(own, HostDevice(bundle, 1), bundle, [names.LYANNA_DRAFT], left=False)
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_plugin_gives_what_native_attention_does(root: Path, tmp_path: Path, precision: Precision) -> None:
-    """Either reads poisoned buffers while the other's are clean."""
+def test_the_plugin_gives_what_native_attention_does(
+    root: Path, tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows."""
     if reason := missing("tensorrt"):
         pytest.skip(reason)
     if reason := native_missing(find_target().release, tmp_path):
         pytest.skip(reason)
     bundles = [build_tiny(root, tmp_path / kind, "tensorrt", precision, kind) for kind in ("plugin", "native")]
-    plugin, own = (open_device(bundle, "cuda") for bundle in bundles)
+    plugin = open_device(bundles[0], "cuda")
+    monkeypatch.setattr(module, "find_kernels", lambda: None)
+    own = open_device(bundles[1], "cuda")
     for device, reference in ((plugin, own), (own, plugin)):
-        print(compare_outputs(device, reference, bundles[1], [names.VERIFIER]))
+        print(compare_outputs(device, reference, bundles[1], GRAPHS, left=False))
 
 
 def native_missing(release: tuple[int, int], folder: Path) -> str | None:

@@ -5,19 +5,25 @@ Here over ONNX Runtime on the CPU and over TensorRT's programs on fakes; on a GP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from redraft import names
 from redraft.bench.gpu_engines import missing
 from redraft.bench.statistics import first_difference
-from redraft.config import Backend
 from redraft.engines import open_bundle
+from redraft.engines import tensorrt_device as tensorrt
+from redraft.engines.cuda_device import CudaDevice
+from redraft.engines.device import Device
+from redraft.engines.tensorrt.target import find_target
+from redraft.errors import BackendError
 from redraft.runtime import Generation, Runtime, SamplingParams, api
 from redraft.types import Budget, Costs
+from tests.engines.test_gpu_attention import lower, native_missing
 from tests.engines.test_gpu_outputs import build_tiny
 
 from .devices import cpu_device, open_over, tensorrt_device
@@ -28,7 +34,9 @@ from .test_lyanna import PROMPTS as IDS
 PROMPTS = ["def fibonacci(n):", "Once upon a time there was", "Question: Tom has 3 apples and buys 4 more."]
 PARAMS = SamplingParams(max_tokens=64)
 WHOLE = Budget(12, 4, 4)
-METHODS = ("none", "ngram", "lyanna")
+RUNS = {"none": ("none", None), "ngram": ("ngram", WHOLE), "ngram-adaptive": ("ngram", None),
+        "lyanna": ("lyanna", WHOLE), "lyanna-adaptive": ("lyanna", None)}  # fmt: skip
+"""Methods with their budgets. Without one the controller chooses each tree's size."""
 NEAR_TIE = 1e-3
 """A lead of the host's logits that another order of sums may turn round. Both compute in fp32."""
 
@@ -57,6 +65,14 @@ def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -
     return ties
 
 
+def check_captured(device: Device) -> None:
+    """Raises AssertionError where no step became a CUDA graph, or one could not."""
+    assert isinstance(device, CudaDevice), f"nothing is captured on {device.name}"
+    cuda = device.cuda
+    assert not cuda.told, "a step could not be captured as a CUDA graph"
+    assert cuda.captured > 0, "no step was captured as a CUDA graph"
+
+
 # --- on the CPU ------------------------------------------------------------------------------------------------------
 
 
@@ -67,16 +83,52 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_unmeasured")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
-def test_the_hosts_tokens_without_a_gpu(lyanna_bundle: Path, tmp_path: Path, kind: str, method: str) -> None:
+@pytest.mark.parametrize(("method", "size"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("kind", ["cpu", "tensorrt", "tensorrt-native"])
+def test_the_hosts_tokens_without_a_gpu(
+    lyanna_bundle: Path, tmp_path: Path, kind: str, method: str, size: Budget | None
+) -> None:
     bundle = open_bundle(lyanna_bundle, verify=False)
-    device = cpu_device(bundle) if kind == "cpu" else tensorrt_device(bundle, tmp_path).device
+    if kind == "tensorrt-native":
+        bundle = lower(bundle, tmp_path / "native")
+    device = cpu_device(bundle) if kind == "cpu" else tensorrt_device(bundle, tmp_path, host=on_host(kind)).device
     params = SamplingParams(max_tokens=24)
     expected = host_texts(lyanna_bundle, IDS[:4], params)
     with open_over(device, lyanna_bundle, slots=2) as runtime:
-        found = runtime.generate(IDS[:4], params, method, None if method == "none" else FULL)
+        found = runtime.generate(IDS[:4], params, method, size and FULL)
+        if kind == "tensorrt":
+            check_captured(device)
     assert compare_texts(found, expected) == 0
+
+
+def on_host(kind: str) -> tuple[str, ...]:
+    """What the verifier's engine reads on the host."""
+    return (names.LIVE,) if kind == "tensorrt-native" else ()
+
+
+@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.parametrize("kind", ["cpu", "refused", "no step"])
+def test_steps_that_were_not_captured_are_an_error(
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On a host, where CUDA refuses, and where nothing ran: opening a runtime captures the first steps."""
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    device: Device = cpu_device(bundle)
+    if kind != "cpu":
+        fakes = tensorrt_device(bundle, tmp_path)
+        device = fakes.device
+        if kind == "refused":
+            monkeypatch.setattr(fakes.device.cuda, "capture", refuse)
+    if kind != "no step":
+        with open_over(device, lyanna_bundle) as runtime:
+            runtime.generate(IDS[:1], SamplingParams(max_tokens=8), "none")
+    with pytest.raises(AssertionError, match="captured"):
+        check_captured(device)
+
+
+def refuse(run: Any) -> Any:
+    """A capture that CUDA does not make."""
+    raise BackendError("cudaStreamEndCapture failed")
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +161,43 @@ def host(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(root, tmp_path_factory.mktemp("host") / "tiny", "onnxruntime", "fp32", None).path
 
 
-@pytest.fixture(scope="module", params=["onnxruntime", "tensorrt"])
-def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle that the GPU runs. Skips where what runs it is not here; what is here and fails is an error."""
-    backend: Backend = request.param
+@dataclass(frozen=True)
+class Built:
+    """A bundle that the GPU runs. `captured`: its steps become CUDA graphs."""
+
+    path: Path
+    captured: bool
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "tensorrt", "tensorrt-native"])
+def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    """What is not here to run a bundle is skipped; what is here and fails is an error.
+
+    Native attention runs without our kernels: an engine keeps the accepted rows.
+    """
+    backend, _, attention = request.param.partition("-")
     if reason := missing(backend):
         pytest.skip(reason)
     if backend == "onnxruntime":
-        return Path(request.getfixturevalue("host"))
-    return build_tiny(root, tmp_path_factory.mktemp("tensorrt") / "tiny", backend, "fp32", None).path
+        yield Built(Path(request.getfixturevalue("host")), False)
+        return
+    folder = tmp_path_factory.mktemp(request.param)
+    if attention and (reason := native_missing(find_target().release, folder)):
+        pytest.skip(reason)
+    built = build_tiny(root, folder / "tiny", backend, "fp32", attention or None).path
+    with pytest.MonkeyPatch.context() as patch:
+        if attention:
+            patch.setattr(tensorrt, "find_kernels", lambda: None)
+        yield Built(built, not attention)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", METHODS)
-def test_the_hosts_tokens(on_device: Path, host: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "size"), RUNS.values(), ids=RUNS)
+def test_the_hosts_tokens(on_device: Built, host: Path, method: str, size: Budget | None) -> None:
     """Three texts over two slots, so that one is moved."""
-    with Runtime.open(on_device, device="cuda", slots=2) as runtime:
-        found = runtime.generate(PROMPTS, PARAMS, method, None if method == "none" else WHOLE)
+    with Runtime.open(on_device.path, device="cuda", slots=2) as runtime:
+        found = runtime.generate(PROMPTS, PARAMS, method, size)
+        if on_device.captured:
+            assert runtime.verifier.device is not None
+            check_captured(runtime.verifier.device)
     print(f"{compare_texts(found, host_texts(host, PROMPTS, PARAMS))} near-ties")
