@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from redraft.cli.console import print_caveats, print_json
-from redraft.cli.options import Engines, Json, NewTokens, Threads
+from redraft.cli.options import Device, Engines, Json, NewTokens, Threads
 
 PROMPT = """class Vector:
     def __init__(self, x, y):
@@ -27,6 +27,7 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to continue.")] = PROMPT,
     max_new_tokens: NewTokens = 128,
     threads: Threads = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt plainly and speculatively, and compare speed and text."""
@@ -38,7 +39,7 @@ def demo(
     from redraft.runtime import SamplingParams
 
     settings = Settings(SamplingParams(max_tokens=max_new_tokens))
-    with open_runtime(engines, threads=threads) as runtime:
+    with open_runtime(engines, threads=threads, device=device) as runtime:
         best = runtime.default_method
         caveats = runtime.caveats
         runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)
@@ -56,6 +57,7 @@ def demo(
     typer.echo(_verdict(fast))
     typer.echo(f"""
 next:
+  . .venv/bin/activate                # where make installed it
   redraft generate --engines {engines} --prompt "def main():"
   redraft bench --engines {engines} --prompts assets/tiny/prompts/code.jsonl
   redraft inspect {engines}

@@ -41,7 +41,7 @@ def parse_budget(text: str | None) -> Budget | None:
         return budget(text)
     except ValueError:
         mend = "nodes=0,depth=0,width=0 drafts nothing"
-        raise UsageError(f"--budget {text!r}: expected {BUDGET_FORM}, none negative", mend) from None
+        raise UsageError(f"--budget {text!r}: expected all of {BUDGET_FORM}, none negative", mend) from None
 
 
 def parse_acceptance(text: str | None) -> tuple[float, ...] | None:

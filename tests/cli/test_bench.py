@@ -55,8 +55,9 @@ def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Pat
     assert "acceptance was forced" in shown
 
 
-def test_demo_says_that_both_wrote_the_same(redraft: Redraft, bundle: Path) -> None:
-    result = redraft("demo", "--engines", bundle, "--prompt", "abc abc", "--max-new-tokens", "16")
+@pytest.mark.parametrize("options", [(), ("--device", "cpu")])
+def test_demo_says_that_both_wrote_the_same(redraft: Redraft, bundle: Path, options: tuple[str, ...]) -> None:
+    result = redraft("demo", "--engines", bundle, "--prompt", "abc abc", "--max-new-tokens", "16", *options)
     assert result.returncode == 0, result.stderr
     assert "lossless: both wrote the same tokens" in result.stdout
     assert "redraft bench" in result.stdout
