@@ -64,8 +64,11 @@ class Settings:
     strongly_typed: bool = True
 
 
-def build_engine(build: EngineBuild) -> bytes:
-    """The serialized engine. The driver must have been asked before. Raises BackendError with TensorRT's own line."""
+def build_engine(build: EngineBuild) -> memoryview:
+    """The serialized engine, where TensorRT holds it: it is as large as the weights, and is not copied.
+
+    The driver must have been asked before. Raises BackendError with TensorRT's own line.
+    """
     tensorrt = import_tensorrt()
     try:
         from polygraphy.backend.trt import CreateConfig, EngineBytesFromNetwork, NetworkFromOnnxPath, PostprocessConfig
@@ -91,7 +94,7 @@ def build_engine(build: EngineBuild) -> bytes:
     except PolygraphyException as error:
         line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
         raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
-    return bytes(engine)
+    return memoryview(engine)
 
 
 def _heard(tensorrt: Any) -> list[str]:

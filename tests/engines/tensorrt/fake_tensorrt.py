@@ -5,6 +5,7 @@ Real: names and signatures, as python/src of NVIDIA/TensorRT has them in 10.9 an
 
 from __future__ import annotations
 
+from ctypes import c_char
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,10 @@ class _Bytes(bytes):
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+
+HostMemory = c_char * 6
+"""A buffer of TensorRT's, which is none of Python's types."""
 
 
 class BuilderConfig:
@@ -177,6 +182,7 @@ class Fake:
         self.calls: list[tuple[str, Any]] = []
         self.configs: list[BuilderConfig] = []
         self.flags: list[int] = []
+        self.engine = HostMemory(*b"engine")
 
     def init_libnvinfer_plugins(self, logger: ILogger, namespace: str) -> bool:
         self.calls.append(("init_libnvinfer_plugins", namespace))
@@ -222,13 +228,13 @@ class Fake:
             self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
         return not self.error
 
-    def _build(self, network: Any, config: BuilderConfig) -> bytes | None:
+    def _build(self, network: Any, config: BuilderConfig) -> Any:
         self.calls.append(("build_serialized_network", None))
         if self.failure:
             self._log("Error Code 10: cost table is empty", self.failure)
             self.loggers[-1].log(ILogger.WARNING, "a warning after it")  # type: ignore[attr-defined]
             return None
-        return b"engine"
+        return self.engine
 
     def _log(self, *errors: str) -> None:
         for error in errors:
