@@ -56,12 +56,15 @@ class Settings:
     workspace_bytes:     limit of its scratch memory.   strongly_typed: types are the graph's.
     version_compatible:  it carries its runtime, and so the plugin's library.
     aliased_plugin_io:   a preview: the plugin may update KV buffers where they are.
+    max_aux_streams:     streams beside ours. Every context makes its own, and there is one a set of shapes; a decoder's
+                         layers follow one another.
     """
 
     workspace_bytes: int
     version_compatible: bool
     aliased_plugin_io: bool
     strongly_typed: bool = True
+    max_aux_streams: int = 0
 
 
 def build_engine(build: EngineBuild) -> memoryview:
@@ -87,6 +90,7 @@ def build_engine(build: EngineBuild) -> memoryview:
         load_timing_cache=str(build.timing_cache) if build.timing_cache.exists() else None,
         memory_pool_limits={tensorrt.MemoryPoolType.WORKSPACE: settings.workspace_bytes},
         version_compatible=settings.version_compatible,
+        max_aux_streams=settings.max_aux_streams,
     )
     config = PostprocessConfig(config, lambda builder, network, config: _use_plugin(tensorrt, config, build))
     try:

@@ -91,6 +91,7 @@ class BuilderConfig:
         self.DLA_core = -1
         self.default_device_type = DeviceType.GPU
         self.profiling_verbosity = ProfilingVerbosity.DETAILED
+        self.max_aux_streams = -1
 
     def set_flag(self, flag: int) -> None:
         self.flags.add(flag)

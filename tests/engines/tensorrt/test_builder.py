@@ -51,6 +51,7 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert tree.values == {"live": ((2,), (9,), (64,))}  # an input whose values are sizes
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
+    assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own
 
 
 def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:
