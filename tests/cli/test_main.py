@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +135,21 @@ def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPa
         "run `pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install 'onnxruntime-gpu[cuda,cudnn]==1.31.1'` "
         "for a GPU, else `pip install onnxruntime==1.31.1`"
     )
+
+
+def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty() -> list[str]:
+        raise AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'")
+
+    monkeypatch.setattr(doctor, "execution_providers", empty)
+    assert doctor._providers().status == "broken"
+
+
+def test_the_readme_names_the_pinned_build_for_a_gpu() -> None:
+    root = Path(__file__).parents[2]
+    pin = next(line for line in (root / "pyproject.toml").read_text().splitlines() if '"onnxruntime==' in line)
+    version = pin.partition("==")[2].strip('",')
+    assert f"pip install 'onnxruntime-gpu[cuda,cudnn]=={version}'" in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
