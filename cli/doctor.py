@@ -23,6 +23,8 @@ Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
 OLDEST_PYTHON = (3, 11)
 NEEDED_DISK_BYTES = 2 << 30
+GPU_BUILDS = {"onnxruntime": "onnxruntime-gpu"}
+"""Builds for a GPU, which do as well in place of a requirement. They write the same files: there may be one only."""
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 
 
@@ -54,6 +56,7 @@ def examine() -> Iterator[Finding]:
     """Every finding, what the CPU path needs first."""
     yield _python()
     yield from _packages()
+    yield from _both_builds()
     yield _providers()
     yield from _machine()
     yield from _accelerators()
@@ -75,15 +78,34 @@ def _packages() -> Iterator[Finding]:
         if name.startswith("redraft"):
             continue
         install = f"run `pip install 'redraft[{extra}]'`" if extra else "run `make install`"
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        found = _package_version(name)
+        instead = GPU_BUILDS.get(name, "")
+        if found is None and instead and (found := _package_version(instead)):
+            name, install = instead, f"run {_install_gpu_build(instead, expected)}"
+        if found is None:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
             continue
         matches = _within(found, expected)
         yield Finding(
             name, "ok" if matches else "warning", found, None if matches else f"expected {expected}; {install}"
         )
+
+
+def _both_builds() -> Iterator[Finding]:
+    """A warning where a build for the CPU and one for a GPU are installed over each other."""
+    for name, build in GPU_BUILDS.items():
+        versions = _package_version(name), _package_version(build)
+        if None not in versions:
+            found = f"{name} {versions[0]} and {build} {versions[1]} are both installed, over each other"
+            gpu = _install_gpu_build(build, str(versions[0]))
+            mend = (
+                f"run `pip uninstall -y {name} {build}`, then {gpu} for a GPU, else `pip install {name}=={versions[0]}`"
+            )
+            yield Finding(f"{name} builds", "warning", found, mend)
+
+
+def _install_gpu_build(build: str, version: str) -> str:
+    return f"`pip install '{build}[cuda,cudnn]=={version}'`"
 
 
 def _split(requirement: str) -> tuple[str, str]:
@@ -114,7 +136,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _providers() -> Finding:
     try:
         providers = execution_providers()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # of one build over another an uninstall leaves an empty package
         return Finding("onnxruntime providers", "broken", f"cannot be imported ({error})", "run `make install`")
     works = "CPUExecutionProvider" in providers
     return Finding("onnxruntime providers", "ok" if works else "broken", ", ".join(providers))
@@ -160,18 +182,35 @@ def _accelerators() -> Iterator[Finding]:
         memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
         yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
         yield _driver(cuda_version(), _package_version("cuda-python"))
-        backends = ["ONNX Runtime"] if "CUDAExecutionProvider" in execution_providers() else []
+        onnxruntime = _onnxruntime_on_cuda()
+        yield onnxruntime
+        backends = ["ONNX Runtime"] if onnxruntime.status == "ok" else []
         try:
             yield Finding("TensorRT", "ok", find_target(lambda: gpu).version)
             backends.append("TensorRT")
         except BackendError as error:
             yield Finding("TensorRT", "absent", error.message, error.mend)
     yield Finding("device cpu", "ok", "ONNX Runtime")
+    packages = "install onnxruntime-gpu[cuda,cudnn] in place of onnxruntime, or TensorRT"
     yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing runs on a GPU here",
-                  None if backends else "install onnxruntime-gpu in place of onnxruntime, or TensorRT")  # fmt: skip
+                  None if backends else packages)  # fmt: skip
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))
     yield Finding("TensorRT plugin", "ok" if plugins else "absent", ", ".join(plugins) or f"none in {FOLDER}",
                   None if plugins else "run `make plugins TENSORRT_ROOT=dir`")  # fmt: skip
+
+
+def _onnxruntime_on_cuda() -> Finding:
+    """Whether its provider for CUDA starts, with the libraries that it needs."""
+    name = "ONNX Runtime on CUDA"
+    try:
+        from redraft.engines.onnxruntime_backend import CUDA, start_provider
+
+        start_provider(CUDA)
+    except BackendError as error:
+        return Finding(name, "absent", error.message, error.mend)
+    except (ImportError, AttributeError) as error:
+        return Finding(name, "absent", f"cannot be imported ({error})")
+    return Finding(name, "ok", f"{CUDA} starts")
 
 
 def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:

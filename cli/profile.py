@@ -183,7 +183,7 @@ class Decoded:
 
 
 def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
-    """Decode the prompt twice, the second time while `watcher` sees it, inside of a range `around`."""
+    """Decode the prompt to warm up, on a device twice, and then while `watcher` sees it, inside of a range `around`."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams
 

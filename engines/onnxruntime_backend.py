@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.huge_pages import huge_pages
-from redraft.errors import BundleError
+from redraft.errors import BackendError, BundleError
 from redraft.names import TensorSpec
 
 _ALIGNMENT_BYTES = 64
@@ -28,10 +32,17 @@ _SPIN_US = "100"
 """How long an idle thread spins before it sleeps."""
 Provider = tuple[str, Mapping[str, str]]
 """An execution provider and its options."""
-CPU = "CPUExecutionProvider"
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 RECORD_ASSIGNMENT = "session.record_ep_graph_assignment_info"
 _WEIGHTS_OUTSIDE_ARENA = "session.use_device_allocator_for_initializers"
 _SEVERITY = {"warning": 2, "error": 3}
+_MESSAGE_CHARACTERS = 300
+_PROBE = (
+    b'\x08\x08:/\n\x10\n\x01a\x12\x01b"\x08Identity\x12\x01g'
+    b"Z\x0b\n\x01a\x12\x06\n\x04\x08\x01\x12\x00b\x0b\n\x01b\x12\x06\n\x04\x08\x01\x12\x00B\x04\n\x00\x10\x11"
+)
+"""An ONNX model whose only node is Identity, of a float32 scalar."""
+_LOG = logging.getLogger("redraft.onnxruntime")
 
 
 def open_engine(
@@ -49,26 +60,96 @@ def open_engine(
 def load_session(
     bundle: Bundle, graph: str, threads: int | None = None, provider: Provider = (CPU, {}), log: str = "error"
 ) -> ort.InferenceSession:
-    """The graph as a session on a provider, its signature checked. Raises BundleError, as `open_engine`."""
+    """The graph as a session on a provider, its signature checked.
+
+    Raises BundleError, as `open_engine`, and BackendError where the provider does not start: the CPU never takes its
+    place.
+    """
     record = bundle.graph(graph)
     _check_version(bundle)
     if bundle.manifest.precision == "bf16" and provider[0] == CPU:
         raise BundleError(
             f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16", "build it with --precision fp16 or fp32"
         )
+    path, options = str(bundle.path / record.file), session_options(threads, log)
+    if provider[0] != CPU:
+        start_provider(provider[0])
+        options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
+        options.add_session_config_entry(_WEIGHTS_OUTSIDE_ARENA, "1")
     try:
         with huge_pages():
-            path, options = str(bundle.path / record.file), session_options(threads, log)
-            if provider[0] != CPU:
-                options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
-                options.add_session_config_entry(_WEIGHTS_OUTSIDE_ARENA, "1")
-            session = ort.InferenceSession(path, options, providers=[provider])
+            session = ort.InferenceSession(path, options, providers=[provider], enable_fallback=0)
     except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
-        raise bundle.error(f"graph {graph} does not load: {' '.join(str(error).split())[:300]}") from error
+        if provider[0] != CPU and isinstance(error, RuntimeError):  # none of which is for a graph
+            raise _not_started(provider[0], _one_line(error)) from error
+        raise bundle.error(f"graph {graph} does not load: {_one_line(error)}") from error
+    _check_in_use(session, provider[0])
     for found, specs in ((session.get_inputs(), record.inputs), (session.get_outputs(), record.outputs)):
         if problem := next(_mismatches(found, specs), None):
             raise bundle.error(f"graph {graph}: {problem}")
     return session
+
+
+def check_available(provider: str) -> None:
+    """Raises BackendError where this build of ONNX Runtime is one without the provider."""
+    available = ort.get_available_providers()
+    if provider not in available:
+        raise BackendError(
+            f"this ONNX Runtime runs on {', '.join(available)}, not on {provider}",
+            f"run `pip uninstall -y onnxruntime` and install {_gpu_package()} in its place",
+        )
+
+
+@cache
+def start_provider(provider: str) -> None:
+    """Start a provider on a model of one node, before any weights are read. Raises BackendError where it does not.
+
+    Where its libraries are missing ONNX Runtime says so in its log and gives a session on the CPU, which loads all
+    weights there, or fails for a kernel that only the provider has.
+    """
+    check_available(provider)
+    if provider == CUDA:
+        preload_cuda()
+    try:
+        session = ort.InferenceSession(_PROBE, session_options(1, "error"), providers=[provider], enable_fallback=0)
+    except Exception as error:  # as above
+        raise _not_started(provider, _one_line(error)) from error
+    _check_in_use(session, provider)
+
+
+@cache
+def preload_cuda() -> str:
+    """Load the CUDA and cuDNN that pip installed, which lie off the loader's path. Once a process.
+
+    Returns the first thing that could not be loaded, empty for none. It may be found all the same.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # it prints, and the standard output is for JSON and texts
+        ort.preload_dlls()
+    lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+    for line in lines:
+        _LOG.info("%s", line)
+    return lines[0] if lines else ""
+
+
+def _check_in_use(session: ort.InferenceSession, provider: str) -> None:
+    if provider not in session.get_providers():
+        missing = preload_cuda() if provider == CUDA else ""
+        raise _not_started(provider, missing or "its log above says why")
+
+
+def _not_started(provider: str, reason: str) -> BackendError:
+    cuda = (ort.cuda_version or "").partition(".")[0] or "12 or 13"
+    needs = f"it needs CUDA {cuda}, cuDNN 9 and a driver for them: install {_gpu_package()}"
+    return BackendError(f"ONNX Runtime cannot start {provider}: {reason}", needs)
+
+
+def _gpu_package() -> str:
+    return f"onnxruntime-gpu[cuda,cudnn]=={ort.__version__}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
 
 
 class OnnxRuntimeEngine:

@@ -39,12 +39,11 @@ from redraft.engines.device import (
     numpy_type,
 )
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_backend import load_session
+from redraft.engines.onnxruntime_backend import CPU, CUDA, check_available, load_session
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
 from redraft.plugins.library import find_kernels
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 NO_WAITING = "disable_synchronize_execution_providers"
 """What a run on CUDA is told: its end is put in order on the stream, not waited for."""
 _LOG = logging.getLogger("redraft.onnxruntime")
@@ -61,12 +60,7 @@ def open_onnxruntime_device(bundle: Bundle, name: str, threads: int | None = Non
     """The device `name`. Raises BackendError where this ONNX Runtime has no such device, or the GPU does not work."""
     if name == HostDevice.name:
         return HostDevice(bundle, threads)
-    available = ort.get_available_providers()
-    if CUDA not in available:
-        raise BackendError(
-            f"this ONNX Runtime runs on {', '.join(available)}, not on {CUDA}",
-            "install onnxruntime-gpu in place of onnxruntime",
-        )
+    check_available(CUDA)
     return OnnxRuntimeCuda(bundle, open_cuda(), find_kernels(), threads)
 
 

@@ -56,16 +56,22 @@ class Settings:
     workspace_bytes:     limit of its scratch memory.   strongly_typed: types are the graph's.
     version_compatible:  it carries its runtime, and so the plugin's library.
     aliased_plugin_io:   a preview: the plugin may update KV buffers where they are.
+    max_aux_streams:     streams beside ours. Every context makes its own, and there is one a set of shapes; a decoder's
+                         layers follow one another.
     """
 
     workspace_bytes: int
     version_compatible: bool
     aliased_plugin_io: bool
     strongly_typed: bool = True
+    max_aux_streams: int = 0
 
 
-def build_engine(build: EngineBuild) -> bytes:
-    """The serialized engine. The driver must have been asked before. Raises BackendError with TensorRT's own line."""
+def build_engine(build: EngineBuild) -> memoryview:
+    """The serialized engine, where TensorRT holds it: it is as large as the weights, and is not copied.
+
+    The driver must have been asked before. Raises BackendError with TensorRT's own line.
+    """
     tensorrt = import_tensorrt()
     try:
         from polygraphy.backend.trt import CreateConfig, EngineBytesFromNetwork, NetworkFromOnnxPath, PostprocessConfig
@@ -84,6 +90,7 @@ def build_engine(build: EngineBuild) -> bytes:
         load_timing_cache=str(build.timing_cache) if build.timing_cache.exists() else None,
         memory_pool_limits={tensorrt.MemoryPoolType.WORKSPACE: settings.workspace_bytes},
         version_compatible=settings.version_compatible,
+        max_aux_streams=settings.max_aux_streams,
     )
     config = PostprocessConfig(config, lambda builder, network, config: _use_plugin(tensorrt, config, build))
     try:
@@ -91,7 +98,7 @@ def build_engine(build: EngineBuild) -> bytes:
     except PolygraphyException as error:
         line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
         raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
-    return bytes(engine)
+    return memoryview(engine)
 
 
 def _heard(tensorrt: Any) -> list[str]:

@@ -29,7 +29,7 @@ GRAPHS = (
 updates and plugins only: what the collecting engine writes is copied to where it belongs, and slots are copied without
 an engine."""
 Report = Callable[[str], None]
-Build = Callable[[EngineBuild], bytes]
+Build = Callable[[EngineBuild], bytes | memoryview]
 
 
 def graphs_of(attention: Attention) -> tuple[str, ...]:

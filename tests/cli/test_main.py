@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from redraft.cli import doctor, main
 from redraft.cli.doctor import Finding
+from redraft.errors import BackendError
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -98,6 +100,68 @@ def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
     found = doctor._driver((12, 4), "13.4.4")
     assert (found.status, found.found) == ("warning", "CUDA 12.4, which does not run cuda-python 13.4.4")
     assert found.mend == "run `pip install 'cuda-python<13'`, or install a newer driver"
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Let packages have these versions, None for not installed; `_` stands for `-`."""
+    real = doctor._package_version
+    changed = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(doctor, "_package_version", lambda name: changed[name] if name in changed else real(name))
+
+
+def test_doctor_takes_the_build_for_a_gpu_in_place_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = next(finding.found for finding in doctor._packages() if finding.name == "onnxruntime")
+    installed(monkeypatch, onnxruntime=None, onnxruntime_gpu=pin)
+    found = {finding.name: finding for finding in doctor._packages()}
+    assert found["onnxruntime-gpu"].status == "ok"
+    assert "onnxruntime" not in found
+    assert list(doctor._both_builds()) == []
+    installed(monkeypatch, onnxruntime=None, onnxruntime_gpu="1.0.0")
+    found = {finding.name: finding for finding in doctor._packages()}
+    assert found["onnxruntime-gpu"].status == "warning"
+    assert str(found["onnxruntime-gpu"].mend).endswith(f"run `pip install 'onnxruntime-gpu[cuda,cudnn]=={pin}'`")
+    installed(monkeypatch, onnxruntime=None, onnxruntime_gpu=None)
+    assert {finding.name: finding.status for finding in doctor._packages()}["onnxruntime"] == "broken"
+
+
+def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write the same files: which of them runs is whichever came last, and taking one away breaks the other."""
+    installed(monkeypatch, onnxruntime="1.31.1", onnxruntime_gpu="1.31.0")
+    (finding,) = doctor._both_builds()
+    assert finding in list(doctor.examine())
+    assert finding.status == "warning"
+    assert finding.found == "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.0 are both installed, over each other"
+    assert finding.mend == (
+        "run `pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install 'onnxruntime-gpu[cuda,cudnn]==1.31.1'` "
+        "for a GPU, else `pip install onnxruntime==1.31.1`"
+    )
+
+
+def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty() -> list[str]:
+        raise AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'")
+
+    monkeypatch.setattr(doctor, "execution_providers", empty)
+    assert doctor._providers().status == "broken"
+
+
+def test_the_readme_names_the_pinned_build_for_a_gpu() -> None:
+    root = Path(__file__).parents[2]
+    pin = next(line for line in (root / "pyproject.toml").read_text().splitlines() if '"onnxruntime==' in line)
+    version = pin.partition("==")[2].strip('",')
+    assert f"pip install 'onnxruntime-gpu[cuda,cudnn]=={version}'" in (root / "README.md").read_text(encoding="utf-8")
+
+
+def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(provider: str) -> None:
+        raise BackendError(f"cannot start {provider}: no libcublas.so.13", "install it")
+
+    monkeypatch.setattr("redraft.engines.onnxruntime_backend.start_provider", missing)
+    found = doctor._onnxruntime_on_cuda()
+    assert (found.status, found.mend) == ("absent", "install it")
+    assert found.found == "cannot start CUDAExecutionProvider: no libcublas.so.13"
+    monkeypatch.setattr("redraft.engines.onnxruntime_backend.start_provider", lambda provider: None)
+    assert doctor._onnxruntime_on_cuda().status == "ok"
 
 
 def test_doctor_fails_when_the_cpu_path_cannot_work(

@@ -20,7 +20,7 @@ from tests.runtime.devices import tensorrt_device
 from tests.runtime.fakes import CURVE
 
 from redraft.cli import main
-from redraft.cli.nsys import parse
+from redraft.cli.nsys import parse, profile_options
 from redraft.cli.profile import Asked, decode
 from redraft.engines import open_bundle
 from redraft.runtime import api
@@ -363,3 +363,10 @@ def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
     assert word in refused("profile", "--engines", bundle, *arguments, status=2)
+
+
+def test_the_documented_command_is_the_one_that_runs() -> None:
+    """Without one of its options the report shows something else."""
+    text = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    command = text.partition("\nnsys profile ")[2].partition(" redraft profile ")[0].replace("\\\n", " ")
+    assert ["profile", *command.split()] == profile_options(Path("profile.nsys-rep"))

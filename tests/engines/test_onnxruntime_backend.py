@@ -1,14 +1,25 @@
 """Engines on ONNX Runtime: bound arrays, prepared calls, KV updated in place, refusals."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from redraft import names
+from redraft.engines import onnxruntime_backend
 from redraft.engines.bundle import Bundle, open_bundle
-from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, open_engine
-from redraft.errors import BundleError
+from redraft.engines.onnxruntime_backend import (
+    CPU,
+    CUDA,
+    OnnxRuntimeEngine,
+    load_session,
+    open_engine,
+    preload_cuda,
+    start_provider,
+)
+from redraft.errors import BackendError, BundleError
 
 from .bundles import write_bundle
 from .graphs import Decoder
@@ -147,3 +158,111 @@ def test_an_older_onnxruntime_is_refused(bundle):
     newer = replace(bundle, manifest=replace(bundle.manifest, backend_version="99.0.0"))
     with pytest.raises(BundleError, match=r"expected ONNX Runtime 99\.0\.0 or newer"):
         open_engine(newer)
+
+
+@pytest.fixture
+def gpu_build(monkeypatch):
+    """ONNX Runtime as its build for CUDA 13 looks, until a session is made; returns what preloading is to print."""
+    prints = []
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "cuda_version", "13.0")
+    monkeypatch.setattr(ort, "preload_dlls", lambda: print("\n".join(prints)))
+    start_provider.cache_clear()
+    preload_cuda.cache_clear()
+    yield prints
+    start_provider.cache_clear()
+    preload_cuda.cache_clear()
+
+
+def sessions(monkeypatch, make):
+    """Let `make` be what makes sessions; returns the arguments of each, by model."""
+    made = []
+
+    def session(model, options, **arguments):
+        made.append((model, arguments))
+        return make(model)
+
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    return made
+
+
+def test_a_provider_that_this_build_lacks_is_refused_before_anything_is_loaded(bundle, monkeypatch, gpu_build):
+    made = sessions(monkeypatch, lambda model: pytest.fail("a session"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    with pytest.raises(BackendError) as caught:
+        load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
+    assert str(caught.value) == (
+        "this ONNX Runtime runs on CPUExecutionProvider, not on CUDAExecutionProvider; run `pip uninstall -y "
+        f"onnxruntime` and install onnxruntime-gpu[cuda,cudnn]=={ort.__version__} in its place"
+    )
+    assert made == []
+
+
+def test_a_session_that_fell_to_the_cpu_is_refused_before_weights_are_read(bundle, monkeypatch, gpu_build, capsys):
+    """What ONNX Runtime does where a library of the provider is missing: no error, but its log and the CPU."""
+    gpu_build += ["Failed to load libcublas.so.13: not found", "Please follow https://onnxruntime.ai"]
+    made = sessions(monkeypatch, lambda model: SimpleNamespace(get_providers=lambda: [CPU]))
+    with pytest.raises(BackendError) as caught:
+        load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
+    assert str(caught.value) == (
+        "ONNX Runtime cannot start CUDAExecutionProvider: Failed to load libcublas.so.13: not found; it needs CUDA 13, "
+        f"cuDNN 9 and a driver for them: install onnxruntime-gpu[cuda,cudnn]=={ort.__version__}"
+    )
+    assert [model for model, _ in made] == [onnxruntime_backend._PROBE]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_provider_that_fails_is_named_with_its_reason(starts, bundle, monkeypatch, gpu_build):
+    """Also where it started once: a graph has errors of its own, whose types are no RuntimeError."""
+
+    def fail(model):
+        if starts and model == onnxruntime_backend._PROBE:
+            return SimpleNamespace(get_providers=lambda: [CUDA, CPU])
+        raise RuntimeError("CUDA failure 35:\n driver too old")
+
+    sessions(monkeypatch, fail)
+    with pytest.raises(BackendError, match="CUDAExecutionProvider: CUDA failure 35: driver too old; it needs CUDA 13"):
+        load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
+
+
+def test_a_graph_that_falls_to_the_cpu_after_the_provider_started_is_refused(bundle, monkeypatch, gpu_build):
+    here = {onnxruntime_backend._PROBE: [CUDA, CPU]}
+    made = sessions(monkeypatch, lambda model: SimpleNamespace(get_providers=lambda: here.get(model, [CPU])))
+    with pytest.raises(BackendError, match="CUDAExecutionProvider: its log above says why; it needs CUDA 13"):
+        load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
+    assert [arguments["enable_fallback"] for _, arguments in made] == [0, 0]
+
+
+def test_libraries_are_loaded_once_before_the_first_session(bundle, monkeypatch, gpu_build):
+    order = []
+    monkeypatch.setattr(ort, "preload_dlls", lambda: order.append("preload"))
+    real = ort.InferenceSession
+
+    def make(model):
+        order.append("session")
+        session = real(model, providers=[CPU])
+        monkeypatch.setattr(session, "get_providers", lambda: [CUDA, CPU])
+        return session
+
+    sessions(monkeypatch, make)
+    for _ in range(2):
+        load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
+    assert order == ["preload", "session", "session", "session"]
+
+
+def test_a_session_that_fails_is_not_made_again_on_the_cpu(bundle, monkeypatch, capfd):
+    """ONNX Runtime's own second attempt prints `EP Error` to the standard output."""
+    inner = ort.InferenceSession._create_inference_session
+    tries = []
+
+    def fail(self, *arguments, **named):
+        tries.append(arguments)
+        inner(self, *arguments, **named)
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(ort.InferenceSession, "_create_inference_session", fail)
+    with pytest.raises(BundleError, match="does not load: no device"):
+        load_session(bundle, names.VERIFIER)
+    assert len(tries) == 1
+    assert capfd.readouterr().out == ""

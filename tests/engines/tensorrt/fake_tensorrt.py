@@ -5,6 +5,7 @@ Real: names and signatures, as python/src of NVIDIA/TensorRT has them in 10.9 an
 
 from __future__ import annotations
 
+from ctypes import c_char
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,10 @@ class _Bytes(bytes):
     def __exit__(self, *_: object) -> None: ...
 
 
+HostMemory = c_char * 6
+"""A buffer of TensorRT's, which is none of Python's types."""
+
+
 class BuilderConfig:
     def __init__(self) -> None:
         self.flags: set[int] = set()
@@ -86,6 +91,7 @@ class BuilderConfig:
         self.DLA_core = -1
         self.default_device_type = DeviceType.GPU
         self.profiling_verbosity = ProfilingVerbosity.DETAILED
+        self.max_aux_streams = -1
 
     def set_flag(self, flag: int) -> None:
         self.flags.add(flag)
@@ -177,6 +183,7 @@ class Fake:
         self.calls: list[tuple[str, Any]] = []
         self.configs: list[BuilderConfig] = []
         self.flags: list[int] = []
+        self.engine = HostMemory(*b"engine")
 
     def init_libnvinfer_plugins(self, logger: ILogger, namespace: str) -> bool:
         self.calls.append(("init_libnvinfer_plugins", namespace))
@@ -222,13 +229,13 @@ class Fake:
             self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
         return not self.error
 
-    def _build(self, network: Any, config: BuilderConfig) -> bytes | None:
+    def _build(self, network: Any, config: BuilderConfig) -> Any:
         self.calls.append(("build_serialized_network", None))
         if self.failure:
             self._log("Error Code 10: cost table is empty", self.failure)
             self.loggers[-1].log(ILogger.WARNING, "a warning after it")  # type: ignore[attr-defined]
             return None
-        return b"engine"
+        return self.engine
 
     def _log(self, *errors: str) -> None:
         for error in errors:

@@ -43,7 +43,7 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     version: str, install: Install, build: EngineBuild
 ) -> None:
     fake = install(version)
-    assert build_engine(build) == b"engine"
+    assert bytes(build_engine(build)) == b"engine"
     assert fake.flags == [1 << NetworkDefinitionCreationFlag.STRONGLY_TYPED]
     assert ("parse_from_file", str(build.graph)) in fake.calls
     token, tree = fake.configs[0].profiles
@@ -51,6 +51,13 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert tree.values == {"live": ((2,), (9,), (64,))}  # an input whose values are sizes
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
+    assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own
+
+
+def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:
+    """It is as large as the weights: its buffer is handed on, as TensorRT holds it."""
+    fake = install()
+    assert build_engine(build).obj is fake.engine
 
 
 def test_without_a_plugin_none_is_loaded_and_no_preview_is_on(install: Install, build: EngineBuild) -> None:
@@ -115,7 +122,7 @@ def test_why_an_engine_is_not_built_is_tensorrts_own_line(install: Install, buil
     with pytest.raises(BackendError, match=r"onnx: Error Code 2: no implementation for node l0\.attended; see its log"):
         build_engine(build)
     fake.failure = ""
-    assert build_engine(build) == b"engine"
+    assert bytes(build_engine(build)) == b"engine"
     fake.failure = "Error Code 9: out of memory"
     with pytest.raises(BackendError, match=r"onnx: Error Code 9: out of memory; see its log"):
         build_engine(build)

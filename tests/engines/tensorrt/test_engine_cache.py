@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -74,3 +75,20 @@ def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None
     other = Target("11.0.0", GPU)
     assert timing_cache(TARGET, tmp_path).name == "timing-10.13.3-NVIDIA-H200-9.0.cache"
     assert timing_cache(TARGET, tmp_path) != timing_cache(other, tmp_path)
+
+
+def test_where_there_are_no_links_a_file_is_copied_by_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is as large as the weights, and does not go through memory."""
+    engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
+    engine.write_bytes(b"engine")
+
+    def refused(*_: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr("os.link", refused)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    keep("key", engine, cache)
+    assert fetch("key", tmp_path / "again", cache)
+    assert filecmp.cmp(engine, tmp_path / "again", shallow=False)

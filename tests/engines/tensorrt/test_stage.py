@@ -46,9 +46,9 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Buil
     def run(out: str = "bundle", options: TensorRtBuild = OPTIONS, tools: Tools = tools, **changes: object):
         built: list[EngineBuild] = []
 
-        def fake(one: EngineBuild) -> bytes:
+        def fake(one: EngineBuild) -> memoryview:
             built.append(one)
-            return b"engine of " + one.graph.name.encode()
+            return memoryview(b"engine of " + one.graph.name.encode())
 
         decoder = Decoder()
         with BundleWriter(tmp_path / out, "small") as writer:
