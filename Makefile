@@ -75,9 +75,9 @@ test-gpu: plugins
 	$(MEASURED) --engines $(GPU_ENGINES)/tiny.tensorrt --out build/gpu/tiny.tensorrt.json --build tiny --backend tensorrt \
 	  --reference $(GPU_ENGINES)/tiny.onnxruntime
 	$(RANDOM) --engines $(GPU_ENGINES)/$(GPU_LARGE).tensorrt --out build/gpu/$(GPU_LARGE).tensorrt.json \
-	  --backend tensorrt --disk-gib 40
+	  --backend tensorrt --disk-gib 30
 	$(RANDOM) --engines $(GPU_ENGINES)/$(GPU_LARGE).onnxruntime --out build/gpu/$(GPU_LARGE).onnxruntime.json \
-	  --backend onnxruntime --disk-gib 20
+	  --backend onnxruntime --disk-gib 4
 
 lint: install
 	$(BIN)/ruff check .

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from redraft.engines.packages import package_version
 
 LIBRARIES = (
     "redraft",
@@ -34,13 +35,8 @@ def environment(threads: int | None = None) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Version by name of those of LIBRARIES that are installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: package_version(name) for name in LIBRARIES}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def execution_providers() -> list[str]:

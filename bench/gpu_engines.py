@@ -125,7 +125,7 @@ def missing(backend: Backend) -> str | None:
     if reason := _without_gpu():
         return reason
     if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
-        return f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu"
+        return f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu[cuda,cudnn]"
     absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
 

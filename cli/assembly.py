@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
+from redraft.engines.packages import package_version
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
 
@@ -106,7 +106,7 @@ def _stage(
             stand_in_tokenizer=stand_in,
         ),
         backend=config.backend,
-        backend_version=metadata.version("onnxruntime"),
+        backend_version=package_version("onnxruntime") or "unknown",
         precision=config.precision,
         shape=exported.shape,
         context=exported.shape.max_positions,
@@ -229,7 +229,7 @@ def _key(digests: Mapping[str, str], config: BuildConfig, texts: Mapping[str, st
 
 
 def _tools() -> dict[str, str]:
-    return {name: metadata.version(name) for name in TOOLS}
+    return {name: package_version(name) or "none" for name in TOOLS}
 
 
 def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> int:

@@ -17,14 +17,13 @@ import typer
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
 from redraft.cli.console import print_json
+from redraft.engines.packages import GPU_BUILDS
 from redraft.errors import BackendError
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
 OLDEST_PYTHON = (3, 11)
 NEEDED_DISK_BYTES = 2 << 30
-GPU_BUILDS = {"onnxruntime": "onnxruntime-gpu"}
-"""Builds for a GPU, which do as well in place of a requirement. They write the same files: there may be one only."""
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 
 
@@ -78,9 +77,9 @@ def _packages() -> Iterator[Finding]:
         if name.startswith("redraft"):
             continue
         install = f"run `pip install 'redraft[{extra}]'`" if extra else "run `make install`"
-        found = _package_version(name)
+        found = _installed(name)
         instead = GPU_BUILDS.get(name, "")
-        if found is None and instead and (found := _package_version(instead)):
+        if found is None and instead and (found := _installed(instead)):
             name, install = instead, f"run {_install_gpu_build(instead, expected)}"
         if found is None:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
@@ -94,7 +93,7 @@ def _packages() -> Iterator[Finding]:
 def _both_builds() -> Iterator[Finding]:
     """A warning where a build for the CPU and one for a GPU are installed over each other."""
     for name, build in GPU_BUILDS.items():
-        versions = _package_version(name), _package_version(build)
+        versions = _installed(name), _installed(build)
         if None not in versions:
             found = f"{name} {versions[0]} and {build} {versions[1]} are both installed, over each other"
             gpu = _install_gpu_build(build, str(versions[0]))
@@ -176,12 +175,12 @@ def _accelerators() -> Iterator[Finding]:
         gpu = find_gpu()
     except BackendError as error:
         yield Finding("GPU", "absent", error.message, error.mend)
-        yield Finding("TensorRT", "absent", _package_version("tensorrt") or "not installed")
+        yield Finding("TensorRT", "absent", _installed("tensorrt") or "not installed")
     else:
         capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
         memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
         yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
-        yield _driver(cuda_version(), _package_version("cuda-python"))
+        yield _driver(cuda_version(), _installed("cuda-python"))
         onnxruntime = _onnxruntime_on_cuda()
         yield onnxruntime
         backends = ["ONNX Runtime"] if onnxruntime.status == "ok" else []
@@ -222,7 +221,8 @@ def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
     return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", mend)
 
 
-def _package_version(name: str) -> str | None:
+def _installed(name: str) -> str | None:
+    """The version of this very package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
