@@ -77,9 +77,9 @@ def _packages() -> Iterator[Finding]:
         if name.startswith("redraft"):
             continue
         install = f"run `pip install 'redraft[{extra}]'`" if extra else "run `make install`"
-        found = _installed(name)
+        found = _package_version(name)
         instead = GPU_BUILDS.get(name, "")
-        if found is None and instead and (found := _installed(instead)):
+        if found is None and instead and (found := _package_version(instead)):
             name, install = instead, f"run {_install_gpu_build(instead, expected)}"
         if found is None:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
@@ -93,7 +93,7 @@ def _packages() -> Iterator[Finding]:
 def _both_builds() -> Iterator[Finding]:
     """A warning where a build for the CPU and one for a GPU are installed over each other."""
     for name, build in GPU_BUILDS.items():
-        versions = _installed(name), _installed(build)
+        versions = _package_version(name), _package_version(build)
         if None not in versions:
             found = f"{name} {versions[0]} and {build} {versions[1]} are both installed, over each other"
             gpu = _install_gpu_build(build, str(versions[0]))
@@ -175,12 +175,12 @@ def _accelerators() -> Iterator[Finding]:
         gpu = find_gpu()
     except BackendError as error:
         yield Finding("GPU", "absent", error.message, error.mend)
-        yield Finding("TensorRT", "absent", _installed("tensorrt") or "not installed")
+        yield Finding("TensorRT", "absent", _package_version("tensorrt") or "not installed")
     else:
         capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
         memory = f"{gpu.free_bytes / gib:.1f} of {gpu.total_bytes / gib:.1f} GiB free"
         yield Finding("GPU", "ok", f"{gpu.name}, compute capability {capability}, {memory}")
-        yield _driver(cuda_version(), _installed("cuda-python"))
+        yield _driver(cuda_version(), _package_version("cuda-python"))
         onnxruntime = _onnxruntime_on_cuda()
         yield onnxruntime
         backends = ["ONNX Runtime"] if onnxruntime.status == "ok" else []
@@ -221,7 +221,7 @@ def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
     return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", mend)
 
 
-def _installed(name: str) -> str | None:
+def _package_version(name: str) -> str | None:
     """The version of this very package."""
     try:
         return metadata.version(name)

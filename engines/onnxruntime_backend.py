@@ -16,6 +16,7 @@ import onnxruntime as ort
 from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
+from redraft.engines.host_memory import check_host_memory
 from redraft.engines.huge_pages import huge_pages
 from redraft.errors import BackendError, BundleError
 from redraft.names import TensorSpec
@@ -62,8 +63,8 @@ def load_session(
 ) -> ort.InferenceSession:
     """The graph as a session on a provider, its signature checked.
 
-    Raises BundleError, as `open_engine`, and BackendError where the provider does not start: the CPU never takes its
-    place.
+    Raises BundleError, as `open_engine`, and BackendError where the host has too little memory or the provider does
+    not start: the CPU never takes its place.
     """
     record = bundle.graph(graph)
     _check_version(bundle)
@@ -72,7 +73,9 @@ def load_session(
             f"{bundle.path}: ONNX Runtime has no CPU kernels for bf16", "build it with --precision fp16 or fp32"
         )
     path, options = str(bundle.path / record.file), session_options(threads, log)
-    if provider[0] != CPU:
+    if provider[0] == CPU:
+        check_host_memory(bundle, graph)
+    else:
         start_provider(provider[0])
         options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
         options.add_session_config_entry(_WEIGHTS_OUTSIDE_ARENA, "1")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from redraft.engines.device import (
     copied_bytes,
     numpy_type,
 )
+from redraft.engines.host_memory import graph_bytes
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import CPU, CUDA, check_available, load_session
 from redraft.errors import BackendError
@@ -267,16 +267,6 @@ class OnnxRuntimeProgram:
         if buffer.host is None:
             raise BackendError(f"a session reads {spec.name} on the host, which does not send it")
         return "cpu", int(buffer.host.ctypes.data)
-
-
-_LENGTH = re.compile(rb"\x0a\x06length\x12.([0-9]+)", re.DOTALL)
-"""An entry of a tensor's `external_data` as protobuf writes it: field 1, the key; field 2, digits."""
-
-
-def graph_bytes(bundle: Bundle, graph: str) -> int:
-    """Bytes of a graph's file, and of its weights that lie outside."""
-    data = (bundle.path / bundle.graph(graph).file).read_bytes()
-    return len(data) + sum(int(length) for length in _LENGTH.findall(data))
 
 
 def host_inputs(session: ort.InferenceSession) -> frozenset[str]:

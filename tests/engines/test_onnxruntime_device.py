@@ -14,12 +14,12 @@ import pytest
 from redraft import names
 from redraft.engines import open_device
 from redraft.engines.bundle import Bundle, open_bundle
+from redraft.engines.host_memory import graph_bytes
 from redraft.engines.onnxruntime_backend import RECORD_ASSIGNMENT
 from redraft.engines.onnxruntime_device import (
     CPU,
     OnnxRuntimeCuda,
     OnnxRuntimeProgram,
-    graph_bytes,
     host_inputs,
     left_to_cpu,
 )

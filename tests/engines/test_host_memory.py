@@ -1,0 +1,71 @@
+"""Weights that the host has no memory for are refused before they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from redraft import names
+from redraft.engines import host_memory, open_engine
+from redraft.engines.bundle import Bundle, open_bundle
+from redraft.engines.host_memory import available_bytes, graph_bytes
+from redraft.errors import BackendError
+
+
+@pytest.fixture
+def bundle(lyanna_bundle: Path) -> Bundle:
+    return open_bundle(lyanna_bundle, verify=False)
+
+
+def has(patch: pytest.MonkeyPatch, folder: Path, size: int) -> None:
+    """Let so many bytes be available."""
+    file = folder / "meminfo"
+    file.write_text(f"MemTotal:  99999999 kB\nMemAvailable:   {size // 1024} kB\nBuffers: 1 kB\n")
+    patch.setattr(host_memory, "MEMINFO", file)
+
+
+def test_a_graphs_weights_are_those_that_it_names(bundle: Bundle) -> None:
+    path = bundle.path / bundle.graph(names.VERIFIER).file
+    lengths = [
+        int(entry.value)
+        for tensor in onnx.load(path, load_external_data=False).graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "length"
+    ]
+    assert len(lengths) > 5
+    assert graph_bytes(bundle, names.VERIFIER) == path.stat().st_size + sum(lengths)
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("fp32", 1), ("fp16", 2)])
+def test_more_than_there_is_is_refused_in_one_line(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, copies: int
+) -> None:
+    needed = copies * graph_bytes(bundle, names.VERIFIER)
+    bundle = Bundle(bundle.path, replace(bundle.manifest, precision=precision))  # type: ignore[arg-type]
+    has(monkeypatch, tmp_path, needed + 1024)
+    open_engine(bundle, threads=1)
+    has(monkeypatch, tmp_path, needed - 1024)
+    with pytest.raises(BackendError, match=r"the weights of verifier take .* are free; build with") as error:
+        open_engine(bundle, threads=1)
+    assert "\n" not in str(error.value)
+    assert (", 0.0 in fp16" in str(error.value)) == (precision == "fp16")
+
+
+def test_where_nobody_says_what_there_is_nothing_is_refused(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in (None, "MemTotal: 1 kB\n"):
+        if text:
+            (tmp_path / "none").write_text(text)
+        monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
+        assert available_bytes() is None
+        open_engine(bundle, threads=1)
+
+
+def test_this_machine_says_what_there_is() -> None:
+    if not host_memory.MEMINFO.exists():
+        pytest.skip("no /proc/meminfo here")
+    assert (available_bytes() or 0) > 1 << 20
