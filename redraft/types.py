@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -100,7 +100,7 @@ class Choice:
     tried: bool
     found: DraftTree
     whole: DraftTree
-    shares: tuple[float, ...] | None = None
+    shares: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)

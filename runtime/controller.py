@@ -9,7 +9,6 @@ from math import exp, log
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.sequence import Sequence
@@ -146,30 +145,30 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self._shares = np.zeros(0)
-        self._seen = np.zeros(0)
+        self._shares: list[float] = []
+        self._seen: list[int] = []
 
-    def shares(self, nodes: int) -> NDArray[np.float64]:
+    def shares(self, nodes: int) -> list[float]:
         """Of the first so many nodes beside the root, how often each is kept."""
         self._grow(nodes)
-        found: NDArray[np.float64] = self._shares[:nodes]
-        return found
+        return self._shares[:nodes]
 
     def judge(self, nodes: int, path: tuple[int, ...]) -> None:
         """Of the first `nodes` nodes, root included, those of `path` were kept."""
         count = nodes - 1
         self._grow(count)
-        verified, others, seen = self._shares[:count], self._shares[count:], self._seen[:count]
-        kept = np.zeros(count)
-        kept[[node - 1 for node in path]] = 1.0
-        seen += 1
-        verified += np.maximum(1 / (1 + seen), _FAST) * (kept - verified)
-        others += _SLOW * (_UNSEEN - others)
+        shares, seen = self._shares, self._seen
+        for place in range(count):
+            seen[place] += 1
+            share = shares[place]
+            shares[place] = share + max(1 / (1 + seen[place]), _FAST) * ((place + 1 in path) - share)
+        for place in range(count, len(shares)):
+            shares[place] += _SLOW * (_UNSEEN - shares[place])
 
     def _grow(self, count: int) -> None:
-        if (missing := count - len(self._shares)) > 0:
-            self._shares = np.append(self._shares, np.full(missing, _UNSEEN))
-            self._seen = np.append(self._seen, np.zeros(missing))
+        missing = count - len(self._shares)
+        self._shares += [_UNSEEN] * missing
+        self._seen += [0] * missing
 
 
 @dataclass(slots=True)
@@ -221,8 +220,7 @@ class Adaptive:
 
     def __init__(self, curve: CostCurve, drafts: bool = True, costs: Costs | None = None) -> None:
         """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
-        self._table_ms = curve.table_ms
-        self._table = np.array(curve.table_ms)
+        self._table = curve.table_ms
         self._drafts = drafts
         costs = costs or Costs()
         self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
@@ -281,7 +279,7 @@ class Adaptive:
         nodes, gain = best_first(shares, pace.rate, self._table)
         known_nodes, known_gain = pace.found
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
-        ranked = tuple(shares.tolist()) if tree is made else None
+        ranked = shares if tree is made else None
         pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree, ranked)
         pace.offered = (plan, made) if tree is made else None
         self._learn_gain(pace, plan, max(gain, known_gain))
@@ -317,7 +315,7 @@ class Adaptive:
             pace.offered = None
         lately = pace.experience
         proposal_ms = sum([self._step_ms.get(source, 0.0) for source in {Source.LOOKUP, pace.plan}])
-        ms = self._table_ms[len(tree)] + proposal_ms
+        ms = self._table[len(tree)] + proposal_ms
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
@@ -342,22 +340,21 @@ class Adaptive:
         return pace
 
 
-def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float] | NDArray[np.float64]) -> tuple[int, float]:
+def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> tuple[int, float]:
     """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone.
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
-    return best_first(np.exp(np.sort(log_probs[1:])[::-1].astype(np.float64)), rate, table_ms)
+    shares = np.exp(np.sort(log_probs[1:])[::-1].astype(np.float64)).tolist() if len(log_probs) > 1 else []
+    return best_first(shares, rate, table_ms)
 
 
-def best_first(
-    shares: NDArray[np.float64], rate: float, table_ms: Several[float] | NDArray[np.float64]
-) -> tuple[int, float]:
+def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
     """The same of nodes that can only be verified in their order, with the probability of each to be kept."""
-    count = min(len(shares), len(table_ms) - 2)
-    if count < 1:
-        return 0, 0.0
-    table = np.asarray(table_ms)
-    gains = np.cumsum(shares[:count]) - rate * (table[2 : count + 2] - table[1])
-    best = int(gains.argmax())
-    return (best + 1, float(gains[best])) if gains[best] > 0 else (0, 0.0)
+    best, nodes, promised = 0.0, 0, 0.0
+    for count, share in enumerate(shares[: len(table_ms) - 2], 1):
+        promised += share
+        gain = promised - rate * (table_ms[count + 1] - table_ms[1])
+        if gain > best:
+            best, nodes = gain, count
+    return nodes, best

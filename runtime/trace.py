@@ -165,7 +165,7 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     if source != expected:
         raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
     if "shares" in choice:
-        most, _ = best_first(np.array(choice["shares"]), choice["rate"], table_ms)
+        most, _ = best_first(choice["shares"], choice["rate"], table_ms)
     else:
         most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
     if nodes > most:

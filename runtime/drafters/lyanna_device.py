@@ -220,11 +220,10 @@ class DeviceLyanna(Drafter):
     def _fill_rows(self, call: _Call, rows: Several[int], past_len: Several[int]) -> Mapping[str, Array]:
         """Where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
         values = call.inbox.open()
-        positions = values[names.POSITIONS]
-        for slot, start in enumerate(past_len):
-            np.add(call.columns, start, out=positions[slot])
-        values[names.PENDING][:] = [max(count, 1) for count in rows]
-        values[names.PAST_LEN][:] = past_len
+        for slot, (start, count) in enumerate(zip(past_len, rows, strict=True)):
+            np.add(call.columns, start, out=values[names.POSITIONS][slot])
+            values[names.PENDING][slot] = max(count, 1)
+            values[names.PAST_LEN][slot] = start
         values[names.LIVE][0] = max(past_len) + len(call.columns)
         return values
 

@@ -408,7 +408,7 @@ def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...
 
 def test_a_rank_that_is_kept_is_believed_and_one_that_is_not_is_not() -> None:
     ranks = Ranks()
-    assert ranks.shares(4).tolist() == [0.25] * 4
+    assert ranks.shares(4) == [0.25] * 4
     for _ in range(200):
         ranks.judge(5, (1, 3))
     assert ranks.shares(4) == pytest.approx([1.0, 0.0, 1.0, 0.0], abs=0.01)
