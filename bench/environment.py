@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from redraft.engines.packages import package_version
+from redraft.packages import package_version
 
 LIBRARIES = (
     "redraft",

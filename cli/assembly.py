@@ -24,9 +24,9 @@ from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
-from redraft.engines.packages import package_version
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
+from redraft.packages import package_version
 
 if TYPE_CHECKING:
     from redraft.export.drafters.lyanna_graphs import LyannaExport

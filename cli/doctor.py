@@ -17,8 +17,8 @@ import typer
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
 from redraft.cli.console import print_json
-from redraft.engines.packages import GPU_BUILDS
 from redraft.errors import BackendError
+from redraft.packages import GPU_BUILDS
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}

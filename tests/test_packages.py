@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from redraft.engines.packages import package_version
+from redraft.packages import package_version
 
 
 @pytest.mark.parametrize(
