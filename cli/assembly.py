@@ -18,6 +18,7 @@ from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
 from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
+from redraft.cli.interrupts import interrupts_deferred
 from redraft.cli.models import Model
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
@@ -54,6 +55,7 @@ def build_bundle(
     key = _key(digests | _drafter_digests(config) | shape | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
+    _load_libraries()
     with BundleWriter(out, model.name, force) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
@@ -67,6 +69,13 @@ def build_bundle(
             manifest = stage_engines(writer.staging, manifest, config.tensorrt, tools, report)
         report("writing the bundle")
         return writer.commit(replace(manifest, quality=quality)), False
+
+
+def _load_libraries() -> None:
+    """PyTorch and what stands on it, which takes a second or two and must not be interrupted."""
+    with interrupts_deferred():
+        import redraft.export.verifier
+        import redraft.export.weights  # noqa: F401
 
 
 def _with_taps(config: BuildConfig) -> BuildConfig:
