@@ -11,6 +11,7 @@ from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer e
 
 from redraft import __version__
 from redraft.cli import bench, build, demo, doctor, generate, inspect, profile, replay, train
+from redraft.cli.interrupts import interrupts_heard
 from redraft.errors import RedraftError
 
 INTERRUPTED = 130
@@ -61,7 +62,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Exit status of one command; its error, if any, is one line on the standard error."""
     try:
-        status = int(app(arguments, prog_name="redraft", standalone_mode=False) or 0)
+        with interrupts_heard():
+            status = int(app(arguments, prog_name="redraft", standalone_mode=False) or 0)
         return _fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
     except NoArgsIsHelpError as error:
         error.show()

@@ -155,7 +155,7 @@ def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path,
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.splitlines()[-1] == "redraft: error: interrupted"
     assert digest_tree(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["little"]

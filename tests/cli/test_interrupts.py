@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from redraft.cli.interrupts import interrupts_deferred
+from redraft.cli.interrupts import interrupts_deferred, interrupts_heard
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +60,34 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
+    class Closing:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def block() -> None:
+        with interrupts_heard():
+            closing = Closing()
+            del closing
+            for _ in range(200):
+                time.sleep(0.02)
+
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert sys.unraisablehook is before
+
+
+def test_other_ignored_errors_are_reported_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError("in a destructor")
+
+    reported: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: reported.append(ignored.exc_value))
+    with interrupts_heard():
+        failing = Failing()
+        del failing
+    assert [str(error) for error in reported] == ["in a destructor"]
