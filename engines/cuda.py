@@ -41,6 +41,7 @@ class Cuda:
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
         self._runtime = runtime
+        self._success = runtime.cudaError_t.cudaSuccess
         self.call("cudaSetDevice", 0)
         self._stream = self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.stream = int(self._stream)
@@ -55,10 +56,10 @@ class Cuda:
 
     def call(self, function: str, *arguments: Any) -> Any:
         """What the function gives besides its status. Raises BackendError with the error's name."""
-        status, *found = getattr(self._runtime, function)(*arguments)
-        if status != self._runtime.cudaError_t.cudaSuccess:
+        answer = getattr(self._runtime, function)(*arguments)
+        if (status := answer[0]) != self._success:
             raise BackendError(f"CUDA does not work: {function} failed with {getattr(status, 'name', status)}")
-        return found[0] if len(found) == 1 else tuple(found)
+        return answer[1] if len(answer) == 2 else answer[1:]
 
     def forget_error(self) -> None:
         """CUDA keeps a failure until it is asked for, and a launch of somebody else's would be blamed for it."""
@@ -120,7 +121,7 @@ class Cuda:
             run()
         except BaseException:
             status, graph = self._runtime.cudaStreamEndCapture(self._stream)  # leaves the stream usable
-            if status == self._runtime.cudaError_t.cudaSuccess:
+            if status == self._success:
                 self._runtime.cudaGraphDestroy(graph)
             self.forget_error()
             raise

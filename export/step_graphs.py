@@ -81,13 +81,12 @@ def _accept(shape: VerifierShape) -> ir.Model:
     last = add("ArgMax", add("Cast", depth, to=onnx.TensorProto.FLOAT), axis=1, keepdims=1)  # [B, 1]
     ancestors = add("Cast", names.TREE_MASK, to=onnx.TensorProto.INT64)
     on_path = add("Cast", add("GatherND", ancestors, last, batch_dims=1), to=onnx.TensorProto.BOOL)  # [B, T]
-    kept = _count(builder, on_path, 1, output=names.KEPT)
     # The path's nodes in order, then whatever comes: nodes of the path sort before all others.
     width = add("Gather", add("Shape", names.TOKEN_IDS), builder.ints(1))  # [1]
     order = add("Where", on_path, nodes, add("Add", nodes, width))
     ranks = add("Cast", order, to=onnx.TensorProto.FLOAT)  # a type that every TopK knows
     _smallest, first = builder.add_all("TopK", (ranks, width), 2, axis=1, largest=0, sorted=1)
-    count = add("Unsqueeze", kept, builder.ints(1))
+    count = add("Unsqueeze", _count(builder, on_path, 1), builder.ints(1))  # [B, 1]
     path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
     add("Concat", count, path, said, output=names.VERDICT, axis=1)
     return builder.model(names.STEP_ACCEPT, signatures.step_accept_inputs(shape), signatures.step_accept_outputs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +67,6 @@ ON_DEVICE = "on_device"
 PARENTS = "parents"
 NODES = "nodes"
 PATH = "path"
-KEPT = "kept"
 VERDICT = "verdict"
 WAITING = "waiting"
 WAITING_ROWS = "waiting_rows"
@@ -148,4 +148,5 @@ MOST_WAITING_ROWS = 512
 
 def padded_width(nodes: int) -> int:
     """Nodes that a tree is padded to: the next of TREE_WIDTHS, beyond which there is one for every 32."""
-    return next((width for width in TREE_WIDTHS if nodes <= width), -(-nodes // _WIDE_STEP) * _WIDE_STEP)
+    place = bisect_left(TREE_WIDTHS, nodes)
+    return TREE_WIDTHS[place] if place < len(TREE_WIDTHS) else -(-nodes // _WIDE_STEP) * _WIDE_STEP

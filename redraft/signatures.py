@@ -198,12 +198,11 @@ def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
 def step_accept_outputs() -> tuple[TensorSpec, ...]:
     """Outputs of the accepting graph.
 
-    `path[b]` are the root and the accepted nodes, `kept[b]` of them, then its own place: 0, 2, 5, 3, 4 … with `kept` 3.
-    `verdict[b]` is what the host reads: `kept`, the path, and the verifier's token after every node.
+    `path[b]` are the root and the accepted nodes, then its own place: 0, 2, 5, 3, 4 … where nodes 2 and 5 are accepted.
+    `verdict[b]` is what the host reads: how many the first ones are, the path, the verifier's token after each node.
     """
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),
-        TensorSpec(names.KEPT, "int64", ("B",)),
         TensorSpec(names.VERDICT, "int64", ("B", "1 + 2 T")),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,8 +103,7 @@ class Choice:
     shares: Sequence[float] | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one verification said of one tree.
 
     node_tokens: int64[n], the verifier's token after every node.
@@ -116,7 +115,7 @@ class Outcome:
     node_tokens: IntArray
     path: tuple[int, ...]
     bonus: int
-    tokens: tuple[int, ...] = field(default=())
+    tokens: tuple[int, ...] = ()
 
     @property
     def accepted(self) -> int:

@@ -20,6 +20,8 @@ MAX_WIDTH = 16
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
 _FAST, _SLOW = 1 / 32, 1 / 128
+_SETTLED = 31
+"""Observations after which a mean over all of them becomes a running one: _FAST is the weight of the next."""
 _LEARN = 1 / 8
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
@@ -158,10 +160,13 @@ class Ranks:
         count = nodes - 1
         self._grow(count)
         shares, seen = self._shares, self._seen
+        kept = [0] * nodes
+        for node in path:
+            kept[node] = 1
         for place in range(count):
-            seen[place] += 1
+            times = seen[place] = seen[place] + 1
             share = shares[place]
-            shares[place] = share + max(1 / (1 + seen[place]), _FAST) * ((place + 1 in path) - share)
+            shares[place] = share + (1 / (1 + times) if times < _SETTLED else _FAST) * (kept[place + 1] - share)
         for place in range(count, len(shares)):
             shares[place] += _SLOW * (_UNSEEN - shares[place])
 
@@ -179,7 +184,7 @@ class Pace:
     found:    nodes of the lookup's tree that are worth verifying, and their gain, of this step.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.
-    rate, gains, tried, choice: as in `Choice`, of this step.
+    rate, gains, tried: as in `Choice`, of this step.   weighed: its found, whole and shares.
     waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
@@ -191,7 +196,7 @@ class Pace:
     rate: float = 0.0
     gains: dict[Source, float] = field(default_factory=dict)
     tried: bool = False
-    choice: Choice | None = None
+    weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
     plan: Source = Source.NONE
     remaining: int = 0
     waiting: int = 0
@@ -235,7 +240,7 @@ class Adaptive:
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         pace = self._pace(seq)
-        pace.plan, pace.choice = Source.NONE, None
+        pace.plan, pace.weighed = Source.NONE, None
         if pace.waiting == 0:
             return self._full
         pace.waiting -= 1
@@ -249,9 +254,9 @@ class Adaptive:
         gains = pace.gains = {Source.LOOKUP: pace.found[1]}
         for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
             if wanted:
-                key = (source, remaining if source is Source.RESAMPLE else 0)
-                gain = pace.gain.get(key, max(gains.values()) + 1.0)
-                gains[source] = gain - rate * self._made_ms[source]
+                gain = pace.gain.get((source, remaining if source is Source.RESAMPLE else 0))
+                untried = max(gains.values()) + 1.0 if gain is None else gain
+                gains[source] = untried - rate * self._made_ms[source]
         pace.since_fresh += self._drafts
         pace.tried = self._drafts and pace.since_fresh > pace.patience
         pace.remaining, pace.plan = remaining, Source.FRESH if pace.tried else max(gains, key=gains.__getitem__)
@@ -268,7 +273,7 @@ class Adaptive:
             pace.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
         nodes, gain = best_size(tree.log_probs, pace.rate, self._table)
-        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree)
+        pace.weighed = found, tree, None
         if made is not None:
             self._learn_gain(pace, plan, gain)
         return prune(tree, nodes)
@@ -280,17 +285,22 @@ class Adaptive:
         known_nodes, known_gain = pace.found
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
         ranked = shares if tree is made else None
-        pace.choice = Choice(pace.rate, pace.gains, pace.tried, found, tree, ranked)
+        pace.weighed = found, tree, ranked
         pace.offered = (plan, made) if tree is made else None
         self._learn_gain(pace, plan, max(gain, known_gain))
         return prune(tree, nodes)
 
     def _ranks_of(self, pace: Pace, plan: Source) -> Ranks:
-        return self._ranks.setdefault((plan, pace.remaining if plan is Source.RESAMPLE else 0), Ranks())
+        key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = Ranks()
+        return found
 
     def explain(self, seq: Sequence) -> Choice | None:
         """See `Controller.explain`."""
-        return self._pace(seq).choice
+        pace = self._pace(seq)
+        return Choice(pace.rate, pace.gains, pace.tried, *pace.weighed) if pace.weighed else None
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
@@ -314,8 +324,9 @@ class Adaptive:
                 self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
-        proposal_ms = sum([self._step_ms.get(source, 0.0) for source in {Source.LOOKUP, pace.plan}])
-        ms = self._table[len(tree)] + proposal_ms
+        ms = self._table[len(tree)] + self._step_ms.get(Source.LOOKUP, 0.0)
+        if pace.plan is not Source.LOOKUP:
+            ms += self._step_ms.get(pace.plan, 0.0)
         lately.update(len(outcome.path) + 1, ms, _FAST)
         self._all.update(len(outcome.path) + 1, ms, _SLOW)
         if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
@@ -328,7 +339,8 @@ class Adaptive:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
         key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
         for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
-            known[key] = known.get(key, gain) + weight * (gain - known.get(key, gain))
+            before = known.get(key, gain)
+            known[key] = before + weight * (gain - before)
         if plan is Source.FRESH:
             pays = gain - pace.rate * self._made_ms[Source.FRESH] > pace.gains[Source.LOOKUP]
             pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
@@ -345,16 +357,16 @@ def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> t
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
-    shares = np.exp(np.sort(log_probs[1:])[::-1].astype(np.float64)).tolist() if len(log_probs) > 1 else []
-    return best_first(shares, rate, table_ms)
+    return best_first([exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)], rate, table_ms)
 
 
 def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
     """The same of nodes that can only be verified in their order, with the probability of each to be kept."""
-    best, nodes, promised = 0.0, 0, 0.0
-    for count, share in enumerate(shares[: len(table_ms) - 2], 1):
+    best, nodes = 0.0, 0
+    promised = rate * table_ms[1]  # of the root's own time nothing is asked
+    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends it
         promised += share
-        gain = promised - rate * (table_ms[count + 1] - table_ms[1])
+        gain = promised - rate * ms
         if gain > best:
             best, nodes = gain, count
     return nodes, best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Controller
@@ -15,7 +14,8 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome, Source
 
 _STAGES = {Source.LOOKUP: "lookup", Source.RESAMPLE: "resample", Source.FRESH: "draft"}
-Make = Callable[[Several[Sequence], Several[Budget]], list[DraftTree]]
+_MAKING = (Source.RESAMPLE, Source.FRESH)
+"""Sources whose trees the drafter makes."""
 
 
 class Cycle:
@@ -82,36 +82,32 @@ class Cycle:
             ]
         if self.drafter.for_all and Source.FRESH in plans:
             plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
-        with stage("resample"):
-            resampled = self._made(self.drafter.resample, Source.RESAMPLE, batch, plans, budgets)
-        with stage("draft"):
-            drafted = self._made(self.drafter.draft, Source.FRESH, batch, plans, budgets)
+        made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
         with stage("choose"):
             trees = list(found)
             for slot, seq in enumerate(batch):
-                if plans[slot] is Source.NONE:
+                plan = plans[slot]
+                if plan is Source.NONE:
                     continue
-                made = (resampled if plans[slot] is Source.RESAMPLE else drafted).get(slot)
-                tree = self.controller.choose(seq, plans[slot], found[slot], made)
+                tree = self.controller.choose(seq, plan, found[slot], made[plan][slot] if plan in made else None)
                 trees[slot] = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
         return plans, trees
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:
         """Milliseconds by source of this step, the device's that the verifier waited for included."""
-        if not any(plan is not Source.NONE for plan in plans):
-            return {}
-        return {source: self.ranges.stage(name).latest * 1e3 for source, name in _STAGES.items()
-                if source is Source.LOOKUP or source in plans}  # fmt: skip
+        sources = {*plans} - {Source.NONE}
+        if sources:
+            sources.add(Source.LOOKUP)
+        return {source: self.ranges.stage(_STAGES[source]).latest * 1e3 for source in sources}
 
     def _made(
-        self, make: Make, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]
-    ) -> dict[int, DraftTree]:
-        """Trees by slot of the sequences whose plan is `source`: one call, or none."""
-        if source not in plans:
-            return {}
+        self, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]
+    ) -> list[DraftTree]:
+        """The drafter's trees by slot, the root alone where the plan is not `source`: one call."""
         wanted = [budget if plan is source else NO_SPECULATION for plan, budget in zip(plans, budgets, strict=True)]
-        trees = make(batch, wanted)
-        return {slot: trees[slot] for slot, plan in enumerate(plans) if plan is source}
+        make = self.drafter.resample if source is Source.RESAMPLE else self.drafter.draft
+        with self.ranges.stage(_STAGES[source]):
+            return make(batch, wanted)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Give `seq` the slot `target`."""

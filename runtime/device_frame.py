@@ -73,11 +73,10 @@ class Frame:
         verdict = self._verdict.values
         width = (verdict.shape[1] - 1) // 2
         outcomes = []
-        for slot, (row, count) in enumerate(zip(verdict.tolist(), nodes, strict=True)):
-            path = row[2 : 1 + row[0]]
+        for row, said, count in zip(verdict.tolist(), verdict[:, 1 + width :].copy(), nodes, strict=True):
+            path = tuple(row[2 : 1 + row[0]])
             tokens = (row[1 + width], *[row[1 + width + node] for node in path])
-            said = verdict[slot, 1 + width : 1 + width + count].copy()
-            outcomes.append(Outcome(said, tuple(path), tokens[-1], tokens))
+            outcomes.append(Outcome(said[:count], path, tokens[-1], tokens))
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:

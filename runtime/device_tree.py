@@ -50,10 +50,8 @@ class DeviceTree(DraftTree):
     unread = True
 
     def __init__(self, source: DeviceTrees, slot: int, nodes: int) -> None:
-        # The class is frozen, and its own fields must stay unset for __getattr__ to be asked.
-        object.__setattr__(self, "source", source)
-        object.__setattr__(self, "slot", slot)
-        object.__setattr__(self, "nodes", nodes)
+        held = self.__dict__  # the class is frozen, and its own fields must stay unset for __getattr__ to be asked
+        held["source"], held["slot"], held["nodes"] = source, slot, nodes
 
     def __len__(self) -> int:
         nodes: int = self.__dict__["nodes"]
@@ -63,8 +61,7 @@ class DeviceTree(DraftTree):
         if name not in _FIELDS:
             raise AttributeError(name)
         held = self.__dict__
-        values = held["source"].read(name)[held["slot"], : held["nodes"]]
-        object.__setattr__(self, name, values)
+        held[name] = values = held["source"].read(name)[held["slot"], : held["nodes"]]
         return values
 
     def first(self, nodes: int) -> DeviceTree:

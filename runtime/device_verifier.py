@@ -16,7 +16,7 @@ graph of both would begin later.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import PREFILL_CHUNK, PREFILL_STEP, Features, Verifier
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree, Outcome
+from redraft.types import DraftTree, IntArray, Outcome
 
 GRAPHS = (names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP)
 MOST_FRAMES = 128
@@ -145,17 +145,13 @@ class DeviceVerifier(Verifier):
             self.ranges.waited_for(made.stage, made.work.seconds(), work.seconds())
         return outcomes
 
-    def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
-        """See `Verifier.prefill`; of the feature rows only their number is said."""
-        prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
-            padded = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
-            self._latest = frame = self._chunk_frame(padded)
-            frame.fill(chunk, start, self._collector.waiting([seq]) if self._collector is not None else [])
-            with self.ranges.stage("prefill"):
-                frame.step()
-            yield start, self.features(0, len(chunk))
+    def prefill_chunk(self, seq: Request, tokens: IntArray, start: int, width: int) -> Features:
+        """See `Verifier.prefill_chunk`; of the feature rows only their number is said."""
+        self._latest = frame = self._chunk_frame(width)
+        frame.fill(tokens, start, self._collector.waiting([seq]) if self._collector is not None else [])
+        with self.ranges.stage("prefill"):
+            frame.step()
+        return self.features(0, len(tokens))
 
     def first_outcome(self, seq: Request) -> Outcome:
         """See `Verifier.first_outcome`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from redraft import names
 from redraft.engines.base import Array, Call, Engine
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import Layout, layout, root_only
-from redraft.runtime.verifier import PREFILL_CHUNK, PREFILL_STEP, Features, Verifier
+from redraft.runtime.verifier import Features, Verifier
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
 
@@ -48,18 +48,14 @@ class HostVerifier(Verifier):
                 outcomes.append(outcome)
         return outcomes
 
-    def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
-        """See `Verifier.prefill`."""
-        prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
-        for start in range(0, len(prompt), PREFILL_CHUNK):
-            chunk = prompt[start : start + PREFILL_CHUNK]
-            padded = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
-            self._last = frame = self._frame(1, padded, 1)
-            frame.place_chunk(chunk, start)
-            frame.live[0] = start + padded
-            with self.ranges.stage("prefill"):
-                frame.call.run()
-            yield start, frame.features(0, len(chunk))
+    def prefill_chunk(self, seq: Request, tokens: IntArray, start: int, width: int) -> Features:
+        """See `Verifier.prefill_chunk`."""
+        self._last = frame = self._frame(1, width, 1)
+        frame.place_chunk(tokens, start)
+        frame.live[0] = start + width
+        with self.ranges.stage("prefill"):
+            frame.call.run()
+        return frame.features(0, len(tokens))
 
     def first_outcome(self, seq: Request) -> Outcome:
         """See `Verifier.first_outcome`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(slots=True)
+@dataclass
 class Clock:
     """Seconds spent decoding since the runtime was opened, by stage; a request takes differences of it.
 

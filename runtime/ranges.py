@@ -56,13 +56,13 @@ class Watcher(Protocol):
 class Range:
     """A range that is entered again and again, never while it is open. `latest` is how many seconds it took last."""
 
-    __slots__ = ("_clock", "_field", "_started", "latest", "name", "watcher")
+    __slots__ = ("_field", "_seconds", "_started", "latest", "name", "watcher")
 
     def __init__(self, name: str, clock: Clock, field: str | None, watcher: Watcher | None) -> None:
         self.name = name
         self.latest = 0.0
         self.watcher = watcher
-        self._clock = clock
+        self._seconds = vars(clock)
         self._field = field
 
     def __enter__(self) -> None:
@@ -81,7 +81,7 @@ class Range:
         """Count seconds to the latest time, and to the clock's field."""
         self.latest += spent
         if self._field is not None:
-            setattr(self._clock, self._field, getattr(self._clock, self._field) + spent)
+            self._seconds[self._field] += spent
 
 
 class Ranges:

@@ -10,12 +10,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from redraft.engines.device import Device
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import Ranges
 from redraft.runtime.sequence import Sequence as Request
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree, FloatArray, Outcome
+from redraft.types import DraftTree, FloatArray, IntArray, Outcome
 
 PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
@@ -60,12 +62,20 @@ class Verifier(ABC):
         Sequence i sits in slot i; past_len + the largest tree must fit in `capacity`.
         """
 
-    @abstractmethod
     def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
         """Compute the prompt of `seq` in slot 0, chunk by chunk.
 
         Yields each chunk's first position and feature rows; `first_outcome` then judges the prompt's last position.
         """
+        prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
+        for start in range(0, len(prompt), PREFILL_CHUNK):
+            chunk = prompt[start : start + PREFILL_CHUNK]
+            width = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
+            yield start, self.prefill_chunk(seq, chunk, start, width)
+
+    @abstractmethod
+    def prefill_chunk(self, seq: Request, tokens: IntArray, start: int, width: int) -> Features:
+        """Compute a part of the prompt, from position `start` on, in a call of `width` tokens; its feature rows."""
 
     @abstractmethod
     def first_outcome(self, seq: Request) -> Outcome:

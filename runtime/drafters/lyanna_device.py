@@ -7,6 +7,7 @@ knows how many rows wait and how many steps are left, which is all that choosing
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class DeviceLyanna(Drafter):
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
+        self._positions = np.arange(sizes["C"])
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
         self._shifts: dict[int, _Shift] = {}
@@ -104,9 +106,9 @@ class DeviceLyanna(Drafter):
         for seq in batch:
             if not isinstance(seq.drafting, Waiting):
                 return [0] * len(batch)
-        while max([seq.drafting.rows for seq in batch]) > CATCH_UP:
+        while max(rows := [seq.drafting.rows for seq in batch]) > CATCH_UP:
             self._catch_up(batch)
-        return [seq.drafting.rows for seq in batch]
+        return rows
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
@@ -131,9 +133,9 @@ class DeviceLyanna(Drafter):
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.draft`. Trees are as deep and wide as they are made: the budget says how many of their nodes."""
-        while any(seq.drafting.rows > CATCH_UP for seq in batch):
+        while max(rows := [seq.drafting.rows for seq in batch]) > CATCH_UP:
             self._catch_up(batch)
-        call = self._draft(batch, [seq.drafting.rows for seq in batch])
+        call = self._draft(batch, rows)
         for seq in batch:
             seq.drafting.used = 0
         return call.trees(budgets, [self.shape.nodes] * len(batch), "draft")
@@ -204,7 +206,7 @@ class DeviceLyanna(Drafter):
 
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
         """One call that takes in the first rows[i] waiting rows of sequence i."""
-        width = next(width for width in names.DRAFT_WIDTHS if max(rows) <= width)
+        width = names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, max(rows))]
         call = self._call(names.LYANNA_DRAFT, len(batch), width)
         states: list[Waiting] = [seq.drafting for seq in batch]
         values = self._fill_rows(call, rows, [state.past_len for state in states])
@@ -220,11 +222,12 @@ class DeviceLyanna(Drafter):
     def _fill_rows(self, call: _Call, rows: Several[int], past_len: Several[int]) -> Mapping[str, Array]:
         """Where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
         values = call.inbox.open()
-        for slot, (start, count) in enumerate(zip(past_len, rows, strict=True)):
-            np.add(call.columns, start, out=values[names.POSITIONS][slot])
-            values[names.PENDING][slot] = max(count, 1)
-            values[names.PAST_LEN][slot] = start
-        values[names.LIVE][0] = max(past_len) + len(call.columns)
+        positions, pending, lengths = values[names.POSITIONS], values[names.PENDING], values[names.PAST_LEN]
+        for slot, start in enumerate(past_len):
+            positions[slot] = self._positions[start : start + call.width]
+            pending[slot] = rows[slot] or 1
+            lengths[slot] = start
+        values[names.LIVE][0] = max(past_len) + call.width
         return values
 
     def _run(self, graph: str, call: _Call) -> None:
@@ -264,7 +267,7 @@ class _Call:
             if spec.dtype == "int64" and spec.name not in given
         }
         self.inbox = device.inbox(**shapes)
-        self.columns = np.arange(sizes["M"])
+        self.width = sizes["M"]
         known |= self.inbox.buffers
         for spec in (*program.inputs, *program.outputs):
             if spec.name not in known:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from redraft.config import from_mapping
@@ -62,10 +62,10 @@ class Draft:
     """
 
     tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])
-    kinds: list[int] = field(default_factory=lambda: [-1])
-    first: dict[int, int] = field(default_factory=dict)
+    parents: list[int]
+    probs: list[float]
+    kinds: list[int]
+    first: dict[int, int]
 
 
 class NgramIndex:
@@ -85,18 +85,21 @@ class NgramIndex:
 
     def extend(self) -> None:
         """Index the tokens committed since the last call, in constant time each."""
-        tokens = self._tokens
-        for order, table in self._places.items():
-            for place in range(max(self._indexed, order), len(tokens)):
-                table[tuple(tokens[place - order : place])].append(place)
+        tokens, longest = self._tokens, self._orders.start
+        for place in range(self._indexed, len(tokens)):
+            before = tuple(tokens[max(place - longest, 0) : place])
+            for order, table in self._places.items():
+                if order <= place:
+                    table[before[-order:]].append(place)
         self._indexed = len(tokens)
 
     def grow(self, budget: Budget) -> Draft:
         """Up to `width` continuations of the latest tokens that begin differently, longest context and latest first."""
         tokens = self._tokens
-        draft = Draft([tokens[-1]])
+        draft = Draft([tokens[-1]], [-1], [1.0], [-1], {})
+        latest = tuple(tokens[-self._orders.start :])
         for order in self._orders:
-            places = self._places[order].get(tuple(tokens[-order:]))
+            places = self._places[order].get(latest[-order:])
             if places is None:
                 continue
             for place in places[: -1 - _OCCURRENCES : -1]:

@@ -108,7 +108,6 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
             outcome = Greedy().judge(logits[b, :live], tree, 0)
             kept = 1 + len(outcome.path)
             lengths.add(kept)
-            assert found[names.KEPT][b] == kept
             expected = [0, *outcome.path, *range(kept, nodes)]
             assert found[names.PATH][b].tolist() == expected
             verdict = found[names.VERDICT][b].tolist()
