@@ -40,10 +40,11 @@ engines: install
 	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA))
 
 # The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.
-# ARCHITECTURES="80 90" builds for these compute capabilities only.
+# ARCHITECTURES="80 90" builds for these compute capabilities only, native for those of the GPUs here. What is not said stays
+# what it was the last time.
 plugins: kernels-cpu
-	@$(CONFIGURE) -B build/cmake/cuda -DREDRAFT_CPU=OFF -DREDRAFT_ARCHITECTURES="$(ARCHITECTURES)" \
-	  -DTENSORRT_ROOT="$(abspath $(TENSORRT_ROOT))" >/dev/null
+	@$(CONFIGURE) -B build/cmake/cuda -DREDRAFT_CPU=OFF $(if $(ARCHITECTURES),-DREDRAFT_ARCHITECTURES="$(ARCHITECTURES)") \
+	  $(if $(TENSORRT_ROOT),-DTENSORRT_ROOT="$(abspath $(TENSORRT_ROOT))") >/dev/null
 	@$(CMAKE) --build build/cmake/cuda
 	@$(CMAKE) -P build/cmake/cpu/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
 

@@ -36,10 +36,10 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
-    size, forced = parse_budget(budget), parse_acceptance(synthetic_acceptance)
     listed = [method.strip() for method in methods.split(",")] if methods is not None else []
     if methods is not None and not all(listed):
         raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
+    size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
     from redraft.bench.compare import Settings, compare
     from redraft.bench.prompts import load_prompts

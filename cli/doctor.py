@@ -18,7 +18,7 @@ import typer
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
 from redraft.cli.console import print_json
 from redraft.errors import BackendError
-from redraft.packages import GPU_BUILDS
+from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
@@ -80,7 +80,7 @@ def _packages() -> Iterator[Finding]:
         found = _package_version(name)
         instead = GPU_BUILDS.get(name, "")
         if found is None and instead and (found := _package_version(instead)):
-            name, install = instead, f"run {_install_gpu_build(instead, expected)}"
+            name, install = instead, f"run `pip install '{gpu_requirement(name, expected)}'`"
         if found is None:
             yield Finding(name, "absent" if extra else "broken", f"not installed, expected {expected}", install)
             continue
@@ -96,15 +96,11 @@ def _both_builds() -> Iterator[Finding]:
         versions = _package_version(name), _package_version(build)
         if None not in versions:
             found = f"{name} {versions[0]} and {build} {versions[1]} are both installed, over each other"
-            gpu = _install_gpu_build(build, str(versions[0]))
             mend = (
-                f"run `pip uninstall -y {name} {build}`, then {gpu} for a GPU, else `pip install {name}=={versions[0]}`"
+                f"run `pip uninstall -y {name} {build}`, then `pip install '{gpu_requirement(name, versions[0])}'` "
+                f"for a GPU, else `pip install {name}=={versions[0]}`"
             )
             yield Finding(f"{name} builds", "warning", found, mend)
-
-
-def _install_gpu_build(build: str, version: str) -> str:
-    return f"`pip install '{build}[cuda,cudnn]=={version}'`"
 
 
 def _split(requirement: str) -> tuple[str, str]:
@@ -168,7 +164,7 @@ def _accelerators() -> Iterator[Finding]:
     """The GPU, TensorRT and its plugin, none of which the CPU path needs. TensorRT is not loaded without a driver."""
     from redraft.engines.tensorrt.driver import cuda_version, find_gpu
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
-    from redraft.engines.tensorrt.target import find_target
+    from redraft.engines.tensorrt.target import PACKAGE, find_target
 
     backends: list[str] = []
     try:
@@ -190,7 +186,8 @@ def _accelerators() -> Iterator[Finding]:
         except BackendError as error:
             yield Finding("TensorRT", "absent", error.message, error.mend)
     yield Finding("device cpu", "ok", "ONNX Runtime")
-    packages = "install onnxruntime-gpu[cuda,cudnn] in place of onnxruntime, or TensorRT"
+    gpu_build = gpu_requirement("onnxruntime", package_version("onnxruntime"))
+    packages = f"install {gpu_build} in place of onnxruntime, or {PACKAGE}"
     yield Finding("device cuda", "ok" if backends else "absent", ", ".join(backends) or "nothing runs on a GPU here",
                   None if backends else packages)  # fmt: skip
     plugins = sorted(path.name for path in FOLDER.glob(library_name("*")))

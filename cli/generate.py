@@ -46,7 +46,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""
-    text, size = read_prompt(prompt, prompt_file), parse_budget(budget)
+    text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
 
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams

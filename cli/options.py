@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,10 +32,11 @@ BudgetText = Annotated[
 ]
 
 
-def parse_budget(text: str | None) -> Budget | None:
-    """A budget from `nodes=12,depth=4,width=4`. Raises UsageError for anything else."""
+def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
+    """A budget from `nodes=12,depth=4,width=4`. Raises UsageError for anything else, and where no method drafts."""
     if text is None:
         return None
+    _check_drafting("--budget", methods)
     from redraft.bench.command import budget
 
     try:
@@ -44,10 +46,11 @@ def parse_budget(text: str | None) -> Budget | None:
         raise UsageError(f"--budget {text!r}: expected all of {BUDGET_FORM}, none negative", mend) from None
 
 
-def parse_acceptance(text: str | None) -> tuple[float, ...] | None:
-    """Probabilities by depth from `0.9,0.8,0.7`. Raises UsageError for anything else."""
+def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...] | None:
+    """Probabilities by depth from `0.9,0.8,0.7`. Raises UsageError for anything else, and where no method drafts."""
     if text is None:
         return None
+    _check_drafting("--synthetic-acceptance", methods)
     from redraft.bench.command import rates
 
     try:
@@ -56,3 +59,9 @@ def parse_acceptance(text: str | None) -> tuple[float, ...] | None:
         raise UsageError(
             f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8"
         ) from None
+
+
+def _check_drafting(option: str, methods: Sequence[str | None]) -> None:
+    """Raises UsageError where the only method is plain decoding, to which `option` means nothing."""
+    if set(methods) == {"none"}:
+        raise UsageError(f"plain decoding drafts nothing: {option} would do nothing", "leave it out, or name a method")

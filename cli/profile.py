@@ -76,7 +76,7 @@ def profile(
 ) -> None:
     """Decode one prompt and show where the time of its steps went."""
     asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device)
-    parse_budget(budget)
+    parse_budget(budget, method)
     if nvtx:
         given = {"--out": out, "--nsys": nsys, "--roofline": roofline, "--json": as_json}
         refuse([name for name, value in given.items() if value])

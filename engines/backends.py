@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from redraft.config import BuildConfig
+from redraft.engines.tensorrt.target import INSTALL
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 
@@ -16,7 +17,5 @@ def check_buildable(config: BuildConfig) -> None:
     if config.backend != "tensorrt":
         return
     if find_spec("tensorrt") is None:
-        raise BackendError(
-            "backend tensorrt needs TensorRT, which is not installed", f"run `pip install tensorrt`, or {_INSTEAD}"
-        )
+        raise BackendError("backend tensorrt needs TensorRT, which is not installed", f"{INSTALL}, or {_INSTEAD}")
     find_tools(config)

@@ -20,6 +20,7 @@ from redraft.engines.host_memory import check_host_memory
 from redraft.engines.huge_pages import huge_pages
 from redraft.errors import BackendError, BundleError
 from redraft.names import TensorSpec
+from redraft.packages import gpu_requirement
 
 _ALIGNMENT_BYTES = 64
 _NUMPY: Mapping[str, type[np.generic]] = {
@@ -148,7 +149,7 @@ def _not_started(provider: str, reason: str) -> BackendError:
 
 
 def _gpu_package() -> str:
-    return f"onnxruntime-gpu[cuda,cudnn]=={ort.__version__}"
+    return gpu_requirement("onnxruntime", ort.__version__)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Versions of what is installed, where one package may stand in for another."""
+"""Versions of what is installed and what to ask pip for, where one package may stand in for another."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def package_version(name: str) -> str | None:
             except metadata.PackageNotFoundError:
                 continue
     return None
+
+
+def gpu_requirement(name: str, version: str | None) -> str:
+    """What to ask pip for to have a package's build for a GPU, with CUDA's libraries; None takes any version."""
+    return f"{GPU_BUILDS[name]}[cuda,cudnn]" + (f"=={version}" if version else "")

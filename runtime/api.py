@@ -206,8 +206,10 @@ class Runtime:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
-        Raises UsageError for one that is empty without a BOS token, leaves no room, or holds an id past the vocabulary.
+        Raises UsageError for one that is empty without a BOS token, leaves no room, or holds an id past the vocabulary,
+        and once the runtime is closed.
         """
+        self._check_open()
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) or self.text.encode("")
         if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
             raise UsageError(

@@ -1,12 +1,15 @@
-"""Versions of packages that another may stand in for."""
+"""Versions of packages that another may stand in for, and what errors and the README tell to install."""
 
 from __future__ import annotations
 
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
-from redraft.packages import package_version
+from redraft.engines.tensorrt import target
+from redraft.packages import gpu_requirement, package_version
 
 
 @pytest.mark.parametrize(
@@ -29,3 +32,12 @@ def test_a_build_for_a_gpu_stands_in(
 
     monkeypatch.setattr(metadata, "version", version)
     assert package_version(name) == expected
+
+
+def test_the_readme_tells_to_install_what_errors_do(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pin = next(line.partition("==")[2] for line in project["dependencies"] if line.startswith("onnxruntime=="))
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    for asked in (target.PACKAGE, gpu_requirement("onnxruntime", pin)):
+        assert f"pip install '{asked}'" in readme
+    assert target.PACKAGE in target.INSTALL

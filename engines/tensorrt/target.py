@@ -16,7 +16,9 @@ from redraft.errors import BackendError
 
 OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
-_INSTALL = "run `pip install 'tensorrt>=10.9,<12'`, or use NVIDIA's container"
+PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
+"""What to ask pip for."""
+INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def parse_version(text: str) -> tuple[int, int]:
     """(10, 13) of 10.13.3.9. Raises BackendError for what does not begin like a version."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if not match:
-        raise BackendError(f"TensorRT has the unknown version {text!r}", _INSTALL)
+        raise BackendError(f"TensorRT has the unknown version {text!r}", INSTALL)
     return int(match[1]), int(match[2])
 
 
@@ -53,7 +55,7 @@ def find_target(
     version = str(import_tensorrt(load).__version__)
     release = parse_version(version)
     if release < OLDEST or release[0] > NEWEST_MAJOR:
-        raise BackendError(f"expected TensorRT {OLDEST[0]}.{OLDEST[1]} to {NEWEST_MAJOR}.x, found {version}", _INSTALL)
+        raise BackendError(f"expected TensorRT {OLDEST[0]}.{OLDEST[1]} to {NEWEST_MAJOR}.x, found {version}", INSTALL)
     return Target(version, found)
 
 
@@ -73,10 +75,10 @@ def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module)
         return load("tensorrt")
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"backend tensorrt needs the package {error.name}, which is not installed", _INSTALL
+            f"backend tensorrt needs the package {error.name}, which is not installed", INSTALL
         ) from None
     except (ImportError, OSError) as error:
-        raise BackendError(f"TensorRT does not load: {error}", _INSTALL) from None
+        raise BackendError(f"TensorRT does not load: {error}", INSTALL) from None
 
 
 def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:

@@ -86,6 +86,8 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--limit", "-1"], "--limit"),
         (["--synthetic-acceptance", "1.5"], "--synthetic-acceptance"),
         (["--synthetic-acceptance", "high"], "--synthetic-acceptance"),
+        (["--methods", "none", "--budget", "nodes=4,depth=2,width=2"], "--budget would do nothing"),
+        (["--methods", "none", "--synthetic-acceptance", "1"], "--synthetic-acceptance would do nothing"),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, prompts: Path, arguments: list[str], word: str) -> None:

@@ -141,6 +141,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--budget", "nodes=4"], "--budget"),
         (["--prompt", "a", "--budget", "nodes=-4,depth=1,width=1"], "--budget"),
         (["--prompt", "a", "--budget", "many"], "--budget"),
+        (["--prompt", "a", "--method", "none", "--budget", "nodes=4,depth=2,width=2"], "--budget would do nothing"),
         (["--prompt", "a", "--stop", ""], "stop string"),
         (["--prompt", "a", "--threads", "0"], "--threads"),
         (["--prompt", "a", "--seed", "x"], "--seed"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -143,13 +142,6 @@ def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypat
 
     monkeypatch.setattr(doctor, "execution_providers", empty)
     assert doctor._providers().status == "broken"
-
-
-def test_the_readme_names_the_pinned_build_for_a_gpu() -> None:
-    root = Path(__file__).parents[2]
-    pin = next(line for line in (root / "pyproject.toml").read_text().splitlines() if '"onnxruntime==' in line)
-    version = pin.partition("==")[2].strip('",')
-    assert f"pip install 'onnxruntime-gpu[cuda,cudnn]=={version}'" in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

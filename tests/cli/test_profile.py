@@ -224,6 +224,12 @@ def test_ranges_of_a_report_keep_their_level_and_their_nanoseconds() -> None:
     assert list(parse("no report here")) == []
 
 
+def test_a_budget_of_plain_decoding_is_refused(refused: Refused, bundle: Path) -> None:
+    options = ("--method", "none", "--budget", "nodes=1,depth=1,width=1")
+    line = refused("profile", "--engines", bundle, "--prompt", "a", *options, status=2)
+    assert "--budget would do nothing" in line
+
+
 def test_without_nsight(refused: Refused, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "install Nsight Systems" in refused("profile", "--engines", bundle, *RUN, "--nsys", status=1)
@@ -254,7 +260,7 @@ def test_an_nsight_that_sees_nothing(
 def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
     """Every option of the run goes along, and the text as a file."""
     install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
-    options = ("--method", "none", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
+    options = ("--method", "ngram", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
     line = refused(
         "profile", "--engines", bundle, "--prompt", "-a\nb", *options, "--max-new-tokens", "9", "--nsys", status=1
     )

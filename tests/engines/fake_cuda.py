@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -32,7 +33,7 @@ class Status(IntEnum):
 
 
 class FakeCuda:
-    """See the module. `total` bytes of memory there are; `queued` is what waits."""
+    """See the module. `total` bytes of memory there are; `queued` waits; `living` counts what else was made by kind."""
 
     cudaError_t = Status
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice="to", cudaMemcpyDeviceToHost="from",
@@ -49,6 +50,7 @@ class FakeCuda:
         self.launches = 0
         self.copies: list[tuple[str, int]] = []
         self.moments: dict[int, int] = {}
+        self.living: Counter[str] = Counter()
         self._memory: dict[int, tuple[str, np.ndarray]] = {}
         self._starts: list[int] = []
         self._moment = 0
@@ -79,6 +81,7 @@ class FakeCuda:
 
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Status, int]:
         assert flags == self.cudaStreamNonBlocking
+        self.living["stream"] += 1
         return Status.cudaSuccess, self.STREAM
 
     def cudaMemGetInfo(self) -> tuple[Status, int, int]:
@@ -97,6 +100,7 @@ class FakeCuda:
     def cudaStreamDestroy(self, stream: int) -> tuple[Status]:
         assert stream == self.STREAM
         self._drain()
+        self.living["stream"] -= 1
         return (Status.cudaSuccess,)
 
     def cudaFreeHost(self, address: int) -> tuple[Status]:
@@ -104,10 +108,12 @@ class FakeCuda:
 
     def cudaEventCreate(self) -> tuple[Status, int]:
         self._moment += 1
+        self.living["event"] += 1
         return Status.cudaSuccess, self._moment
 
     def cudaEventDestroy(self, event: int) -> tuple[Status]:
         self.moments.pop(event, None)
+        self.living["event"] -= 1
         return (Status.cudaSuccess,)
 
     def cudaEventRecord(self, event: int, stream: int) -> tuple[Status]:
@@ -162,10 +168,12 @@ class FakeCuda:
 
     def cudaStreamEndCapture(self, stream: int) -> tuple[Status, list[Work] | None]:
         graph, self.captured = self.captured, None
+        self.living["graph"] += 1
         return Status.cudaSuccess, graph
 
     def cudaGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Status, tuple[Work, ...]]:
         assert graph, "an empty graph was captured"
+        self.living["executable graph"] += 1
         return Status.cudaSuccess, tuple(graph)
 
     def cudaGraphLaunch(self, graph: tuple[Work, ...], stream: int) -> tuple[Status]:
@@ -175,9 +183,11 @@ class FakeCuda:
         return (Status.cudaSuccess,)
 
     def cudaGraphDestroy(self, graph: Any) -> tuple[Status]:
+        self.living["graph"] -= 1
         return (Status.cudaSuccess,)
 
     def cudaGraphExecDestroy(self, graph: Any) -> tuple[Status]:
+        self.living["executable graph"] -= 1
         return (Status.cudaSuccess,)
 
     def _record(self, event: int) -> None:

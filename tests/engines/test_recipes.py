@@ -1,5 +1,7 @@
 """Recipes: the packaged ones load, and a file that does not fit is refused by name."""
 
+import re
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -8,6 +10,7 @@ from redraft.config import BuildConfig, LyannaBuild
 from redraft.engines import backends, recipes
 from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import load_recipe, recipe_names
+from redraft.engines.tensorrt.target import INSTALL
 from redraft.errors import BackendError, UsageError
 from redraft.export.drafters.lyanna import beside
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
@@ -120,7 +123,7 @@ def test_budget_and_hot_tokens_are_the_papers(name):
 def test_without_tensorrt_its_backend_names_what_to_install(monkeypatch):
     check_buildable(BuildConfig())
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match="not installed; run `pip install tensorrt`, or build with --backend"):
+    with pytest.raises(BackendError, match=f"not installed; {re.escape(INSTALL)}, or build with --backend"):
         check_buildable(BuildConfig(backend="tensorrt"))
 
 

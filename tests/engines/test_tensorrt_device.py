@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,28 @@ def test_memory_is_given_back(make: Make) -> None:
     assert cuda.held() == held + 4000
     del part
     assert cuda.held() == held
+
+
+def test_closing_lets_go_of_programs_once_they_are_done(make: Make) -> None:
+    device = make()
+    cuda, _ = fakes(device)
+    done: list[bool] = []
+    gone: list[list[bool]] = []
+    weakref.finalize(device.program(names.VERIFIER), lambda: gone.append([*done]))
+    cuda.put(lambda: done.append(True))
+    device.close()
+    assert gone == [[True]]
+
+
+def test_at_the_end_of_the_process_the_driver_gives_all_back(root: Path) -> None:
+    """A call of ours could come when the driver has gone already."""
+    script = (
+        "from redraft.engines.cuda import Cuda; from tests.engines.fake_cuda import FakeCuda\n"
+        "FakeCuda.cudaFree = FakeCuda.cudaFreeHost = FakeCuda.cudaStreamDestroy = lambda *_: print('called')\n"
+        "cuda = Cuda(FakeCuda()); memory = cuda.allocate(8)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,39 @@ def test_an_unknown_architecture_is_refused(root: Path, tmp_path: Path) -> None:
     done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", "REDRAFT_ARCHITECTURES=90 47")
     assert done.returncode != 0
     assert 'found "47"' in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        ("printf '9.0\\n8.0\\n9.0\\n'", "sm_80 sm_90 compute_90"),
+        ("printf '4.7\\n'", "sm_80 sm_86 "),
+        ("echo 'NVML library version: 535.161'; exit 18", "sm_80 sm_86 "),
+    ],
+)
+def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says: str, expected: str) -> None:
+    """Where nvidia-smi tells of none that nvcc knows, for all."""
+    cmake.nvcc()
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert f"[[{expected}" in (tmp_path / "summary.cmake").read_text()
+
+
+def test_what_kernels_are_for_stays_what_it_was_said_to_be(root: Path) -> None:
+    """A test on a GPU would else compile again, for all GPUs, and without TensorRT's headers."""
+    say = ("ARCHITECTURES=90", "TENSORRT_ROOT=/headers")
+    command = ["make", "-C", root, "-n", "-o", "install", "test-gpu"]
+    clean = {"PATH": os.environ["PATH"]}
+    said, unsaid = (
+        subprocess.run([*command, *more], capture_output=True, text=True, check=True, env=clean).stdout
+        for more in (say, ())
+    )
+    assert '-DREDRAFT_ARCHITECTURES="90"' in said
+    assert '-DTENSORRT_ROOT="/headers"' in said
+    assert "-DREDRAFT_ARCHITECTURES" not in unsaid
+    assert "-DTENSORRT_ROOT" not in unsaid
 
 
 def test_without_a_compiler_make_goes_on_and_says_so(root: Path, tmp_path: Path) -> None:

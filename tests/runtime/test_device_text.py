@@ -6,6 +6,7 @@ Each case runs over ONNX Runtime's device and over TensorRT's on fakes whose wor
 from __future__ import annotations
 
 import io
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from redraft import names, signatures
 from redraft.engines import BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord
-from redraft.errors import UsageError
+from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
@@ -164,17 +165,27 @@ def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("lookup", [False, True])
 def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, slots: int, lookup: bool) -> None:
-    """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's."""
+    """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's.
+
+    A tree that is larger than what its ranks are worth is found.
+    """
     file = io.StringIO()
     with opened(slots, lookup=lookup) as runtime:
         found = runtime.generate(ALL, PARAMS, "lyanna", trace=file)
-    played = replay(file.getvalue().splitlines())
+    lines = file.getvalue().splitlines()
+    played = replay(lines)
     texts = sorted([*prompt, *text.token_ids] for prompt, text in zip(ALL, found, strict=True))
     assert (
         sorted(tokens[: len(text)] for tokens, text in zip(sorted(played.requests.values()), texts, strict=True))
         == texts
     )
     assert played.nodes["fresh"] > 0
+    number = next(i for i, line in enumerate(lines) if '"shares"' in line and len(json.loads(line)["tokens"]) > 1)
+    step = json.loads(lines[number])
+    step["choice"]["shares"] = [0.0]
+    lines[number] = json.dumps(step)
+    with pytest.raises(DataError, match=f"line {number + 1} .* 0 nodes were worth verifying"):
+        replay(lines)
 
 
 def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:

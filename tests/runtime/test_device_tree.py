@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,11 +133,13 @@ def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_pat
         runtime.generate(SHORT, PARAMS, "lyanna")
         runtime.generate(SHORT, PARAMS, "ngram")
         assert cuda.held() > 100_000
+        assert min(cuda.living[kind] for kind in ("stream", "event", "executable graph")) > 0
         runtime.close()
         assert cuda.held() == 0
         fakes.device = None  # type: ignore[assignment]
         fakes.tensorrt.logger = None
         assert cuda.held("pinned") == 0
+        assert set(cuda.living.values()) == {0}
     finally:
         gc.enable()
 
@@ -144,10 +147,10 @@ def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_pat
 def test_shapes_that_were_not_used_for_longest_are_given_up(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their memory too, and the text does not change."""
+    """Their memory too, once nothing that is under way needs it, and the text does not change."""
     monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)
     cuda = FakeCuda()
-    texts, held = [], []
+    texts, held, under_way = [], [], []
     for most in (128, 2):
         monkeypatch.setattr(device_verifier, "MOST_FRAMES", most)
         device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda).device
@@ -158,7 +161,10 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
             held.append(len(kept))
             if most == 2:
                 runtime.verifier._tree_frame(*kept[0][:2], None)
+                weakref.finalize(runtime.verifier._trees[kept[1]], lambda: under_way.append(len(cuda.queued)))
+                cuda.put(lambda: None)
                 runtime.verifier._tree_frame(1, 64, None)
+                assert under_way == [0]
                 assert list(runtime.verifier._trees) == [kept[0], (1, 64, 0)]
     assert held[0] > held[1] == 2
     assert texts[0] == texts[1]

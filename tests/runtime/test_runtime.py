@@ -211,7 +211,7 @@ def test_a_closed_runtime_says_so() -> None:
     runtime.close()
     uses = (
         lambda: next(stream), lambda: runtime.generate([[5]], greedy(2)), lambda: runtime.stream([5], greedy(2)),
-        runtime.warm, runtime.__enter__,
+        runtime.warm, runtime.__enter__, lambda: runtime.encode([5]),
     )  # fmt: skip
     for use in uses:
         with pytest.raises(UsageError, match="this runtime is closed; open it again"):
