@@ -308,8 +308,8 @@ class Adaptive:
         for source, taken_ms in ms.items():
             known_ms = self._made_ms.setdefault(source, taken_ms)
             # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
-            self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
-            self._made_ms[source] += _FAST * (self._step_ms[source] - known_ms)
+            counted_ms = self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
+            self._made_ms[source] = known_ms + _FAST * (counted_ms - known_ms)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
@@ -357,6 +357,8 @@ def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> t
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
+    if len(log_probs) == 1:
+        return 0, 0.0
     return best_first([exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)], rate, table_ms)
 
 

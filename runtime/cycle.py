@@ -95,7 +95,8 @@ class Cycle:
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:
         """Milliseconds by source of this step, the device's that the verifier waited for included."""
-        sources = {*plans} - {Source.NONE}
+        sources = {*plans}
+        sources.discard(Source.NONE)
         if sources:
             sources.add(Source.LOOKUP)
         return {source: self.ranges.stage(_STAGES[source]).latest * 1e3 for source in sources}

@@ -124,14 +124,16 @@ class TreeFrame(Frame):
         self.step = chain([*runs, fetch, *after])
         self._settle = chain(after)
 
-    def fill(self, past_len: Sequence[int], trees: Sequence[DraftTree], waiting: Sequence[int]) -> None:
-        """What the next run is over: rows of the sequences, their trees, feature rows that wait."""
+    def fill(
+        self, past_len: Sequence[int], trees: Sequence[DraftTree], nodes: Sequence[int], waiting: Sequence[int]
+    ) -> None:
+        """What the next run is over: rows of the sequences, their trees of so many nodes, feature rows that wait."""
         values = self.inbox.open()
         values[names.LIVE][0] = max(past_len) + self.width
-        lengths, nodes, unread = values[names.PAST_LEN], values[names.NODES], values[names.ON_DEVICE]
+        lengths, counts, unread = values[names.PAST_LEN], values[names.NODES], values[names.ON_DEVICE]
         for slot, tree in enumerate(trees):  # one by one, which is faster than from a list for the few that there are
             lengths[slot] = past_len[slot]
-            nodes[slot] = len(tree)
+            counts[slot] = nodes[slot]
             unread[slot] = tree.unread
             if not tree.unread:
                 place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])

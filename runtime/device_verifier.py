@@ -116,7 +116,7 @@ class DeviceVerifier(Verifier):
             frame = self._tree_frame(sequences, width, made)
             trees = [made.tree(slot, min(width, made.width)) if made else chain(width) for slot in range(sequences)]
             for _ in range(2):
-                frame.fill([0] * sequences, trees, [0] * sequences)
+                frame.fill([0] * sequences, trees, list(map(len, trees)), [0] * sequences)
                 frame.step()
                 self.device.wait()
 
@@ -130,7 +130,7 @@ class DeviceVerifier(Verifier):
         waiting = self._collector.waiting(batch) if self._collector is not None else []
         with self.ranges.stage("fill"):
             frame = self._tree_frame(len(batch), self._width(max(nodes), max(past_len)), made)
-            frame.fill(past_len, trees, waiting)
+            frame.fill(past_len, trees, nodes, waiting)
         with self.ranges.stage("verify"), self.ranges.call(names.VERIFIER):
             if _judged_on_device(batch):
                 work = frame.step
@@ -172,7 +172,7 @@ class DeviceVerifier(Verifier):
         """See `Verifier.measure_ms`; all that a step puts in order, the wait for its verdict included."""
         past_len = min(live, self.capacity - nodes)
         frame = self._tree_frame(sequences, self._width(nodes, past_len), None)
-        frame.fill([past_len] * sequences, [chain(nodes)] * sequences, [0] * sequences)
+        frame.fill([past_len] * sequences, [chain(nodes)] * sequences, [nodes] * sequences, [0] * sequences)
         self.device.wait()
         start = time.perf_counter()
         frame.step()

@@ -275,6 +275,7 @@ class _Call:
                 known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
         self._buffers = {spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}
         self.tree_buffers = {name: known[name] for name in _TREE}
+        self._tokens, self._parents, self._log_probs = (known[name] for name in _TREE)
         self._run = program.bind(self._buffers)
         self.work = device.chain([self.inbox.send, self._run])
 
@@ -289,8 +290,7 @@ class _Call:
 
     def made(self, stage: str) -> DeviceTrees:
         """The trees of the latest run, made in this stage of a step."""
-        tokens, parents, log_probs = (self.tree_buffers[name] for name in _TREE)
-        return DeviceTrees(tokens, parents, log_probs, self.work, stage)
+        return DeviceTrees(self._tokens, self._parents, self._log_probs, self.work, stage)
 
     def trees(self, budgets: Several[Budget], nodes: Several[int], stage: str) -> list[DraftTree]:
         """The trees of the latest run, of which `nodes` nodes exist, cut to the budgets' nodes."""
