@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from redraft import names, signatures
-from redraft.bench.gpu_engines import missing
+from redraft.bench.gpu_bundle import missing
 from redraft.cli.assembly import build_bundle
 from redraft.cli.models import Model
 from redraft.config import Backend, BuildConfig, LyannaBuild, Precision, TensorRtBuild
