@@ -30,9 +30,9 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from tests.runtime.devices import tensorrt_device
 
-from .bundles import write_bundle
+from .bundles import build_tiny, write_bundle
 from .graphs import Decoder, save_verifier
-from .test_gpu_outputs import TOLERANCES, build_tiny, compare_outputs
+from .outputs import TOLERANCES, compare_outputs
 
 GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
 """Those that TensorRT's own operators compute otherwise than plugin and kernels."""

@@ -23,8 +23,8 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from redraft.runtime import Generation, Runtime, SamplingParams, api
 from redraft.types import Budget, Costs
+from tests.engines.bundles import build_tiny
 from tests.engines.test_gpu_attention import lower, native_missing
-from tests.engines.test_gpu_outputs import build_tiny
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE
