@@ -56,7 +56,8 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
     Raises RedraftError: whatever is missing was asked before (`missing`).
     """
     source = root / "assets" / "tiny"
-    lyanna = LyannaBuild(source=str(source / "lyanna"), precision=precision)
+    drafter = precision if backend == "onnxruntime" else None  # in TensorRT that of the carrier
+    lyanna = LyannaBuild(source=str(source / "lyanna"), precision=drafter)
     config = BuildConfig(
         backend=backend, precision=precision, taps=(names.LAST_TAP,), lyanna=lyanna,
         tensorrt=TensorRtBuild(batch=2, attention=attention or "plugin"),

@@ -138,11 +138,14 @@ def test_a_stale_row_that_counts_in_a_chain_is_seen(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_the_plugin_gives_what_native_attention_does(
     root: Path, tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows."""
+    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows.
+
+    Attention is in a bundle's carrier, which is one of these three whatever weights are quantized to.
+    """
     if reason := missing("tensorrt"):
         pytest.skip(reason)
     if reason := native_missing(find_target().release, tmp_path):
