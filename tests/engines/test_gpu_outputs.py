@@ -222,6 +222,22 @@ def test_only_nodes_at_the_cut_may_be_others(changes: Mapping[int, int], message
         compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
 
 
+@pytest.mark.parametrize(
+    ("second", "message"), [(-1.1, None), (-3.0, r"\(0, 1, 8\), which is -.*, should be in the tree")]
+)
+def test_another_node_may_have_gone_on_that_is_as_likely(second: float, message: str | None) -> None:
+    """Of 1, at -1, and 2 one has a child, which is likelier than the last node by far."""
+    ours, theirs = (
+        with_tokens(([0, 1, 2, child, 3], [-1, 0, 0, parent, 0], [0, -1.0, second, -3.2, -6.0]), {})
+        for child, parent in ((9, 2), (8, 1))
+    )
+    if message is None:
+        compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
+        return
+    with pytest.raises(AssertionError, match=message):
+        compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
+
+
 def test_the_embedded_model_is_built_for_two_sequences(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
