@@ -1,4 +1,4 @@
-"""Small bundles of random decoders, written the way a build writes them."""
+"""Small bundles: of random decoders, written the way a build writes them, and of the embedded model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 import onnxruntime
 
 from redraft import names, signatures
-from redraft.engines.bundle import BundleWriter
+from redraft.cli.assembly import build_bundle
+from redraft.cli.models import Model
+from redraft.config import Backend, BuildConfig, LyannaBuild, Precision, TensorRtBuild
+from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity
+from redraft.engines.tensorrt.records import Attention
 
 from .graphs import Decoder, save_verifier
 
@@ -44,3 +48,19 @@ def write_bundle(out: Path, decoder: Decoder | None = None, name: str = "small",
         save_verifier(decoder, writer.staging)
         (writer.staging / "tokenizer.json").write_text("{}")
         return writer.commit(manifest_of(decoder, name))
+
+
+def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, attention: Attention | None) -> Bundle:
+    """The embedded model's engines and its drafter's for two sequences at once.
+
+    Raises RedraftError: whatever is missing was asked before (`missing`).
+    """
+    source = root / "assets" / "tiny"
+    drafter = precision if backend == "onnxruntime" else None  # in TensorRT that of the carrier
+    lyanna = LyannaBuild(source=str(source / "lyanna"), precision=drafter)
+    config = BuildConfig(
+        backend=backend, precision=precision, taps=(names.LAST_TAP,), lyanna=lyanna,
+        tensorrt=TensorRtBuild(batch=2, attention=attention or "plugin"),
+    )  # fmt: skip
+    build_bundle(Model("tiny", str(source), source), config, out, {}, False, lambda message: None)
+    return open_bundle(out, verify=False)

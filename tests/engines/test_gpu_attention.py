@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.bench.gpu_engines import missing
+from redraft.bench.gpu_bundle import missing
 from redraft.config import Precision
 from redraft.engines import open_bundle, open_device
 from redraft.engines import tensorrt_device as module
@@ -30,9 +30,9 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from tests.runtime.devices import tensorrt_device
 
-from .bundles import write_bundle
+from .bundles import build_tiny, write_bundle
 from .graphs import Decoder, save_verifier
-from .test_gpu_outputs import TOLERANCES, build_tiny, compare_outputs
+from .outputs import TOLERANCES, compare_outputs
 
 GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
 """Those that TensorRT's own operators compute otherwise than plugin and kernels."""
@@ -138,11 +138,14 @@ def test_a_stale_row_that_counts_in_a_chain_is_seen(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_the_plugin_gives_what_native_attention_does(
     root: Path, tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows."""
+    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows.
+
+    Attention is in a bundle's carrier, which is one of these three whatever weights are quantized to.
+    """
     if reason := missing("tensorrt"):
         pytest.skip(reason)
     if reason := native_missing(find_target().release, tmp_path):

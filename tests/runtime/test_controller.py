@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget, Ranks, Record
+from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.cycle import fit
-from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
-from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
 
+from .drafts import FREE, chain, drafted, outcome, sequence
 from .fakes import CURVE, FakeEngine, greedy, make_runtime, plain
 
-FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
-OTHER = 999
-"""A token that no tree has."""
 Propose = Callable[[Adaptive, Sequence, DraftTree], DraftTree]
 LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
-
-
-def sequence(limit: int = 1000) -> Sequence:
-    return Sequence([1], 1, limit, frozenset(), Greedy())
-
-
-def chain(*shares: float) -> DraftTree:
-    probs = [1.0]
-    for share in shares:
-        probs.append(probs[-1] * share)
-    return make_tree(list(range(len(probs))), list(range(-1, len(probs) - 1)), probs)
-
-
-def outcome(tree: DraftTree, accepted: int) -> Outcome:
-    """The first `accepted` tokens of a chain come true, then one that it has not."""
-    path = tuple(range(1, accepted + 1))
-    return Outcome(tree.tokens, path, OTHER, (*path, OTHER))
 
 
 def lookup_only(curve: CostCurve) -> Adaptive:
@@ -55,13 +33,6 @@ def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree
     plan = controller.plan(seq, tree, 0)
     assert plan is Source.LOOKUP
     return controller.choose(seq, plan, tree, None)
-
-
-def drafted(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
-    """What is verified of a tree that a drafter makes whenever it is asked to, the lookup finding nothing."""
-    nothing = root_only(0)
-    plan = controller.plan(seq, nothing, 0)
-    return controller.choose(seq, plan, nothing, tree if plan is Source.FRESH else None)
 
 
 def run(
@@ -302,154 +273,3 @@ def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
     assert controller.budget(seq).nodes
     controller.observe(seq, chain(), outcome(chain(), 0))
     assert (seq.control.experience.tokens, seq.control.experience.ms, controller._made_ms) == before
-
-
-# --- promises and what came of them ----------------------------------------------------------------------------------
-
-
-def shares(tree: DraftTree) -> list[float]:
-    """Probabilities of a chain's nodes given their parents."""
-    return [math.exp(child - parent) for parent, child in pairwise(tree.log_probs.tolist())]
-
-
-def test_a_new_record_believes_what_it_is_told() -> None:
-    told = [0.85, 0.6, 0.43, 0.2]
-    assert shares(Record().calibrated(chain(*told))) == pytest.approx(told, rel=0.2)
-
-
-def test_promises_are_judged_by_depth() -> None:
-    """Of two tokens, both said to be likely, the first always comes true and the second never."""
-    record, tree = Record(), chain(0.9, 0.9, 0.9)
-    for _ in range(300):
-        record.judge(tree, (1, OTHER))
-    found = shares(record.calibrated(tree))
-    assert found[0] > 0.99
-    assert found[1] < 0.02
-    assert found[2] == pytest.approx(shares(Record().calibrated(tree))[2])  # nothing was said of the third
-    assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
-
-
-def test_nothing_is_judged_beyond_where_the_text_left_the_tree() -> None:
-    record, tree = Record(), chain(0.9, 0.9)
-    before = shares(record.calibrated(tree))[1]
-    for _ in range(100):
-        record.judge(tree, (OTHER, 1, 1))
-    assert shares(record.calibrated(tree))[1] == pytest.approx(before, abs=1e-5)
-
-
-def test_likely_and_unlikely_siblings_are_judged_apart() -> None:
-    record, tree = Record(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
-    for _ in range(300):
-        record.judge(tree, (2,))
-    probs = np.exp(record.calibrated(tree).log_probs)
-    assert probs[1] < 0.02
-    assert probs[2] > 0.98
-
-
-def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -> None:
-    record, tree = Record(), chain(0.9, 1.0, 0.9, 1e-9)
-    for _ in range(300):
-        record.judge(tree, (OTHER,))
-    found = record.calibrated(tree).log_probs
-    assert (np.diff(found) < 0).all()
-    assert np.isfinite(found).all()
-
-
-def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
-    controller, seq = Adaptive(FREE), sequence()
-    for _ in range(100):
-        controller.budget(seq)
-        drafted(controller, seq, chain(0.9))
-        controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
-    controller._table = CURVE.table_ms
-    assert len(controller.choose(seq, Source.LOOKUP, chain(0.9), None)) == 2
-    assert len(controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))) == 1
-
-
-# --- trees that stay on a device -------------------------------------------------------------------------------------
-
-
-class Unread(DraftTree):
-    """A tree of so many nodes whose fields nobody may ask for."""
-
-    unread = True
-
-    def __init__(self, nodes: int) -> None:
-        object.__setattr__(self, "nodes", nodes)
-
-    def __len__(self) -> int:
-        nodes: int = self.__dict__["nodes"]
-        return nodes
-
-    def __getattr__(self, name: str) -> None:
-        raise AssertionError(f"{name} was copied from the device")
-
-    def first(self, nodes: int) -> DraftTree:
-        return Unread(min(nodes + 1, len(self)))
-
-
-def kept(path: tuple[int, ...]) -> Outcome:
-    return Outcome(np.zeros(1, np.int64), path, OTHER, (*path, OTHER))
-
-
-def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...], steps: int) -> list[int]:
-    """Sizes of the trees verified, of trees of so many nodes of which those of `path` are kept, where verified."""
-    sizes = []
-    for _ in range(steps):
-        if not controller.budget(seq).nodes:
-            controller.observe(seq, root_only(0), kept(()))
-            continue
-        plan = controller.plan(seq, root_only(0), 0)
-        tree = controller.choose(seq, plan, root_only(0), Unread(nodes) if plan is Source.FRESH else None)
-        sizes.append(len(tree))
-        controller.observe(seq, tree, kept(tuple(node for node in path if node < len(tree))))
-    return sizes
-
-
-def test_a_rank_that_is_kept_is_believed_and_one_that_is_not_is_not() -> None:
-    ranks = Ranks()
-    assert ranks.shares(4) == [0.25] * 4
-    for _ in range(200):
-        ranks.judge(5, (1, 3))
-    assert ranks.shares(4) == pytest.approx([1.0, 0.0, 1.0, 0.0], abs=0.01)
-
-
-def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
-    ranks = Ranks()
-    for _ in range(50):
-        ranks.judge(4, (1,))
-    low = ranks.shares(3)[2]
-    for _ in range(40):
-        ranks.judge(2, (1,))
-    some = ranks.shares(3)[2]
-    for _ in range(2000):
-        ranks.judge(2, ())
-    assert low < some < ranks.shares(3)[2] == pytest.approx(0.25, abs=0.01)
-
-
-def test_a_tree_that_stays_on_a_device_is_cut_where_its_ranks_stop_paying() -> None:
-    """Nothing is copied: what is known is which nodes of those verified were kept."""
-    seq, controller = sequence(), Adaptive(CURVE)
-    sizes = settle(controller, seq, 13, (1, 3), 300)
-    assert sizes[0] == 13
-    assert np.mean(sizes[-100:]) == pytest.approx(4, abs=0.5)
-
-
-def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
-    seq, controller = sequence(), Adaptive(CURVE)
-    sizes = settle(controller, seq, 13, (), 400)
-    assert sizes[0] == 13
-    assert sum(size > 1 for size in sizes) < 30
-
-
-def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole() -> None:
-    """They cannot be merged without a copy."""
-    seq, controller = sequence(), Adaptive(FREE)
-    good, poor = chain(*[0.99] * 12), chain(0.02)
-    taken = []
-    for found in (good, poor):
-        controller.budget(seq)
-        controller.plan(seq, found, 0)
-        taken.append(controller.choose(seq, Source.FRESH, found, Unread(5)))
-    assert taken[0].tokens.tolist() == good.tokens.tolist()
-    assert isinstance(taken[1], Unread)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redraft import names
-from redraft.bench.gpu_engines import missing
+from redraft.bench.gpu_bundle import missing
 from redraft.bench.statistics import first_difference
 from redraft.engines import open_bundle
 from redraft.engines import tensorrt_device as tensorrt
@@ -23,8 +23,8 @@ from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from redraft.runtime import Generation, Runtime, SamplingParams, api
 from redraft.types import Budget, Costs
+from tests.engines.bundles import build_tiny
 from tests.engines.test_gpu_attention import lower, native_missing
-from tests.engines.test_gpu_outputs import build_tiny
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE

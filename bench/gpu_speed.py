@@ -1,0 +1,208 @@
+"""What engines cost on a device, and how near they come to what its memory and the costs of verification allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from redraft import names
+from redraft.bench.bound import achieved, overall_rate
+from redraft.bench.compare import PLAIN, Run, Settings, compare
+from redraft.bench.gpu_report import Report
+from redraft.bench.prompts import Prompt
+from redraft.bench.roofline import DeviceStream, traffic
+from redraft.bench.stages import profile
+from redraft.engines import Bundle
+from redraft.engines.cuda_device import CudaDevice
+from redraft.engines.device import Device
+from redraft.errors import UsageError
+from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cost import MEASURED_LIVE, measure_curve
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.ranges import STEP, WAIT
+from redraft.runtime.sampler import Greedy, Sampler
+from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
+from redraft.runtime.watchers import Recording
+
+SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
+PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9
+HOST_US_WANTED = 60.0
+COPY_BYTES, COPY_RUNS = 1 << 30, 8
+"""Of each end of a copy: launching copies and waiting for them is then less than a hundredth of the time."""
+_JUDGED_STEPS, _JUDGED_ROUNDS = 24, 5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is timed: the same texts over trees of one `size`, with acceptance by depth `forced` on speculation."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    size: Budget
+    forced: tuple[float, ...]
+
+
+def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) -> None:
+    """The sections on time."""
+    curve = measure_curve(runtime.verifier, SIZES, seconds=3.0)
+    sizes = {str(size): curve.table_ms[size] for size in SIZES if size <= curve.largest}
+    report.put("curve", {"live": min(MEASURED_LIVE, runtime.verifier.capacity - 1), "ms": sizes})
+    runs = compare(runtime, load.prompts, ["ngram"], Settings(load.params, load.size, load.forced))
+    device = runtime.verifier.device
+    copied = copy_bytes_per_second(device) if isinstance(device, CudaDevice) else None
+    report.put("plain", plain := plain_share(bundle, runs, curve.table_ms[1], copied))
+    judged = judged_ms(runtime, load.prompts[0], load.size, Acceptance(load.forced))
+    report.put("bound", bound := bounded(runs, curve.table_ms, judged, load.forced))
+    on_device = bound["judged_on_device"]
+    report.put("figures", {
+        "labelled": ", ".join([*bundle.manifest.model.caveats, "synthetic acceptance: speeds are real, texts are not"]),
+        "plain_share_of_bandwidth": plain.get("share_of_copy"), "plain_share_wanted": PLAIN_WANTED,
+        "speculative_share_of_bound": bound["share_of_bound"],
+        "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
+        "speculative_share_of_bound_judged_on_device": on_device["share_of_bound"],
+        "speculative_share_of_bound_in_time_judged_on_device": on_device["share_of_bound_in_time"],
+        "speculative_share_wanted": SPECULATIVE_WANTED,
+        **_hosts_part(runtime, load),
+    })  # fmt: skip
+    report.put("stages", profile(_recorded(runtime, load.prompts[0], load.params, load.size).ranges).to_json())
+
+
+def copy_bytes_per_second(device: Device) -> float:
+    """Bytes read and written a second by the device's own copy, the most of several runs."""
+    memory = DeviceStream(device, COPY_BYTES)
+    for _ in range(COPY_RUNS):
+        memory.run()
+    return memory.copy * 1e9
+
+
+def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
+    """The host's time of a step on CUDA, and the graphs that it rests on: None elsewhere."""
+    found: dict[str, Any] = {"host_us_a_step": None, "host_us_a_step_adaptive": None, "host_us_wanted": HOST_US_WANTED,
+                             "cuda_graphs": None, "not_captured": None}  # fmt: skip
+    device = runtime.verifier.device
+    if isinstance(device, CudaDevice):
+        found["host_us_a_step"] = host_us(runtime, load.prompts[0], load.params, load.size)
+        found["host_us_a_step_adaptive"] = host_us(runtime, load.prompts[0], load.params, None)
+        found |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.told}
+    return found
+
+
+def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> float:
+    """What the host itself takes of a step of the bundle's own drafter: the step less what it waits for the device.
+
+    size: of every tree; without one the controller chooses, as `generate` does by default. The text is said twice, so
+    that what happens once for each shape is over. Half of the steps take at most this. Recording, which is part of it,
+    reads the clock twenty times.
+    """
+    spent: list[float] = []
+    waited = 0.0
+    runtime.generate([prompt.text], params, None, size)
+    for found in _recorded(runtime, prompt, params, size).ranges:
+        if found.name == WAIT:
+            waited += found.ended - found.started
+        elif found.name == STEP:
+            spent.append(found.ended - found.started - waited)
+            waited = 0.0
+    return float(np.median(spent)) * 1e6
+
+
+def _recorded(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> Recording:
+    recording = Recording()
+    with runtime.verifier.ranges.watched(recording):
+        runtime.generate([prompt.text], params, None, size)
+    return recording
+
+
+def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | None) -> dict[str, Any]:
+    """Plain decoding's least bytes a token over its time, as a share of the bytes that the device copies a second.
+
+    `ms` is of a whole step, from the runs of plain decoding; `verification_ms` is t(1) of the curve, without what the
+    host does between two calls. Each is held against the bytes with the rows that were live in it.
+    """
+    generations = [run.generations[PLAIN] for run in runs]
+    step_ms = 1e3 / overall_rate(runs, PLAIN)
+    live = round(float(np.mean([each.prompt_tokens + len(each.token_ids) / 2 for each in generations])))
+    measured = min(MEASURED_LIVE, bundle.manifest.context - 1)
+    moved, alone = (traffic(bundle, names.VERIFIER, 1, rows).total for rows in (live, measured))
+    found: dict[str, Any] = {"ms": step_ms, "verification_ms": one_ms, "live": live, "bytes": moved}
+    if copied is None:
+        return {**found, "skipped": "on the CPU `redraft profile --roofline` compares with the memory"}
+    shares = {"share_of_copy": moved / step_ms, "verification_share_of_copy": alone / one_ms}
+    return {**found, "copy_gb_per_second": copied / 1e9,
+            **{name: rate * 1e3 / copied for name, rate in shares.items()}}  # fmt: skip
+
+
+def judged_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance) -> dict[str, float]:
+    """Milliseconds of a whole step over trees of one size, by who decides what is kept of them; median of rounds.
+
+    Forced acceptance is the host's: it reads the verdict, draws, writes the path and starts what keeps its rows. The
+    device's own answer, which real text takes, is one chain and one read; next to nothing of such trees is kept then.
+    """
+    samplers: dict[str, Callable[[], Sampler]] = {
+        "host": lambda: SyntheticAcceptance(forced, seed=0), "device": Greedy
+    }  # fmt: skip
+    taken: dict[str, list[float]] = {name: [] for name in samplers}
+    for turn in range(_JUDGED_ROUNDS + 1):
+        for name, sampler in samplers.items():
+            ms = _steps_ms(runtime, prompt, size, forced, sampler())
+            if turn:
+                taken[name].append(ms)
+    return {name: float(np.median(times)) for name, times in taken.items()}
+
+
+def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
+    """Mean milliseconds of steps that verify whole trees."""
+    drafter = SyntheticDrafter(runtime.verifier, forced)
+    cycle = Cycle(runtime.verifier, drafter, FixedBudget(size, drafter.drafts))
+    ids = runtime.encode(prompt.text)
+    seq = Request(ids, len(ids), runtime.context, frozenset(), sampler)
+    scheduler.admit(cycle, [], seq)
+    whole = size.nodes + size.depth + 1
+    steps = 0
+    while steps < _JUDGED_STEPS and min(seq.remaining, runtime.context - seq.past_len) > whole:
+        cycle.step([seq])
+        steps += 1
+    if not steps:
+        raise UsageError("the prompt leaves no room for a tree", "give shorter prompts")
+    return (cycle.clock.total - seq.began.total) / steps * 1e3
+
+
+def bounded(
+    runs: list[Run], table_ms: Sequence[float], judged: Mapping[str, float], forced: Sequence[float]
+) -> dict[str, Any]:
+    """Speculation against the curve's bound: of the runs, which the host judged, and of the device's own steps.
+
+    The bound is on speed over plain decoding, τ t(1) / (t(n) + draft). The device's share is of τ tokens a step of its
+    time over plain decoding's measured speed. Plain decoding that takes more than t(1) flatters both: shares in time
+    are t(n) + draft over a step's time, whatever plain decoding takes.
+    """
+    found = achieved(runs, "ngram", table_ms)
+    metrics = [run.generations["ngram"].metrics for run in runs]
+    tokens_a_step = found["mean_acceptance_length"]
+    plain_ms = 1e3 / overall_rate(runs, PLAIN)
+    bound_ms = found["verification_ms"]["step"] + found["draft_ms"]
+    runs_ms = sum(sum(each.stage_ms.values()) for each in metrics) / sum(each.num_steps for each in metrics)
+    on_device = tokens_a_step * plain_ms / judged["device"]
+    return {
+        "synthetic_acceptance": list(forced),
+        "path_timed": "judged on the host: it reads the verifier's tokens, no logits, and writes the path it draws",
+        **found,
+        "ms_per_step": {
+            "plain": plain_ms,
+            "bound": bound_ms,
+            "runs": runs_ms,
+            "judged_on_host": judged["host"],
+            "judged_on_device": judged["device"],
+        },
+        "share_of_bound_in_time": bound_ms / runs_ms,
+        "judged_on_device": {
+            "overall_speedup": on_device,
+            "share_of_bound": on_device / found["bound"],
+            "share_of_bound_in_time": bound_ms / judged["device"],
+        },
+    }

@@ -1,0 +1,84 @@
+"""A device's tokens against the host's: the same, or others where the host's logits nearly tie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redraft.bench.compare import PLAIN, Settings, decode
+from redraft.bench.prompts import Prompt
+from redraft.bench.statistics import first_difference
+from redraft.config import Precision
+from redraft.engines import Bundle, open_bundle
+from redraft.engines.manifest import Manifest
+from redraft.errors import RedraftError, UsageError
+from redraft.runtime import Budget, Runtime, SamplingParams
+
+NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
+"""Leads of the host's logits that rounding may turn round, logits being about 16 where they are largest. Weights in
+fewer bits are rounded otherwise by every backend: where texts of those differ is said, and is no error."""
+Texts = dict[str, list[tuple[int, ...]]]
+"""Tokens of every prompt by method."""
+
+
+class WrongTokens(RedraftError):
+    """A device says other tokens than the host, which rounding does not explain."""
+
+
+def check_reference(manifest: Manifest, reference: Manifest) -> None:
+    """Raise UsageError where `reference` is of another model, or cannot run on the host."""
+    if reference.backend != "onnxruntime":
+        raise UsageError(f"the host runs ONNX Runtime's bundles only, the reference is for {reference.backend}")
+    ours, theirs = (
+        (dict(each.model.weights) or each.model.source, each.model.random_weights, each.shape.vocabulary)
+        for each in (manifest, reference)
+    )
+    if ours != theirs:
+        raise UsageError(
+            f"the reference is of another model: expected the weights of {manifest.model.source}, "
+            f"found those of {reference.model.source}",
+            "build it of the same checkpoint with --backend onnxruntime",
+        )
+
+
+def said(
+    runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], params: SamplingParams, size: Budget
+) -> Texts:  # fmt: skip
+    """What the device says, over trees of one size; nothing where weights are random."""
+    methods = [] if manifest.model.random_weights else [PLAIN, "ngram", *(["lyanna"] if manifest.lyanna else [])]
+    settings = Settings(params, size)
+    return {method: [decode(runtime, prompt, method, settings).token_ids for prompt in prompts] for method in methods}
+
+
+def compared(
+    bundle: Bundle, reference: Path | None, prompts: Sequence[Prompt], texts: Texts, params: SamplingParams
+) -> dict[str, Any]:
+    """Where a text leaves the host's, with the lead that the host's logits had there: a near-tie, or an error.
+
+    The host runs `reference`, or the bundle itself. Raises UsageError where nothing can be compared.
+    """
+    manifest = bundle.manifest
+    if manifest.model.random_weights:
+        raise UsageError("random weights: rounding decides every token")
+    if manifest.backend != "onnxruntime" and not reference:
+        raise UsageError("the host runs ONNX Runtime's bundles only: give one of the same model as --reference")
+    path = reference or bundle.path
+    precision = open_bundle(path, verify=False).manifest.precision
+    with Runtime.open(path, verify=False) as host:
+        expected = [host.generate([prompt.text], params, PLAIN, record_gaps=True)[0] for prompt in prompts]
+    leads = [NEAR_TIES.get(each, np.inf) for each in (manifest.precision, precision)]
+    found: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
+    for method, outputs in texts.items():
+        differences, wrong = [], []
+        for prompt, output, plain in zip(prompts, outputs, expected, strict=True):
+            if (place := first_difference(output, plain.token_ids)) is None:
+                continue
+            gap = plain.gaps[place] if plain.gaps and place < min(len(output), len(plain.gaps)) else None
+            differences.append({"prompt": prompt.id, "token": place, "gap": gap})
+            if gap is None or gap >= max(leads):
+                wrong.append(f"prompt {prompt.id}, token {place}, which led by {gap}")
+        found[method] = {"prompts": len(prompts), "differences": differences, "wrong": wrong}
+    return found

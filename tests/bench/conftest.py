@@ -1,0 +1,48 @@
+"""What the tests of the GPU measurement of engines share: a bundle, a prompt, a GPU that is none, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.bench import gpu_bundle, gpu_device, gpu_engines
+from redraft.engines.tensorrt.driver import Gpu
+
+OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
+
+
+@pytest.fixture
+def bundle(lyanna_bundle: Path) -> Path:
+    return lyanna_bundle
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "p1", "category": "letters", "turns": ["abcd"]}) + "\n")
+    return path
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is here, with 8 GiB of its memory free."""
+    for module in (gpu_bundle, gpu_device):
+        monkeypatch.setattr(module, "find_gpu", lambda: Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30))
+
+
+@pytest.fixture
+def measure(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """The command on one short prompt, given its other options."""
+
+    def run(*options: str | Path) -> dict[str, Any]:
+        given = ("--prompts", prompts, *options, *OPTIONS)
+        monkeypatch.setattr(sys, "argv", ["gpu_engines", *map(str, given)])
+        return gpu_engines.main()
+
+    return run

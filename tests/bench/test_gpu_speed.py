@@ -1,0 +1,118 @@
+"""Speeds of engines on a device, from times that are made up and over the device path on the CPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.devices import cpu_device, open_over, tensorrt_device
+from tests.runtime.lyanna_bundle import CONTEXT
+
+from redraft import names
+from redraft.bench.compare import Run
+from redraft.bench.gpu_speed import bounded, host_us, judged_ms, plain_share
+from redraft.bench.prompts import Prompt
+from redraft.bench.roofline import traffic
+from redraft.engines import open_bundle
+from redraft.runtime import Generation, SamplingParams, api, device_verifier
+from redraft.runtime.metrics import Metrics
+from redraft.runtime.synthetic import Acceptance
+from redraft.types import Budget, Costs
+
+
+@pytest.mark.parametrize("size", [Budget(6, 2, 3), None], ids=["budget", "adaptive"])
+def test_the_hosts_time_is_what_it_does_not_wait_for(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Budget | None
+) -> None:
+    """On a clock that stands still but for a wait, which takes a second, and for the device, where work takes two."""
+    now = [0.0]
+    fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    with open_over(fakes.device, bundle) as runtime:
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        wait, fill = fakes.device.wait, device_verifier.TreeFrame.fill
+
+        def waited() -> None:
+            wait()
+            now[0] += 1.0
+
+        def filled(*given: Any) -> None:
+            fill(*given)
+            now[0] += 20e-6
+
+        monkeypatch.setattr(fakes.device, "wait", waited)
+        monkeypatch.setattr(device_verifier.TreeFrame, "fill", filled)
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        found = host_us(runtime, Prompt("one", "letters", "abcd"), params, size)
+    assert found == pytest.approx(20, rel=1e-3)
+
+
+def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[int, ...] = ()) -> Generation:
+    """`tokens` tokens, the first of which the prompt gave."""
+    steps = tokens - 1 - accepted
+    total = (tokens - 1) / per_second * 1e3
+    metrics = Metrics(steps, 0, 0, accepted, 0.0, 0.0, (), per_second, 0.0, 0.0,
+                      {"draft": 0.0, "resample": 0.0, "verify": 0.0, "host": total}, size_histogram=sizes)  # fmt: skip
+    return Generation("", (0,) * tokens, "length", 20, metrics)
+
+
+def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path) -> None:
+    """A step of 4 ms whose verification alone takes 2: half the share. 40 rows are live in the middle of a text."""
+    opened = open_bundle(bundle, verify=False)
+    runs = [Run(Prompt("p", "letters", "abcd"), {"none": generation(41, 250.0)})]
+    found = plain_share(opened, runs, 2.0, 1e9)
+    step, alone = (traffic(opened, names.VERIFIER, 1, live).total for live in (40, CONTEXT - 1))
+    assert step < alone
+    assert (found["ms"], found["verification_ms"], found["live"]) == (4.0, 2.0, 40)
+    assert found["bytes"] == step
+    assert found["share_of_copy"] == pytest.approx(step / 4e-3 / 1e9)
+    assert found["verification_share_of_copy"] == pytest.approx(alone / 2e-3 / 1e9)
+    assert found["copy_gb_per_second"] == 1.0
+
+
+def test_the_bound_is_held_against_both_ways_to_judge() -> None:
+    """60 tokens in 20 steps; plain decoding 4 ms a token; t(1) = 3 ms, t(4) = 5: at most 3 * 3 / 5 = 1.8 times plain.
+
+    The runs take 8 ms a step, 1.5 times plain; steps judged on the device 7.5 ms, 1.6 times plain. Plain decoding that
+    is slower than t(1) flatters these; of the time alone, 5 of 8 ms are the bound's.
+    """
+    sizes = (0, 0, 0, 0, 20)
+    generations = {"none": generation(61, 250.0), "ngram": generation(61, 375.0, accepted=40, sizes=sizes)}
+    runs = [Run(Prompt("p", "letters", "abcd"), generations)]
+    found = bounded(runs, [0.0, 3.0, 4.0, 4.5, 5.0], {"host": 8.1, "device": 7.5}, (0.9, 0.8))
+    assert found["bound"] == pytest.approx(1.8)
+    assert found["share_of_bound"] == pytest.approx(1.5 / 1.8)
+    assert found["share_of_bound_in_time"] == pytest.approx(5 / 8)
+    assert found["judged_on_device"] == pytest.approx(
+        {"overall_speedup": 1.6, "share_of_bound": 1.6 / 1.8, "share_of_bound_in_time": 5 / 7.5}
+    )
+    assert found["ms_per_step"] == pytest.approx(
+        {"plain": 4.0, "bound": 5.0, "runs": 8.0, "judged_on_host": 8.1, "judged_on_device": 7.5}
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
+def test_both_ways_to_judge_are_timed_over_whole_trees(
+    kind: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
+    opened = open_bundle(bundle, verify=False)
+    device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
+    judged, read = device_verifier._judge, []
+    seconds = iter(range(10**6))
+
+    def slow(*given: Any) -> Any:
+        read.append([len(tree) for tree in given[2]])
+        return [next(seconds) for _ in range(1000)] and judged(*given)
+
+    with open_over(device, bundle) as runtime:
+        monkeypatch.setattr(device_verifier, "_judge", slow)
+        monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
+        near_the_end = Prompt("long", "letters", "abcd" * 18)
+        found = judged_ms(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
+    assert found["host"] > 1000 > found["device"] > 0
+    assert read
+    assert all(sizes == [7] for sizes in read)
