@@ -15,6 +15,7 @@ from redraft.config import Backend
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
+from redraft.packages import gpu_requirement, package_version
 
 _PACKAGES: Mapping[Backend, tuple[str, ...]] = {
     "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
@@ -28,7 +29,8 @@ def missing(backend: Backend) -> str | None:
     if reason := _without_gpu():
         return reason
     if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
-        return f"ONNX Runtime runs on {', '.join(found)}; install onnxruntime-gpu[cuda,cudnn]"
+        wanted = gpu_requirement("onnxruntime", package_version("onnxruntime"))
+        return f"ONNX Runtime runs on {', '.join(found)}; install {wanted} in its place"
     absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
     return f"not installed: {', '.join(absent)}" if absent else None
 
