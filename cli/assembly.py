@@ -18,7 +18,6 @@ from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
 from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
-from redraft.cli.interrupts import interrupts_deferred
 from redraft.cli.models import Model
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
@@ -27,6 +26,7 @@ from redraft.engines.digests import DigestCache, text_digest
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
 from redraft.engines.tensorrt.tools import find_tools
 from redraft.export.checkpoint import Checkpoint
+from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
 if TYPE_CHECKING:

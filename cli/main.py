@@ -11,8 +11,8 @@ from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer e
 
 from redraft import __version__
 from redraft.cli import bench, build, demo, doctor, generate, inspect, profile, replay, train
-from redraft.cli.interrupts import interrupts_heard
 from redraft.errors import RedraftError
+from redraft.interrupts import interrupts_heard
 
 INTERRUPTED = 130
 DEBUG = "REDRAFT_DEBUG"

@@ -58,6 +58,7 @@ class Cuda:
         """What the function gives besides its status. Raises BackendError with the error's name."""
         answer = getattr(self._runtime, function)(*arguments)
         if (status := answer[0]) != self._success:
+            self.forget_error()
             raise BackendError(f"CUDA does not work: {function} failed with {getattr(status, 'name', status)}")
         return answer[1] if len(answer) == 2 else answer[1:]
 
@@ -148,7 +149,6 @@ class Memory:
         try:
             self.address = int(cuda.call("cudaMalloc", max(size, 1)))
         except BackendError as error:
-            cuda.forget_error()
             free = cuda.free_bytes()
             raise BackendError(
                 f"{error.message}: {size / _MEBIBYTE:.1f} MiB asked for, {free / _MEBIBYTE:.1f} MiB free",

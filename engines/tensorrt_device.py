@@ -127,9 +127,11 @@ class EngineProgram:
         self._graph = graph
         self._engine = engine
         self._has = frozenset(engine.get_tensor_name(number) for number in range(engine.num_io_tensors))
+        self._links = {name: cache for name in self._has if (cache := names.linked(name))}
         host = device.tensorrt.TensorLocation.HOST
         self._on_host = frozenset(name for name in self._has if engine.get_tensor_location(name) == host)
         self._scratch = device.cuda.allocate(engine.device_memory_size_v2)
+        self._written: dict[str, Memory] = {}
 
     def bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
         """See `Program.bind`. Raises BackendError where no optimization profile takes the shapes."""
@@ -148,6 +150,8 @@ class EngineProgram:
             run.must(context.set_tensor_address(spec.name, self._input_address(spec, buffers[spec.name])))
         for spec in self.outputs:
             run.must(context.set_tensor_address(spec.name, self._output_address(spec, buffers[spec.name], run)))
+        for name, cache in self._links.items():
+            run.must(context.set_tensor_address(name, buffers[cache].address))
         return run
 
     def _input_address(self, spec: TensorSpec, buffer: Buffer) -> int:
@@ -163,27 +167,28 @@ class EngineProgram:
         if spec.in_place_of is None or self._graph in _UPDATING:
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
-        beside = self._device.cuda.allocate(size)
+        beside = self._written.get(spec.name)
+        if beside is None or beside.size < size:  # runs never are at once, and share the largest one's
+            beside = self._written[spec.name] = self._device.cuda.allocate(size)
         run.copies.append((buffer.address, beside, size))
         return beside.address
 
     def _profile(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> int:
-        """The profile that holds all shapes: of the narrowest ones, that which is tuned for the nearest."""
+        """Of the profiles that hold all shapes, that which is tuned for the nearest."""
         sizes = {
             spec.name: buffers[spec.name].shape for spec in inputs if not all(isinstance(d, int) for d in spec.shape)
         }
-        widths: dict[int, tuple[int, int]] = {}
+        distances: dict[int, int] = {}
         for profile in range(self._engine.num_optimization_profiles):
             ranges = {name: self._engine.get_tensor_profile_shape(name, profile) for name in sizes}
             if all(_holds(ranges[name], shape) for name, shape in sizes.items()):
-                width = sum(sum(tuple(most)) for _, _, most in ranges.values())
-                widths[profile] = width, sum(_distance(ranges[name], shape) for name, shape in sizes.items())
-        if not widths:
+                distances[profile] = sum(_distance(ranges[name], shape) for name, shape in sizes.items())
+        if not distances:
             raise BackendError(
                 f"no optimization profile of {self._graph} takes {self._asked(inputs, buffers)}",
                 "lower the budget's nodes or the slots, or build with larger --tree-nodes and --batch",
             )
-        return min(widths, key=lambda profile: widths[profile])
+        return min(distances, key=distances.__getitem__)
 
     def _asked(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> str:
         sizes = {
@@ -242,5 +247,7 @@ def _mismatches(tensorrt: Any, engine: Any, record: GraphRecord) -> Iterator[str
         dtype = engine.get_tensor_dtype(spec.name)
         if dtype != getattr(tensorrt.DataType, _TYPES[spec.dtype]):
             yield f"expected {spec.name} {spec.dtype}, found {dtype}"
+    updated = {spec.in_place_of for spec in record.outputs}
     for name in sorted(found):
-        yield f"unexpected tensor {name}"
+        if names.linked(name) not in updated:
+            yield f"unexpected tensor {name}"

@@ -124,6 +124,17 @@ def present(cache: str) -> str:
     return f"{cache}.present"
 
 
+def link(cache: str, number: int) -> str:
+    """Name of the KV buffer `cache` between two nodes of an engine that write rows of it, one after the other."""
+    return f"{cache}.link.{number}"
+
+
+def linked(name: str) -> str:
+    """The buffer that `link` gave this name; empty for any other name."""
+    cache, _, number = name.rpartition(".link.")
+    return cache if number.isdecimal() else ""
+
+
 LAST_TAP = "last"
 """The feature after the final norm, with which Lyanna's drafts begin."""
 

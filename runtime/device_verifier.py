@@ -83,6 +83,7 @@ class DeviceVerifier(Verifier):
 
     def attach(self, collector: Collector) -> None:
         """Let `collector` have the feature rows of every call from now on."""
+        self.device.wait()
         self._collector = collector
         self._warm = False
         self._trees.clear()
@@ -90,6 +91,7 @@ class DeviceVerifier(Verifier):
 
     def close(self) -> None:
         """See `Verifier.close`: everything on the device is given back with the last one that holds this."""
+        self.device.wait()
         self._collector = None
         self._trees.clear()
         self._chunks.clear()

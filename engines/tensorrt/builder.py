@@ -15,6 +15,7 @@ from redraft.engines.tensorrt.plugin import load_plugin
 from redraft.engines.tensorrt.records import Profile
 from redraft.engines.tensorrt.target import import_tensorrt
 from redraft.errors import BackendError
+from redraft.interrupts import interrupts_deferred
 
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
@@ -45,7 +46,6 @@ class EngineBuild:
         return Settings(
             workspace_bytes=self.workspace_bytes,
             version_compatible=self.embed_plugin,
-            aliased_plugin_io=self.plugin is not None,
         )
 
 
@@ -55,14 +55,12 @@ class Settings:
 
     workspace_bytes:     limit of its scratch memory.   strongly_typed: types are the graph's.
     version_compatible:  it carries its runtime, and so the plugin's library.
-    aliased_plugin_io:   a preview: the plugin may update KV buffers where they are.
     max_aux_streams:     streams beside ours. Every context makes its own, and there is one a set of shapes; a decoder's
                          layers follow one another.
     """
 
     workspace_bytes: int
     version_compatible: bool
-    aliased_plugin_io: bool
     strongly_typed: bool = True
     max_aux_streams: int = 0
 
@@ -92,13 +90,30 @@ def build_engine(build: EngineBuild) -> memoryview:
         version_compatible=settings.version_compatible,
         max_aux_streams=settings.max_aux_streams,
     )
-    config = PostprocessConfig(config, lambda builder, network, config: _use_plugin(tensorrt, config, build))
-    try:
-        engine = EngineBytesFromNetwork(network, config, save_timing_cache=str(build.timing_cache))()
-    except PolygraphyException as error:
-        line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
-        raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
+    with interrupts_deferred() as came:
+        monitor = _monitor(tensorrt, came)
+        config = PostprocessConfig(config, lambda builder, network, config: _complete(config, build, monitor))
+        try:
+            engine = EngineBytesFromNetwork(network, config, save_timing_cache=str(build.timing_cache))()
+        except PolygraphyException as error:
+            line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
+            raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
     return memoryview(engine)
+
+
+def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
+    """Gives the build up at the next step once an interrupt came. What Python raises in a callback, TensorRT drops."""
+
+    def begin(monitor: object) -> None:
+        tensorrt.IProgressMonitor.__init__(monitor)
+
+    def go_on(monitor: object, phase: str, step: int) -> bool:
+        return not came
+
+    def nothing(monitor: object, *phase: object) -> None: ...
+
+    methods = {"__init__": begin, "phase_start": nothing, "step_complete": go_on, "phase_finish": nothing}
+    return type("Monitor", (tensorrt.IProgressMonitor,), methods)()
 
 
 def _heard(tensorrt: Any) -> list[str]:
@@ -124,10 +139,9 @@ def _heard(tensorrt: Any) -> list[str]:
     return errors
 
 
-def _use_plugin(tensorrt: Any, config: Any, build: EngineBuild) -> None:
-    """Let the plugin update KV buffers where they are, and put its library into the engine where asked to."""
-    if build.settings.aliased_plugin_io:
-        config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+def _complete(config: Any, build: EngineBuild, monitor: Any) -> None:
+    """What Polygraphy does not set: who may cancel, and the plugin's library as part of the engine where asked for."""
+    config.progress_monitor = monitor
     if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]
 

@@ -101,7 +101,7 @@ def _tensorrt(folder: Path, graph: str, record: GraphRecord, built: TensorRtReco
         f"{graph}: built by trtexec",
         ("trtexec", f"--onnx={folder / engine.graph}", "--stronglyTyped", *plugin,
          *([f"--setPluginsToSerialize={library}"] if embedded else []), *inside,
-         *(["--preview=+aliasedPluginIO1003"] if library else []), *_trtexec_profiles(engine.profiles),
+         *_trtexec_profiles(engine.profiles), "--noTF32", "--maxAuxStreams=0",
          f"--memPoolSize=workspace:{WORKSPACE_BYTES >> 20}M", "--skipInference",
          f"--saveEngine={graph}.trtexec.engine"),
     )  # fmt: skip
@@ -135,7 +135,6 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRe
     return Command(
         f"{graph}: compared with what ONNX Runtime gave",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
-         *(["--preview-features", "ALIASED_PLUGIN_IO_10_03"] if library else []),
          *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
          "--atol", tolerance, "--rtol", tolerance),
     )  # fmt: skip

@@ -72,8 +72,10 @@ def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
     driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     try:
         driver.call("cuCtxPushCurrent_v2", context)
-        driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        try:
+            driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        finally:
+            driver.call("cuCtxPopCurrent_v2", ctypes.byref(context))
     finally:
         driver.call("cuDevicePrimaryCtxRelease_v2", device)
     return free.value, total.value

@@ -34,6 +34,7 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     expand(model, release)
     if attention == "plugin":
         _name_plugin(model)
+        _give_out_links(model)
     else:
         lower_attention(graph, model, release)
         if graph == names.STEP_KEEP:
@@ -49,8 +50,28 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
 
 
 def _name_plugin(model: ir.Model) -> None:
-    for node in model.graph:
-        if node.op_type == names.TREE_ATTENTION:
-            node.domain = ""
-            node.attributes["plugin_version"] = ir.AttrString("plugin_version", plugin.VERSION)
-            node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", plugin.NAMESPACE)
+    for node in _attention(model):
+        node.domain = ""
+        node.attributes["plugin_version"] = ir.AttrString("plugin_version", plugin.VERSION)
+        node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", plugin.NAMESPACE)
+
+
+def _give_out_links(model: ir.Model) -> None:
+    """Let what a chain's nodes pass on of a KV buffer be outputs (`names.link`), to be bound where the buffer is.
+
+    Memory of TensorRT's own would be another place, and each node would first copy the whole buffer there.
+    """
+    origins = {id(value): value for value in model.graph.inputs}
+    links = 0
+    for node in _attention(model):
+        for before, after in zip(node.inputs[3:5], node.outputs[1:3], strict=True):
+            cache = origins[id(after)] = origins[id(before)]
+            if after.is_graph_output():
+                continue
+            links += 1
+            after.name = names.link(str(cache.name), links)
+            model.graph.outputs.append(after)
+
+
+def _attention(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == names.TREE_ATTENTION]

@@ -5,8 +5,9 @@
 // 1, in the empty namespace, so that nodes given to the parser have no domain (engines/tensorrt/prepare.py). The parser
 // hands INT attributes over as int32.
 //
-// present_key and present_value are the caches themselves where both are bound to one address, or where the preview
-// feature kALIASED_PLUGIN_IO_10_03 is on. Otherwise each call copies the caches first, which costs their whole capacity.
+// present_key and present_value are the caches themselves where both are bound to one address, as the caller does for the
+// network's inputs and outputs. Otherwise each call copies the caches first, which costs their whole capacity. TensorRT is
+// not told that they are one (IPluginV3OneBuildV2::getAliasedInput): it may then copy every cache itself.
 
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
@@ -47,7 +48,7 @@ void find_device(int32_t *multiprocessors, int32_t *compute_capability) {
 
 class TreeAttention final : public IPluginV3,
                             public IPluginV3OneCore,
-                            public IPluginV3OneBuildV2,
+                            public IPluginV3OneBuild,
                             public IPluginV3OneRuntime {
  public:
   explicit TreeAttention(const Attributes &attributes) : attributes_(attributes) {
@@ -58,7 +59,7 @@ class TreeAttention final : public IPluginV3,
   IPluginCapability *getCapabilityInterface(PluginCapabilityType type) noexcept override {
     switch (type) {
       case PluginCapabilityType::kCORE: return static_cast<IPluginV3OneCore *>(this);
-      case PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuildV2 *>(this);
+      case PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuild *>(this);
       case PluginCapabilityType::kRUNTIME: return static_cast<IPluginV3OneRuntime *>(this);
     }
     return nullptr;
@@ -79,14 +80,6 @@ class TreeAttention final : public IPluginV3,
   // Build.
 
   int32_t getNbOutputs() const noexcept override { return kOutputs; }
-
-  int32_t getAliasedInput(int32_t output) noexcept override {
-    switch (kInputs + output) {
-      case kPresentKey: return kKeyCache;
-      case kPresentValue: return kValueCache;
-      default: return -1;
-    }
-  }
 
   int32_t getOutputDataTypes(DataType *outputs, int32_t output_count, const DataType *inputs,
                              int32_t input_count) const noexcept override {

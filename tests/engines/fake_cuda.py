@@ -53,6 +53,7 @@ class FakeCuda:
         self.living: Counter[str] = Counter()
         self._memory: dict[int, tuple[str, np.ndarray]] = {}
         self._starts: list[int] = []
+        self.kept = Status.cudaSuccess
         self._moment = 0
 
     def put(self, work: Work) -> None:
@@ -77,7 +78,9 @@ class FakeCuda:
         return (Status.cudaSuccess,)
 
     def cudaGetLastError(self) -> tuple[Status]:
-        return (Status.cudaSuccess,)
+        """The latest failure, which is kept until somebody asks."""
+        kept, self.kept = self.kept, Status.cudaSuccess
+        return (kept,)
 
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[Status, int]:
         assert flags == self.cudaStreamNonBlocking
@@ -89,9 +92,9 @@ class FakeCuda:
 
     def cudaMalloc(self, size: int) -> tuple[Status, int]:
         if self.captured is not None:
-            return Status.cudaErrorStreamCaptureUnsupported, 0
+            return self._failed(Status.cudaErrorStreamCaptureUnsupported), 0
         if self.held() + size > self.total:
-            return Status.cudaErrorMemoryAllocation, 0
+            return self._failed(Status.cudaErrorMemoryAllocation), 0
         return Status.cudaSuccess, self._allocate("device", size)
 
     def cudaMallocHost(self, size: int) -> tuple[Status, int]:
@@ -157,7 +160,7 @@ class FakeCuda:
     def cudaStreamSynchronize(self, stream: int) -> tuple[Status]:
         assert stream == self.STREAM
         if self.captured is not None:
-            return (Status.cudaErrorStreamCaptureUnsupported,)
+            return (self._failed(Status.cudaErrorStreamCaptureUnsupported),)
         self._drain()
         return (Status.cudaSuccess,)
 
@@ -189,6 +192,10 @@ class FakeCuda:
     def cudaGraphExecDestroy(self, graph: Any) -> tuple[Status]:
         self.living["executable graph"] -= 1
         return (Status.cudaSuccess,)
+
+    def _failed(self, status: Status) -> Status:
+        self.kept = status
+        return status
 
     def _record(self, event: int) -> None:
         self.moments[event] = time.perf_counter_ns()

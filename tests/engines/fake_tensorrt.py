@@ -1,9 +1,10 @@
 """A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream.
 
 `FakeTensorRt` stands for the module tensorrt. An engine's bytes are JSON: the graph's file, its profiles by input
-(smallest and largest shape), the inputs that it reads on the host, and whether it updates buffers where they are: one
-that does not spoils its outputs before it reads. An input on the host is read when work is put on the stream, as
-TensorRT does; shapes outside the profile, unset addresses and a capture without a run before are refused.
+(smallest and largest shape, between them the one it is tuned for if that is not the largest), the inputs that it reads
+on the host, and whether it updates buffers where they are: one that does not spoils its outputs before it reads. An
+input on the host is read when work is put on the stream, as TensorRT does; shapes outside the profile, unset addresses
+and a capture without a run before are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NUMPY = {"INT64": np.int64, "BOOL": np.bool_, "FLOAT": np.float32, "HALF": np.f
           "UINT8": np.uint8}  # fmt: skip
 _SCRATCH = 1000
 _POISON = 0xA5
-Profile = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+Profile = Mapping[str, tuple[Sequence[int], ...]]
 
 
 def write_engine(
@@ -106,8 +107,8 @@ class Engine:
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[Sequence[int]]:
         rank = len(self.inputs[name].shape)
-        least, most = self.profiles[profile].get(name, ([1] * rank, [1 << 20] * rank))
-        return [least, most, most]
+        least, *tuned, most = self.profiles[profile].get(name, ([1] * rank, [1 << 20] * rank))
+        return [least, *(tuned or [most]), most]
 
     def create_execution_context(self, strategy: str) -> Context:
         assert strategy == "user managed"

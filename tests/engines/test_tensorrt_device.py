@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from redraft import names, signatures
@@ -21,13 +23,14 @@ from redraft.engines import cuda as cuda_module
 from redraft.engines import open_device, tensorrt_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.cuda import Cuda
-from redraft.engines.device import Buffer, Inbox
+from redraft.engines.device import Buffer, Inbox, byte_size
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import BackendError, BundleError, UsageError
+from tests.runtime.devices import tensorrt_device as over_fakes
 
 from .bundles import manifest_of, write_bundle
 from .fake_cuda import FakeCuda, Status
@@ -81,14 +84,15 @@ def lengths(device: TensorRtDevice, buffers: dict[str, Buffer]) -> Inbox:
 
 
 PREFILL: Profile = {names.TOKEN_IDS: ([1, 1], [1, 16]), names.OUTPUT_ROWS: ([1, 1], [1, 1])}
-TOKEN: Profile = {names.TOKEN_IDS: ([1, 1], [2, 1]), names.OUTPUT_ROWS: ([1, 1], [2, 1])}
+TOKEN: Profile = {names.TOKEN_IDS: ([1, 1], [1, 1], [64, 1]), names.OUTPUT_ROWS: ([1, 1], [1, 1], [64, 1])}
+"""Far wider than the prompt's, and still the one for a token."""
 TREE: Profile = {names.TOKEN_IDS: ([1, 2], [2, 8]), names.OUTPUT_ROWS: ([1, 2], [2, 8])}
 
 
 @pytest.mark.parametrize(
     ("sequences", "nodes", "rows", "profile"), [(1, 16, 1, 0), (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 2), (2, 8, 8, 2)]
 )
-def test_the_narrowest_profile_that_holds_the_shapes_is_taken(
+def test_of_profiles_that_hold_the_shapes_the_one_tuned_for_the_nearest_is_taken(
     make: Make, sequences: int, nodes: int, rows: int, profile: int
 ) -> None:
     device = make([PREFILL, TOKEN, TREE])
@@ -96,7 +100,38 @@ def test_the_narrowest_profile_that_holds_the_shapes_is_taken(
     assert fakes(device)[1].contexts[-1].profile == profile
 
 
-@pytest.mark.parametrize(("sequences", "nodes"), [(1, 9), (3, 8)])
+def test_what_a_chains_nodes_pass_on_of_a_buffer_is_where_the_buffer_is(
+    bundle: Bundle, make: Make, tmp_path: Path
+) -> None:
+    cache = names.value_cache(0)
+    device = with_output(bundle, make, tmp_path, names.link(cache, 3))
+    buffers = verifier_buffers(device)
+    device.program(names.VERIFIER).bind(buffers)()
+    assert fakes(device)[1].contexts[-1].addresses[names.link(cache, 3)] == buffers[cache].address
+
+
+@pytest.mark.parametrize("name", ["kv.0.value.link.x", "tree_mask.link.1", "kv.0.value.extra"])
+def test_any_other_output_is_refused(bundle: Bundle, make: Make, tmp_path: Path, name: str) -> None:
+    device = with_output(bundle, make, tmp_path, name)
+    with pytest.raises(BundleError, match=f"engine of verifier: unexpected tensor {re.escape(name)}"):
+        device.program(names.VERIFIER)
+
+
+def with_output(bundle: Bundle, make: Make, folder: Path, name: str) -> TensorRtDevice:
+    """An engine of the verifier that gives one of its KV buffers twice."""
+    model = onnx.load(bundle.path / "verifier.onnx")
+    cache = names.present(names.value_cache(0))
+    model.graph.node.append(onnx.helper.make_node("Identity", [cache], [name]))
+    given = next(output for output in model.graph.output if output.name == cache)
+    model.graph.output.add().CopyFrom(given)
+    model.graph.output[-1].name = name
+    onnx.save(model, folder / "more.onnx")
+    device = make()
+    write_engine(folder / "v.engine", folder / "more.onnx", updates=True)
+    return device
+
+
+@pytest.mark.parametrize(("sequences", "nodes"), [(1, 9), (65, 8)])
 def test_a_tree_larger_than_every_profile_is_refused_in_one_line(make: Make, sequences: int, nodes: int) -> None:
     device = make([PREFILL, TOKEN, TREE])
     buffers = verifier_buffers(device, nodes, nodes, sequences)
@@ -231,6 +266,25 @@ def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: py
         device.expect({"KV": 6 << 20, "tables": 3 << 20})
     with pytest.raises(BackendError, match=r"cudaErrorMemoryAllocation: 16\.0 MiB asked for, 8\.0 MiB free"):
         device.empty("uint8", 16 << 20)
+    assert fakes(device)[0].kept is Status.cudaSuccess, "the next who asks would be blamed for it"
+
+
+def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bundle: Path, tmp_path: Path) -> None:
+    """Runs never are at once, and each shape of a step would have a copy of all rows that wait."""
+    made = over_fakes(open_bundle(lyanna_bundle), tmp_path)
+    program = made.device.program(names.STEP_COLLECT)
+    sizes = {"B": 1, "F": 2, "T": 2, "W": 512}
+    buffers: dict[str, Buffer] = {}
+    for spec in (*program.inputs, *program.outputs):
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+        buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else made.device.empty(spec.dtype, *shape)
+    held = [made.cuda.held()]
+    for _ in range(2):
+        run = program.bind(buffers)
+        held.append(made.cuda.held())
+    waiting = buffers[names.WAITING]
+    assert np.diff(held).tolist() == [byte_size(waiting.dtype, waiting.shape), 0]
+    assert run.copies
 
 
 def test_an_error_of_cuda_is_one_line_with_its_name(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

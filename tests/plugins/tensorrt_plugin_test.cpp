@@ -108,7 +108,7 @@ template <class Capability>
 Capability &as(IPluginV3 &plugin, PluginCapabilityType type) {
   return *static_cast<Capability *>(plugin.getCapabilityInterface(type));
 }
-IPluginV3OneBuildV2 &build(IPluginV3 &plugin) { return as<IPluginV3OneBuildV2>(plugin, PluginCapabilityType::kBUILD); }
+IPluginV3OneBuild &build(IPluginV3 &plugin) { return as<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD); }
 IPluginV3OneRuntime &runtime(IPluginV3 &plugin) {
   return as<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
 }
@@ -269,9 +269,6 @@ void test_outputs() {
   DataType types[kOutputs] = {};
   EXPECT(build(*plugin).getOutputDataTypes(types, kOutputs, inputs, kInputs) == 0);
   for (const DataType type : types) EXPECT(type == DataType::kBF16);
-  EXPECT(build(*plugin).getAliasedInput(0) == -1);
-  EXPECT(build(*plugin).getAliasedInput(1) == redraft::kKeyCache);
-  EXPECT(build(*plugin).getAliasedInput(2) == redraft::kValueCache);
 
   // Only the addresses of expressions are passed on, and the builder of new ones is not asked.
   DimsExprs shapes[kInputs] = {};

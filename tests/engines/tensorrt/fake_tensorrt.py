@@ -5,6 +5,7 @@ Real: names and signatures, as python/src of NVIDIA/TensorRT has them in 10.9 an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import c_char
 from enum import IntEnum
 from types import SimpleNamespace
@@ -18,10 +19,6 @@ class BuilderFlag(IntEnum):
 
 class MemoryPoolType(IntEnum):
     WORKSPACE = 0
-
-
-class PreviewFeature(IntEnum):
-    ALIASED_PLUGIN_IO_10_03 = 0
 
 
 class ProfilingVerbosity(IntEnum):
@@ -39,6 +36,13 @@ class Severity(IntEnum):
 class DeviceType(IntEnum):
     GPU = 0
     DLA = 1
+
+
+class IProgressMonitor:
+    """What a monitor derives from; one that does not call its __init__ cannot be used."""
+
+    def __init__(self) -> None:
+        self.ready = True
 
 
 class ILogger:
@@ -92,6 +96,7 @@ class BuilderConfig:
         self.default_device_type = DeviceType.GPU
         self.profiling_verbosity = ProfilingVerbosity.DETAILED
         self.max_aux_streams = -1
+        self.progress_monitor: Any = None
 
     def set_flag(self, flag: int) -> None:
         self.flags.add(flag)
@@ -157,26 +162,29 @@ class Fake:
 
     inputs:  the network's inputs, and whether each is a shape tensor.
     error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
+    during:  what happens before each step of the builder but the first.
     """
 
     BuilderFlag = BuilderFlag
     MemoryPoolType = MemoryPoolType
-    PreviewFeature = PreviewFeature
     ProfilingVerbosity = ProfilingVerbosity
     NetworkDefinitionCreationFlag = NetworkDefinitionCreationFlag
     DeviceType = DeviceType
     ILogger = ILogger
+    IProgressMonitor = IProgressMonitor
     Logger = ILogger
     __spec__ = None
     __path__ = ()
 
     def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True,
-        failure: str = "",
+        failure: str = "", during: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.__version__ = version
         self.inputs = inputs
         self.error = error
         self.failure = failure
+        self.during = during
+        self.steps = 0
         self.loggers: list[ILogger] = []
         self.loads = loads
         self.registered = False
@@ -235,6 +243,17 @@ class Fake:
             self._log("Error Code 10: cost table is empty", self.failure)
             self.loggers[-1].log(ILogger.WARNING, "a warning after it")  # type: ignore[attr-defined]
             return None
+        monitor = config.progress_monitor
+        assert monitor.ready
+        monitor.phase_start("Tactics", None, 3)
+        for step in range(3):
+            self.steps += 1
+            if step:
+                self.during()
+            if not monitor.step_complete("Tactics", step):
+                self._log("Error Code 10: the build was cancelled")
+                return None
+        monitor.phase_finish("Tactics")
         return self.engine
 
     def _log(self, *errors: str) -> None:

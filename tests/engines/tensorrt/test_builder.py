@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
 
-from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag, PreviewFeature
+from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag
 
 TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "live": Range((2,), (9,), (64,))})
 TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "live": Range((1,), (9,), (64,))})
@@ -60,6 +62,25 @@ def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:
     assert build_engine(build).obj is fake.engine
 
 
+def test_an_interrupt_ends_the_build_at_its_next_step(install: Install, build: EngineBuild) -> None:
+    """TensorRT drops what Python raises while it is called back."""
+
+    def interrupted() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail("raised where TensorRT would have dropped it")
+
+    fake = install(during=interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_engine(build)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert fake.steps == 2
+
+
 def test_without_a_plugin_none_is_loaded_and_no_preview_is_on(install: Install, build: EngineBuild) -> None:
     fake = install()
     build_engine(build)
@@ -74,7 +95,7 @@ def test_the_plugin_is_registered_before_the_graph_is_parsed(install: Install, b
     build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
     order = [name for name, _ in fake.calls]
     assert order.index("load_library") < order.index("parse_from_file")
-    assert fake.configs[0].previews == {PreviewFeature.ALIASED_PLUGIN_IO_10_03: True}
+    assert not fake.configs[0].previews, "TensorRT would copy caches that it is told are one with an output"
     assert not fake.configs[0].plugins_to_serialize
 
 

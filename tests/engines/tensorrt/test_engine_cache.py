@@ -33,7 +33,6 @@ PARTS = (b"graph", ("digest",), TARGET, "plugin", BUILD)
         (4, replace(BUILD, profiles=(Profile("tree", {"x": Range((1,), (2,), (4,))}),))),
         (4, replace(BUILD, embed_plugin=True)),
         (4, replace(BUILD, workspace_bytes=1)),
-        (4, replace(BUILD, plugin=None)),
     ],
 )
 def test_every_part_changes_the_key(place: int, other: object) -> None:

@@ -13,19 +13,19 @@ AGAIN_S = 0.01
 
 
 @contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Hold an interrupt back until the block is left, and raise KeyboardInterrupt then.
+def interrupts_deferred() -> Iterator[list[int]]:
+    """Hold an interrupt back until the block is left, and raise KeyboardInterrupt then. Yields those that came so far.
 
-    For loading libraries that are built in C++: an exception in the middle of it ends the process with a crash. Does
-    nothing outside of the main thread, which alone is interrupted.
+    For C++ that calls Python: an exception in the middle of loading a library ends the process with a crash, and one in
+    a callback is caught and forgotten. Does nothing outside of the main thread, which alone is interrupted.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
-        yield
+        yield came
     finally:
         signal.signal(signal.SIGINT, before)
         if came and before is not signal.SIG_IGN:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from redraft.cli.interrupts import interrupts_deferred, interrupts_heard
+from redraft.interrupts import interrupts_deferred, interrupts_heard
 
 
 @pytest.fixture(autouse=True)
