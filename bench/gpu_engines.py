@@ -75,8 +75,8 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     prompts, size = load_prompts(options.prompts, options.limit), options.budget
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
-        texts = said(runtime, manifest, prompts, params, size)
         measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), report)
+        texts = said(runtime, manifest, prompts, params, size)  # after it: a drafter once loaded works in every step
     report.put("tokens", found := _section(partial(compared, bundle, options.reference, prompts, texts, params)))
     if wrong := [f"{method}: {each}" for method in texts for each in found.get(method, {}).get("wrong", ())]:
         raise WrongTokens(f"{manifest.backend} on {options.device} says other tokens than the host: {wrong[0]}")
