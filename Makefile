@@ -35,9 +35,9 @@ demo: install
 # MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; MODEL_PATH the folder of a recipe's checkpoint; LYANNA
 # a drafter's folder, none or random; WEIGHTS=random needs no checkpoint; the rest passes through to `redraft build`.
 engines: install
-	$(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
+	$(strip $(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
-	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA))
+	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA)))
 
 # The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.
 # ARCHITECTURES="80 90" builds for these compute capabilities only, native for those of the GPUs here. What is not said stays

@@ -16,12 +16,15 @@ BUDGET_KEYS = ("nodes", "depth", "width")
 
 
 def run(main: Callable[[], dict[str, Any]]) -> None:
-    """Print what `main` measured as JSON; on an error print one line and leave with its status."""
+    """Print what `main` measured as JSON; on an error print one line and leave with its status, or 130."""
     try:
         print(json.dumps(main(), indent=2, ensure_ascii=False, allow_nan=False))
     except RedraftError as error:
         print(f"redraft: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        print("redraft: error: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def quiet_export() -> None:

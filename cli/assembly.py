@@ -56,7 +56,7 @@ def build_bundle(
     if not force and is_current(out, key):
         return load_manifest(out), True
     _load_libraries()
-    with BundleWriter(out, model.name, force) as writer:
+    with BundleWriter(out, model.name, force, config.random_weights) as writer:
         writer.reserve(_needed_bytes(checkpoint, config, writer.staging))
         manifest = _stage(checkpoint, digests, model, config, writer.staging, report)
         weights = {name: digests[name] for name in checkpoint.files}

@@ -30,7 +30,7 @@ def generate(
         str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
     ] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, and alone available.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Key of every random number.")] = 0,
@@ -62,18 +62,21 @@ def generate(
     )
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(engines, threads=threads, verify=verify, device=device))
-        file = stack.enter_context(writable(trace)) if trace else None
         ids = encode(runtime, text, chat)
+        runtime.stream(ids, params, method, size)  # refuses what cannot be done, while the trace still holds another
+        file = stack.enter_context(writable(trace)) if trace else None
         if as_json:
             found = runtime.generate([ids], params, method, size, trace=file)[0]
             chosen = method or runtime.default_method
             print_json({"method": chosen, "caveats": list(runtime.caveats), **found.to_json()})
             return
         print_caveats(runtime.caveats)
-        for chunk in runtime.stream(ids, params, method, size, file):
-            typer.echo(chunk, nl=False)
-            sys.stdout.flush()
-        typer.echo()
+        try:
+            for chunk in runtime.stream(ids, params, method, size, file):
+                typer.echo(chunk, nl=False)
+                sys.stdout.flush()
+        finally:
+            typer.echo()  # also before an error's line
 
 
 def writable(path: Path, option: str = "--trace") -> IO[str]:

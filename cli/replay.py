@@ -27,6 +27,8 @@ def replay(
         played = traces.replay(read_text(trace).splitlines())
     except DataError as error:
         raise DataError(f"{trace}: {error.message}", "generate it again") from None
+    if not played.requests:
+        raise DataError(f"{trace}: no step in it", "generate it again, with more new tokens")
     summary = summarise(played)
     print_json(summary) if as_json else typer.echo(describe(summary))
 

@@ -140,6 +140,13 @@ def bundle_name(bundle: Path) -> str:
     return load_manifest(bundle).name
 
 
+def has_random_weights(bundle: Path) -> bool:
+    """Whether a bundle has a model's shape only; of one of an older schema that is not known, and counts as none."""
+    with contextlib.suppress(BundleError):
+        return load_manifest(bundle).model.random_weights
+    return False
+
+
 def load_manifest(bundle: Path) -> Manifest:
     """Read `bundle`/manifest.json.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,15 @@ from typing import Self
 
 from redraft.engines.digests import DigestCache, tree_digests
 from redraft.engines.locking import build_lock, terminate_as_exit
-from redraft.engines.manifest import MANIFEST, FileRecord, Manifest, bundle_name, dump_manifest, rebuild_command
+from redraft.engines.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    bundle_name,
+    dump_manifest,
+    has_random_weights,
+    rebuild_command,
+)
 from redraft.errors import BundleError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -23,12 +31,14 @@ class BundleWriter:
     """Builds the bundle `out` in `staging`; `commit` puts it in place, anything else leaves `out` as it was.
 
     Holds the bundle's lock from entry to exit, and clears what killed builds left. Without `force`, a bundle of
-    another name or of an unreadable manifest is not replaced; a directory that is no bundle never is. Raises
-    BundleError for these, for a second build at once, and in place of an OSError for want of space.
+    another name or of an unreadable manifest is not replaced, nor one of a model by one of `random_weights`; a
+    directory that is no bundle never is. Raises BundleError for these, for a second build at once, and in place of an
+    OSError for want of space.
     """
 
-    def __init__(self, out: Path, name: str, force: bool = False) -> None:
+    def __init__(self, out: Path, name: str, force: bool = False, random_weights: bool = False) -> None:
         self.out = out.absolute()
+        self._random = random_weights
         self.staging = self._sibling("building")
         self._name = name
         self._force = force
@@ -39,7 +49,7 @@ class BundleWriter:
         with ExitStack() as stack:
             self._make_folder(self.out.parent)
             stack.enter_context(terminate_as_exit())
-            stack.enter_context(build_lock(self.out.parent / f".{self.out.name}.lock", self.out))
+            stack.enter_context(self._locked())
             self._clear_leftovers()
             self._check_target()
             self._make_folder(self.staging)
@@ -110,6 +120,11 @@ class BundleWriter:
                 f"{self.out} holds the bundle {found!r}, not {self._name!r}",
                 f"give another -o, or {rebuild_command(self.out)}",
             )
+        if self._random and not has_random_weights(self.out):
+            raise BundleError(
+                f"{self.out} holds engines of a model, whose place random weights would take",
+                "give another -o, or --force",
+            )
 
     def _out_of_space(self, written: int) -> BundleError:
         free = shutil.disk_usage(self.out.parent).free
@@ -118,6 +133,14 @@ class BundleWriter:
             f"no space for {self.out}: {needed}, {_megabytes(free)} free", "free some, or give an -o on another disk"
         )
 
+    def _locked(self) -> AbstractContextManager[None]:
+        path = self.out.parent / f".{self.out.name}.lock"
+        try:
+            path.touch()
+        except OSError as error:
+            raise _unwritable(self.out, error) from error
+        return build_lock(path, self.out)
+
     def _sibling(self, role: str) -> Path:
         return self.out.parent / f".{self.out.name}.{role}-{os.getpid()}"
 
@@ -125,13 +148,19 @@ class BundleWriter:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written") from error
+            raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> BundleError:
+    return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
 
 
 def _is_out_of_space(error: BaseException) -> bool:
     """Whether the error or a cause of it is a full disk, also where a library only says so in words."""
     chain: BaseException | None = error
-    while chain is not None:
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
         if isinstance(chain, OSError) and chain.errno in _NO_SPACE:
             return True
         if "No space left on device" in str(chain):

@@ -246,10 +246,10 @@ def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.o
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, RedraftError):
             cause = cause.__cause__
-        if cause is not None:
-            raise cause from None
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
+        if cause is None:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
+    raise cause from None  # here, so that it does not become the context of what it is the cause of
 
 
 def _called(module: nn.Module) -> str:

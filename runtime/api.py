@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -164,6 +165,8 @@ class Runtime:
         synthetic_acceptance: force acceptance by depth; the output is labelled.   record_gaps: fill `Generation.gaps`.
         Raises UsageError for what cannot be done, before anything is computed.
         """
+        if isinstance(prompts, str | bytes):
+            raise UsageError("expected a list of prompts, found one", "put it into a list")
         forced = Acceptance(tuple(synthetic_acceptance)) if synthetic_acceptance is not None else None
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
@@ -206,11 +209,11 @@ class Runtime:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
-        Raises UsageError for one that is empty without a BOS token, leaves no room, or holds an id past the vocabulary,
-        and once the runtime is closed.
+        Raises UsageError for one that is neither text nor ids, is empty without a BOS token, leaves no room, or holds
+        an id past the vocabulary, and once the runtime is closed.
         """
         self._check_open()
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) or self.text.encode("")
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.text.encode("")
         if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
             raise UsageError(
                 f"the prompt has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
@@ -275,6 +278,8 @@ class Runtime:
         return Adaptive(self.curve, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"expected SamplingParams, one for all prompts, found {type(params).__name__}")
         ids = self.encode(prompt)
         sampler: Sampler = make_sampler(params, record_gaps)
         if forced is not None:
@@ -307,6 +312,16 @@ class Runtime:
             metrics=summarise(request.counters, request.began, request.ended, len(tokens) - 1, waited, synthetic),
             gaps=None if gaps is None else tuple(gaps[: len(tokens)]),
         )
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    """The token ids. Raises UsageError for what are none."""
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}") from None
 
 
 class _Held:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from redraft.errors import UsageError
+
+_NUMBERS = {"max_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "seed": Integral}
+_CALLED = {Integral: "a whole number", Real: "a number"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name, kind in _NUMBERS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise UsageError(f"{name} must be {_CALLED[kind]}, not {getattr(self, name)!r}")
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if "" in self.stop:

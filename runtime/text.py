@@ -54,8 +54,13 @@ class Text:
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
 
-        An empty text is the bare beginning-of-sequence token. Raises UsageError where the tokenizer has none.
+        An empty text is the bare beginning-of-sequence token. Raises UsageError where the tokenizer has none, and for a
+        text that came of bytes which are not UTF-8.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the prompt is not UTF-8 (character {error.start})", "convert it first") from None
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens).ids
         if ids:
             return ids

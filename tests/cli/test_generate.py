@@ -118,6 +118,14 @@ def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
     assert "run `redraft build" in refused("inspect", tmp_path / "absent", status=1)
 
 
+def test_a_refusal_leaves_the_trace_that_was_there(refused: Refused, bundle: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("kept\n")
+    for options in (["--method", "magic"], ["--temperature", "0.5"]):
+        refused("generate", "--engines", bundle, "--prompt", "a", "--trace", trace, *options, status=2)
+        assert trace.read_text() == "kept\n"
+
+
 def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes("café".encode("latin-1"))
@@ -132,6 +140,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         ([], "--prompt"),
         (["--prompt", "a", "--prompt-file", "b"], "one of --prompt and --prompt-file"),
         (["--prompt", "a", "--method", "magic"], "unknown method 'magic'"),
+        (["--prompt", "a\udcff"], "the prompt is not UTF-8 (character 1)"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens"),
         (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or above"),

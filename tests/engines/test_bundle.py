@@ -272,6 +272,26 @@ def test_too_little_space_is_said_before_anything_is_written(out):
     open_bundle(out)
 
 
+def test_an_error_that_is_its_own_context_is_passed_on(out):
+    error = BundleError("refused")
+    error.__context__ = ValueError("while tracing")
+    error.__context__.__cause__ = error
+    with pytest.raises(BundleError, match="refused"), BundleWriter(out, "small"):
+        raise error
+
+
+def test_a_model_makes_room_for_random_weights_only_where_told(out):
+    with pytest.raises(BundleError, match="holds engines of a model, whose place random weights would take"):
+        BundleWriter(out, "small", random_weights=True).__enter__()
+    with BundleWriter(out, "small", force=True, random_weights=True) as writer:
+        save_verifier(Decoder(), writer.staging)
+        made = manifest_of(Decoder())
+        writer.commit(replace(made, model=replace(made.model, random_weights=True)))
+    for random in (True, False):
+        with BundleWriter(out, "small", random_weights=random):
+            pass
+
+
 def test_hard_linked_weights_are_part_of_the_bundle(tmp_path):
     shard = tmp_path / "model.safetensors"
     shard.write_bytes(bytes(range(256)))

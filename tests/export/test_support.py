@@ -48,6 +48,16 @@ def test_refused_by_name(tmp_path, values, reason):
     with pytest.raises((UnsupportedModelError, CheckpointError), match=reason) as caught:
         export_config(tmp_path, values)
     assert "\n" not in str(caught.value)
+    assert_ends(caught.value)
+
+
+def assert_ends(error):
+    """Nobody who follows an error to its causes comes back to it."""
+    seen = set()
+    while error is not None:
+        assert id(error) not in seen
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
 
 
 def test_dropped_window_is_noticed(tmp_path, monkeypatch):

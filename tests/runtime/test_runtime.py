@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime import Runtime
+from redraft.runtime import Runtime, SamplingParams
 from redraft.types import Budget
 
 from .fakes import BOS, EOS, VOCABULARY, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
@@ -103,6 +105,33 @@ def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
     """A tokenizer may hold more words than the embedding has rows."""
     with pytest.raises(UsageError, match=f"the model knows 0 to {VOCABULARY - 1}"):
         make_runtime().generate([[97, token]])
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda runtime: runtime.generate("def f("), "expected a list of prompts, found one; put it into a list"),
+        (lambda runtime: runtime.generate([b"abc"]), "a prompt is a text or a list of token ids, not bytes"),
+        (lambda runtime: runtime.generate([None]), "not NoneType"),
+        (lambda runtime: runtime.generate([[97, 1.5]]), "a list of token ids, not list"),
+        (
+            lambda runtime: runtime.generate(["a"], [greedy(1)]),
+            "expected SamplingParams, .* found list",
+        ),
+        (lambda runtime: SamplingParams(max_tokens=1.5), "max_tokens must be a whole number, not 1.5"),
+        (lambda runtime: SamplingParams(max_tokens="8"), "max_tokens must be a whole number, not '8'"),
+        (lambda runtime: SamplingParams(temperature="0"), "temperature must be a number, not '0'"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(use: Callable[[Runtime], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        use(make_runtime())
+
+
+def test_ids_of_numpy_are_ids() -> None:
+    runtime = make_runtime()
+    ids = np.array([BOS, 97])
+    assert runtime.generate([ids], greedy(3))[0].token_ids == runtime.generate([ids.tolist()], greedy(3))[0].token_ids
 
 
 def test_closing_twice_is_harmless() -> None:
