@@ -37,7 +37,8 @@ demo: install
 engines: install
 	$(strip $(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
-	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA)))
+	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA)) \
+	  $(if $(FORCE),--force))
 
 # The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.
 # ARCHITECTURES="80 90" builds for these compute capabilities only, native for those of the GPUs here. What is not said stays

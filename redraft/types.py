@@ -106,13 +106,13 @@ class Choice:
 class Outcome(NamedTuple):
     """What one verification said of one tree.
 
-    node_tokens: int64[n], the verifier's token after every node.
+    node_tokens: the verifier's token after every node, n of them.
     path:        nodes accepted, in order, root excluded: rows of the KV and feature buffers of this call.
     bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
     tokens:      accepted tokens, then the bonus: what this step adds to the sequence.
     """
 
-    node_tokens: IntArray
+    node_tokens: Sequence[int]
     path: tuple[int, ...]
     bonus: int
     tokens: tuple[int, ...] = ()

@@ -73,10 +73,10 @@ class Frame:
         verdict = self._verdict.values
         width = (verdict.shape[1] - 1) // 2
         outcomes = []
-        for row, said, count in zip(verdict.tolist(), verdict[:, 1 + width :].copy(), nodes, strict=True):
-            path = tuple(row[2 : 1 + row[0]])
-            tokens = (row[1 + width], *[row[1 + width + node] for node in path])
-            outcomes.append(Outcome(said[:count], path, tokens[-1], tokens))
+        for row, count in zip(verdict.tolist(), nodes, strict=True):
+            path, said = tuple(row[2 : 1 + row[0]]), row[1 + width : 1 + width + count]
+            tokens = (said[0], *[said[node] for node in path])
+            outcomes.append(Outcome(said, path, tokens[-1], tokens))
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:

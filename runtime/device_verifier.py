@@ -78,6 +78,7 @@ class DeviceVerifier(Verifier):
         self._collector: Collector | None = None
         self._trees: dict[tuple[int, int, int], TreeFrame] = {}
         self._chunks: dict[int, ChunkFrame] = {}
+        self._rows_alone: dict[int, Features] = {}
         self._warm = False
         self._copy_slot = SlotMove(device, names.STEP_MOVE, self._state)
 
@@ -164,7 +165,10 @@ class DeviceVerifier(Verifier):
 
     def features(self, slot: int, nodes: int) -> Features:
         """Rows without columns, one a node: the values are the collector's."""
-        return dict.fromkeys(self._taps, np.empty((nodes, 0), np.float32))
+        found = self._rows_alone.get(nodes)
+        if found is None:
+            found = self._rows_alone[nodes] = dict.fromkeys(self._taps, np.empty((nodes, 0), np.float32))
+        return found
 
     def move(self, source: int, target: int, rows: int) -> None:
         """See `Verifier.move`; all rows of the slot."""

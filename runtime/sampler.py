@@ -7,6 +7,7 @@ position of the token, so that any two implementations can be compared token for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from redraft.errors import UsageError
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.tree import accepted_path
-from redraft.types import DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import DraftTree, FloatArray, Outcome
 
 
 class Sampler(Protocol):
@@ -32,8 +33,8 @@ class Sampler(Protocol):
 class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token at each node, not the logits."""
 
-    def accept(self, node_tokens: IntArray, tree: DraftTree, position: int) -> Outcome:
-        """As `Sampler.judge`, of int64[n]."""
+    def accept(self, node_tokens: Sequence[int], tree: DraftTree, position: int) -> Outcome:
+        """As `Sampler.judge`."""
 
 
 class Greedy:
@@ -48,13 +49,12 @@ class Greedy:
 
     def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
         """See `Sampler.judge`."""
-        node_tokens = logits.argmax(axis=-1)
-        said = node_tokens.tolist()
+        said = logits.argmax(axis=-1).tolist()
         path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), said) if len(said) > 1 else ()
         tokens = tuple([said[0], *[said[node] for node in path]])
         if self.gaps is not None:
             self.gaps.extend(top_two_gaps(logits[[0, *path]]))
-        return Outcome(node_tokens, path, tokens[-1], tokens)
+        return Outcome(said, path, tokens[-1], tokens)
 
 
 def top_two_gaps(logits: FloatArray) -> list[float]:

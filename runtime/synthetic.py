@@ -11,7 +11,7 @@ from redraft.runtime.sampler import uniform
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
 LABEL = "[synthetic acceptance] "
 """What the text of such a run begins with."""
@@ -71,7 +71,7 @@ class SyntheticAcceptance:
         """See `Sampler.judge`."""
         return self.accept(logits.argmax(axis=-1), tree, position)
 
-    def accept(self, node_tokens: IntArray, tree: DraftTree, position: int) -> Outcome:
+    def accept(self, node_tokens: Several[int], tree: DraftTree, position: int) -> Outcome:
         """See `OverTokens.accept`."""
         path: list[int] = []
         last = 0
@@ -82,6 +82,6 @@ class SyntheticAcceptance:
                     break
                 path.append(node)
                 last = node
-        bonus = int(node_tokens[last])
+        bonus = node_tokens[last]
         tokens = (*(int(tree.tokens[node]) for node in path), bonus)
         return Outcome(node_tokens, tuple(path), bonus, tokens)

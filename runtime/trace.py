@@ -64,7 +64,7 @@ class TraceWriter:
                 "tokens": tree.tokens.tolist(),
                 "parents": tree.parents.tolist(),
                 "log_probs": [round(value, 5) for value in tree.log_probs.tolist()],
-                "said": outcome.node_tokens.tolist(),
+                "said": outcome.node_tokens,
                 "path": list(outcome.path),
                 "committed": list(outcome.tokens),
                 **({"choice": _choice(choice, tree)} if choice else {}),

@@ -75,7 +75,7 @@ def test_greedy_judges_a_tree() -> None:
     sampler = Greedy(record_gaps=True)
     outcome = sampler.judge(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), position=4)
     assert (outcome.path, outcome.bonus, outcome.tokens) == ((2,), 9, (7, 9))
-    assert outcome.node_tokens.tolist() == [7, 1, 9]
+    assert outcome.node_tokens == [7, 1, 9]
     assert sampler.gaps == [3.0, 1.0]
 
 
