@@ -20,7 +20,7 @@ def build_lock(path: Path, target: Path) -> Iterator[None]:
     """Hold the lock file `path` while `target` is being built; the file is gone afterwards.
 
     The operating system drops the lock of a killed process. Raises BundleError at once where another process holds
-    it, naming that process.
+    it, naming that process, and where no file can be made.
     """
     descriptor = _acquire(path, target)
     try:
@@ -34,7 +34,10 @@ def build_lock(path: Path, target: Path) -> Iterator[None]:
 
 def _acquire(path: Path, target: Path) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritable(target, error) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -44,6 +47,11 @@ def _acquire(path: Path, target: Path) -> int:
         if _still_named(descriptor, path):
             return descriptor
         os.close(descriptor)  # its holder removed it between our open and our lock
+
+
+def unwritable(path: Path, error: OSError) -> BundleError:
+    """What to say of a bundle or folder that cannot be made."""
+    return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
 
 
 def _still_named(descriptor: int, path: Path) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from redraft.engines.digests import DigestCache, tree_digests
-from redraft.engines.locking import build_lock, terminate_as_exit
+from redraft.engines.locking import build_lock, terminate_as_exit, unwritable
 from redraft.engines.manifest import (
     MANIFEST,
     FileRecord,
@@ -49,7 +49,7 @@ class BundleWriter:
         with ExitStack() as stack:
             self._make_folder(self.out.parent)
             stack.enter_context(terminate_as_exit())
-            stack.enter_context(self._locked())
+            stack.enter_context(build_lock(self.out.parent / f".{self.out.name}.lock", self.out))
             self._clear_leftovers()
             self._check_target()
             self._make_folder(self.staging)
@@ -133,14 +133,6 @@ class BundleWriter:
             f"no space for {self.out}: {needed}, {_megabytes(free)} free", "free some, or give an -o on another disk"
         )
 
-    def _locked(self) -> AbstractContextManager[None]:
-        path = self.out.parent / f".{self.out.name}.lock"
-        try:
-            path.touch()
-        except OSError as error:
-            raise _unwritable(self.out, error) from error
-        return build_lock(path, self.out)
-
     def _sibling(self, role: str) -> Path:
         return self.out.parent / f".{self.out.name}.{role}-{os.getpid()}"
 
@@ -148,11 +140,7 @@ class BundleWriter:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> BundleError:
-    return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
+            raise unwritable(path, error) from error
 
 
 def _is_out_of_space(error: BaseException) -> bool:

@@ -272,6 +272,12 @@ def test_too_little_space_is_said_before_anything_is_written(out):
     open_bundle(out)
 
 
+def test_a_folder_where_no_file_can_be_made_is_named():
+    """The lock is the first of them, and no business of the user's."""
+    with pytest.raises(BundleError, match=r"cannot write /proc/engines: .*; give an -o that can be written"):
+        BundleWriter(Path("/proc/engines"), "small").__enter__()
+
+
 def test_an_error_that_is_its_own_context_is_passed_on(out):
     error = BundleError("refused")
     error.__context__ = ValueError("while tracing")
