@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from redraft import names
 from redraft.errors import BundleError, UsageError
-
-Message = Mapping[str, Any]
+from redraft.runtime.chat import ChatTemplates
+from redraft.runtime.chat_data import Message
 
 _CONTEXT_TOKENS = 6
 _UNFINISHED = "\ufffd"
@@ -26,30 +25,43 @@ class Decoder(Protocol):
         """The text of `ids`, special tokens left out; an unfinished character reads U+FFFD."""
 
 
-class Text:
-    """A bundle's tokenizer and chat template.
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`, without the truncation and padding that training may have left in it.
 
-    bos, eos: ids, None where the model has none; they give `bos_token` and `eos_token` of the template.
+    Raises BundleError when the file is missing or damaged.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise BundleError(f"{path}: expected a tokenizer, found {error}", "rebuild the bundle") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Text:
+    """A bundle's tokenizer and chat templates.
+
+    bos: id of the beginning-of-sequence token, None if the model has none.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: str | None = None, bos: int | None = None, eos: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplates | None = None, bos: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.bos = bos
-        self._eos = eos
-        self._template = template
+        self._chat = chat or ChatTemplates({})
 
     @classmethod
     def load(cls, folder: Path, bos: int | None, eos: int | None) -> Text:
-        """Read `tokenizer.json` and, where present, `chat_template.jinja`. Raises BundleError."""
-        path = folder / names.TOKENIZER_FILE
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise BundleError(f"{path}: expected a tokenizer, found {error}", "rebuild the bundle") from error
-        template = folder / names.CHAT_TEMPLATE_FILE
-        return cls(tokenizer, template.read_text(encoding="utf-8") if template.is_file() else None, bos, eos)
+        """Read a bundle's tokenizer, chat templates and special tokens. Raises BundleError.
+
+        Bundles without `special_tokens_map.json` get `bos_token` and `eos_token` from these ids.
+        """
+        tokenizer = load_tokenizer(folder / names.TOKENIZER_FILE)
+        tokens = _special_tokens(folder / names.SPECIAL_TOKENS_FILE)
+        if tokens is None:
+            ids = {"bos_token": bos, "eos_token": eos}
+            tokens = {name: tokenizer.id_to_token(i) or "" for name, i in ids.items() if i is not None}
+        return cls(tokenizer, ChatTemplates.load(folder, tokens), bos)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
@@ -75,33 +87,25 @@ class Text:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
         """The prompt of a conversation, special tokens written out: encode it with `special_tokens=False`.
 
-        Raises UsageError where the bundle has no template, or its template refuses the messages.
+        Arguments and errors are those of `ChatTemplates.render`.
         """
-        if self._template is None:
-            raise UsageError("this model has no chat template", "give a plain prompt")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _refuse
-        try:
-            return environment.from_string(self._template).render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._word(self.bos),
-                eos_token=self._word(self._eos),
-            )
-        except TemplateError as error:
-            raise UsageError(f"the chat template refuses these messages: {error}") from error
-
-    def _word(self, token: int | None) -> str:
-        return "" if token is None else self.tokenizer.id_to_token(token) or ""
+        return self._chat.render(messages, add_generation_prompt, tools, documents, chat_template, **variables)
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def _special_tokens(path: Path) -> Mapping[str, str] | None:
+    """Text of the special tokens by name, None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        return {str(name): str(token) for name, token in json.loads(path.read_bytes()).items()}
+    except (ValueError, AttributeError) as error:
+        raise BundleError(f"{path}: expected names of tokens, found {error}", "rebuild the bundle") from error
 
 
 class TextStream:

@@ -94,12 +94,16 @@ def check_device(device: str) -> None:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
+    """The verifier's tokenizer, without truncation and padding that may be left in its file."""
     try:
-        return Tokenizer.from_file(str(path / TOKENIZER_FILE))
+        tokenizer = Tokenizer.from_file(str(path / TOKENIZER_FILE))
     except Exception as error:  # tokenizers raises plain exceptions  # noqa: BLE001
         raise CheckpointError(
             f"{path / TOKENIZER_FILE} cannot be read ({error})", "save the model's fast tokenizer there"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def autocast_beside(verifier: Any) -> torch.autocast:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from redraft import names, signatures
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime.chat import DEFAULT, ChatTemplates
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.text import Text
@@ -130,7 +131,8 @@ def byte_text(bos: int | None = BOS, template: str | None = None) -> Text:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return Text(tokenizer, template, bos, EOS)
+    templates = {} if template is None else {DEFAULT: template}
+    return Text(tokenizer, ChatTemplates(templates, {"bos_token": "<s>", "eos_token": "</s>"}), bos)
 
 
 def _byte(letter: str) -> int:

@@ -91,7 +91,7 @@ def test_chat_template_sees_messages_and_special_tokens() -> None:
     [
         (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "refuses"),
+        ("{% if %}", "does not compile"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )

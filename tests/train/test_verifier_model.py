@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.train.objectives.lyanna_method import LyannaRecipe, configure
@@ -65,6 +66,16 @@ def test_tokenizer_must_be_there_and_fit(tmp_path, verifier_folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         open_verifier(folder, "cpu")
+
+
+def test_truncation_and_padding_left_in_the_tokenizer_are_ignored(tmp_path, verifier_folder):
+    folder = checkpoint(tmp_path / "v", verifier_folder, "llama")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected = tokenizer.encode("def step(self, batch): return batch").ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert open_verifier(folder, "cpu").tokenizer.encode("def step(self, batch): return batch").ids == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,0 +1,101 @@
+"""Chat templates, rendered with the names, filters and values that transformers gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+
+from redraft import names
+from redraft.errors import UsageError
+from redraft.runtime.chat_data import Message, conversation, plain_objects
+from redraft.runtime.chat_environment import chat_environment
+
+DEFAULT = names.DEFAULT_CHAT_TEMPLATE
+TOOL_USE = "tool_use"
+"""The template for a conversation with tools. Models without one use the default template."""
+
+_CHECK = "give messages of the form that the model's template expects"
+_FIX = "fix the template in the checkpoint and build again"
+
+
+@dataclass(frozen=True)
+class ChatTemplates:
+    """A model's chat templates by name, and the special tokens that they may write.
+
+    special_tokens: text by name, for example {"bos_token": "<s>"}. Tokens that the model lacks are left out.
+    """
+
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplates:
+        """Read `chat_template.jinja` and `additional_chat_templates/NAME.jinja` from a bundle, if present."""
+        found = {path.stem: path for path in (folder / names.CHAT_TEMPLATES_FOLDER).glob("*.jinja")}
+        single = folder / names.CHAT_TEMPLATE_FILE
+        paths = {**found, DEFAULT: single} if single.is_file() else found
+        return cls({name: path.read_text(encoding="utf-8") for name, path in paths.items()}, special_tokens)
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
+        documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
+    ) -> str:  # fmt: skip
+        """Render the prompt of a conversation.
+
+        tools:         JSON schemas of functions; with them a template named `tool_use` replaces the default one.
+        documents:     objects that the template may quote, usually with `title` and `text`.
+        chat_template: name of the template to use.   variables: what else the template may read.
+        Raises UsageError if there is no such template, if it does not compile, or if it refuses its input.
+        """
+        name = self._choose(chat_template, tools is not None)
+        template = _compile(name, self.sources[name])
+        values = {
+            **self.special_tokens,
+            **plain_objects("variables", [variables])[0],
+            "messages": conversation(messages),
+            "tools": None if tools is None else plain_objects("tools", tools),
+            "documents": None if documents is None else plain_objects("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(values)
+        except TemplateError as error:
+            raise UsageError(f"the chat template refuses these messages: {_reason(error)}") from error
+        except Exception as error:
+            raise UsageError(f"the chat template fails on these messages ({_reason(error)})", _CHECK) from error
+
+    def _choose(self, name: str | None, tools: bool) -> str:
+        """The name of the template to use. Raises UsageError if there is none."""
+        if not self.sources:
+            raise UsageError("this model has no chat template", "give a plain prompt")
+        wanted = name or (TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT)
+        if wanted not in self.sources:
+            raise UsageError(
+                f"this model has no chat template {wanted!r}", f"name one of these: {', '.join(sorted(self.sources))}"
+            )
+        return wanted
+
+
+@lru_cache(maxsize=16)
+def _compile(name: str, source: str) -> Template:
+    """Compile a template. Raises UsageError if it is not valid."""
+    try:
+        return chat_environment().from_string(source)
+    except TemplateSyntaxError as error:
+        cause = f"{_reason(error)} (line {error.lineno})"
+        raise UsageError(f"the chat template {name!r} does not compile: {cause}", _FIX) from error
+    except Exception as error:
+        raise UsageError(f"the chat template {name!r} does not compile: {_reason(error)}", _FIX) from error
+
+
+def _reason(error: Exception) -> str:
+    """One line for an error: its message, with its type unless the template itself raised it."""
+    message = " ".join(str(error).split())
+    if type(error) in (TemplateError, TemplateSyntaxError):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,0 +1,256 @@
+"""Twenty-odd small chat templates, each with the Jinja that one family of public templates relies on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "  Be brief.\n"},
+    {"role": "user", "content": ' Hé <b>&"quotes"</b> 日本 🙂 '},
+    {"role": "assistant", "content": "<think>\nwell\n</think>\n\nHi!"},
+    {"role": "user", "content": "And now?"},
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the <weather> of a città",
+            "parameters": {"type": "object", "required": ["place"], "properties": {
+                "place": {"type": "string", "description": "where"}, "days": {"type": ["integer", "null"]}}},
+        },
+    }
+]  # fmt: skip
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "tool_calls": [{"id": "a1b2c3d4e", "type": "function", "function": {
+        "name": "weather", "arguments": {"place": "Zürich", "n": 1}}}]},
+    {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "weather", "content": {"sun": True, "wind": None}},
+]  # fmt: skip
+DOCUMENTS = [{"title": "One", "text": "First text."}, {"title": "Zwei", "text": "Größe"}]
+PARTS: list[dict[str, Any]] = [
+    {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}, {"type": "text", "text": "!"}],
+    }
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A template, its input, and a text that the rendered prompt must show."""
+
+    name: str
+    template: str
+    shows: str
+    messages: Sequence[Mapping[str, Any]] = field(default_factory=lambda: CHAT)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = [
+    Case("llama 2: system text into the first turn, slices, strip", """\
+{% if messages[0]['role'] == 'system' %}
+    {% set rest = messages[1:] %}
+    {% set system = '<<S>>' + messages[0]['content'].strip() + '<</S>>\\n' %}
+{% else %}
+    {% set rest = messages %}{% set system = false %}
+{% endif %}
+{% for m in rest %}
+    {% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}
+    {% set text = system + m['content'] if loop.index0 == 0 and system != false else m['content'] %}
+    {% if m['role'] == 'user' %}
+        {{ bos_token + '[I] ' + text.strip() + ' [/I]' }}
+    {% elif m['role'] == 'assistant' %}
+        {{ ' ' + text | trim + ' ' + eos_token }}
+    {% endif %}
+{% endfor %}""", "<<S>>Be brief.<</S>>"),
+    Case("llama 3.1: tools, a date given or today's", """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- endif %}
+{{- "Today: " + date_string + "\\n\\n" }}
+{%- if tools is not none %}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{%- endif %}
+{%- for m in messages %}{{- '<|h|>' + m.role + '<|/h|>' + m.content | trim + '<|e|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|h|>assistant<|/h|>' }}{%- endif %}""",
+         '"description": "Tells the <weather> of a città"', values={"tools": TOOLS}),
+    Case("llama 3.1 with a date of the caller", "{{ date_string }} {{ strftime_now('%Y') | length }}", "1 May 4",
+         values={"date_string": "1 May"}),
+    Case("mistral: namespace over a loop", """\
+{%- set ns = namespace(index=0, text='') %}
+{%- for m in messages if m.role != 'system' %}
+    {%- set ns.index = ns.index + 1 %}{%- set ns.text = ns.text ~ ns.index ~ m.role[0] %}
+{%- endfor %}
+{{- bos_token ~ ns.text ~ (messages | map(attribute='role') | join(',')) }}""", "1u2a3u"),
+    Case("mixtral: tool calls and results as JSON", """\
+{%- set user = messages | selectattr("role", "equalto", "user") | list %}
+{%- for m in messages %}
+    {%- if m.tool_calls is defined and m.tool_calls %}
+        {{- "[CALLS] [" }}
+        {%- for call in m.tool_calls %}
+            {%- set out = call.function | tojson %}{{- out[:-1] }}
+            {%- if call.id | length != 9 %}{{- raise_exception("ids have nine letters") }}{%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}{{- "," if not loop.last else "]" + eos_token }}
+        {%- endfor %}
+    {%- elif m.role == "tool" %}{{- '[RESULT] ' ~ m.content ~ (m.content | tojson) }}
+    {%- elif m == user[-1] %}{{- "[TOOLS] " ~ tools | tojson ~ m.content }}
+    {%- endif %}
+{%- endfor %}""", '"arguments": {"place": "Zürich", "n": 1}', CALLS, {"tools": TOOLS}),
+    Case("gemma: roles renamed, blocks that trim their lines", """\
+{{ bos_token }}{% for m in messages %}
+{% if m['role'] == 'assistant' %}
+{% set role = 'model' %}
+{% else %}
+{% set role = m['role'] %}
+{% endif %}
+{{ '<turn>' + role + '
+' + m['content'] | trim + '</turn>
+' }}{% endfor %}
+{% if add_generation_prompt %}{{'<turn>model
+'}}{% endif %}""", "<turn>model\n"),
+    Case("qwen 2.5: tools in the system turn", """\
+{%- if tools %}
+    {{- '<s>system\\n' ~ (messages[0]['content'] if messages[0].role == 'system' else 'You help.') }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+{%- endif %}
+{%- for m in messages %}
+    {%- if (m.role == "user") or (m.role == "system" and not loop.first)
+           or (m.role == "assistant" and not m.tool_calls) %}
+        {{- '<s>' + m.role + '\\n' + m.content + '<e>' + '\\n' }}
+    {%- elif m.role == "tool" and ((loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool")) %}
+        {{- 'tool: ' }}{{- m.content }}
+    {%- endif %}
+{%- endfor %}""", "You help.", CALLS, {"tools": TOOLS}),
+    Case("qwen 3: thinking cut off by splits, messages from the end", """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if ns.last < 0 and m.role == "user" and m.content is string
+           and not (m.content.startswith('<r>') and m.content.endswith('</r>')) %}{%- set ns.last = index %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- set content = m.content if m.content is string else '' %}
+    {%- if '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {{- thought if loop.index0 > ns.last else '' }}
+    {%- endif %}
+    {{- content ~ '|' }}
+{%- endfor %}
+{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
+    {{- '<think>\\n\\n</think>' }}
+{%- endif %}{{- ns.last }}""", "|Hi!|", values={"enable_thinking": False}),
+    Case("phi 3: text outside of blocks, lines kept", """\
+{% for m in messages %}{% if m['role'] in ['system', 'user'] %}{{'<|' + m['role'] + '|>
+' + m['content'] + '<|end|>
+'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
+' }}{% else %}{{ eos_token }}{% endif %}""", "<|user|>\n Hé"),
+    Case("deepseek r1: defaults, several namespaces, concatenation", """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+{% set ns = namespace(first=true, tool=false, system='') %}
+{%- for m in messages %}{%- if m['role'] == 'system' %}{%- set ns.system = m['content'] %}{%- endif %}{%- endfor %}
+{{bos_token}}{{ns.system}}
+{%- for m in messages %}
+{%- if m['role'] == 'assistant' and m['content'] is not none %}
+{% set content = m['content'] %}
+{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+{{'<A>' + content + eos_token}}
+{%- elif m['role'] == 'user' %}{%- set ns.tool = false -%}{{'<U>' + m['content']}}{%- endif %}
+{%- endfor -%}
+{% if add_generation_prompt and not ns.tool %}{{'<A><think>\\n'}}{% endif %}""", "<A>\n\nHi!</s>"),
+    Case("zephyr: nested conditions and bare newlines", """\
+{% for m in messages %}
+{% if m['role'] == 'user' %}
+{{ '<|user|>
+' + m['content'] + eos_token }}
+{% elif m['role'] == 'system' %}
+{{ '<|system|>
+' + m['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}""", "<|system|>\n  Be brief."),
+    Case("chatml: one line",
+         "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "<|im_start|>system\n"),
+    Case("command r: documents and a macro", """\
+{%- macro entry(document, number) -%}
+Document: {{ number }}
+{% for key, value in document.items() %}{{ key }}: {{ value }}
+{% endfor %}
+{%- endmacro -%}
+{{ bos_token }}{% for d in documents %}{{ entry(d, loop.index0) }}{{ '' if loop.last else '--\\n' }}{% endfor %}
+{{ messages[-1].content | upper }}{{ documents | map(attribute='title') | join(' & ') }}""",
+         "Document: 1\ntitle: Zwei", values={"documents": DOCUMENTS}),
+    Case("granite: filters with defaults, selectattr, unknown variables", """\
+{%- set wanted = controls | default({}, true) %}
+{%- for name, value in wanted.items() if value is mapping %}{{ name }}={{ value | length }};{%- endfor %}
+{{- missing | default('none') }}{{ missing2 is defined }}
+{{- messages | rejectattr('role', 'in', ['user', 'system']) | map(attribute='content') | first }}""",
+         "length=2;none", values={"controls": {"length": {"a": 1, "b": 2}, "tone": "x"}}),
+    Case("smollm: a system turn of its own", """\
+{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<S>You are small<E>\n' }}{% endif %}
+{{- '<' ~ m['role'] ~ '>' ~ m['content'] ~ '<E>\n' }}{% endfor %}""", "<S>You are small<E>", CALLS[:1]),
+    Case("falcon: capitals and replacements", """\
+{% for m in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}
+{{ m['role'] | capitalize }}: {{ m.content.strip().replace('\r\n', '\n').replace('\n\n', '\n') }}{% endfor %}
+{% if add_generation_prompt %}{{ '\n' + 'Falcon:' }}{% endif %}""", "System: Be brief."),
+    Case("olmo: loop.last, eos between turns", """\
+{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' and not loop.last %}
+{{ '<|assistant|>\n' + m['content'] + eos_token + '\n' }}
+{% elif m['role'] == 'assistant' and loop.last %}{{ m['content'] + eos_token }}
+{% else %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '\n' }}{% endif %}{% endfor %}""", "Hi!</s>"),
+    Case("yi: conditions without a role, all special tokens", """\
+{{ [bos_token, eos_token, pad_token, unk_token] | join('') }}{{ sep_token is defined }}{{ cls_token }}
+{%- if messages | length > 9 %}never{% else %}{{ messages[0].content if messages[0].role == 'system' }}{% endif %}""",
+         "<s></s><pad><unk>False"),
+    Case("internlm: whitespace control, comments, raw text", """\
+{#- a comment -#}
+   {%- for m in messages -%}
+   {# another #}
+     {{- m.role -}}   :   {{- m.content.split()[0] -}}
+   {%- endfor -%}
+ {% raw %}{{ kept }}{% endraw %}  """, "{{ kept }}"),
+    Case("gpt-oss: macros that recurse over a schema, is mapping, sorting", """\
+{%- macro kind(spec) -%}
+    {%- if spec.type is string -%}{{ spec.type }}
+    {%- elif spec.type is iterable and spec.type is not mapping -%}{{ spec.type | join(' | ') }}{%- endif -%}
+    {%- if spec.properties is mapping -%}
+        { {%- for name, inner in spec.properties | dictsort -%}
+            {{ name }}{{ '' if name in (spec.required or []) else '?' }}: {{ kind(inner) }}{{ ', ' if not loop.last }}
+        {%- endfor -%} }
+    {%- endif -%}
+{%- endmacro -%}
+{%- for t in tools %}{{ t.function.name }} = {{ kind(t.function.parameters) }}{% endfor %}
+{{- "Effort: " + (reasoning_effort or 'low') + strftime_now("%Y-%m-%d") }}""",
+         "weather = object{days?: integer | null, place: string}", values={"tools": TOOLS, "reasoning_effort": "high"}),
+    Case("generation blocks: what an assistant wrote, variables stay inside", """\
+{%- set x = 'out' %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{% set x = 'in' %}{{ loop.index ~ m.content ~ x }}{{ eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- '<' ~ m.role ~ '>' }}
+    {%- endif %}
+{%- endfor %}{{ x }}""", "Hi!in</s><user>out"),
+    Case("break and continue", """\
+{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{% if loop.index > 3 %}{% break %}{% endif %}
+{{ m.content }}{% endfor %}""", "Hé"),
+    Case("content in parts, recursive loops", """\
+{%- for m in messages %}{%- if m.content is string %}{{ m.content }}{%- else %}
+{%- for part in m.content %}{{ '<image>' if part.type == 'image' else part['text'] }}{%- endfor %}
+{%- endif %}{%- endfor %}
+{%- for node in tree recursive %}({{ node.name }}{{ loop(node.children) if node.children }}){%- endfor %}""",
+         "<image>What is it?!(a(b)(c))", PARTS,
+         {"tree": [{"name": "a", "children": [{"name": "b"}, {"name": "c"}]}]}),
+    Case("JSON with each option, dict and its keys", """\
+{{- tools | tojson }}{{ tools | tojson(indent=2) }}{{ {'b': 1, 'a': 'é<'} | tojson(sort_keys=true) }}
+{{- {'a': 'é'} | tojson(ensure_ascii=true) }}{{ {'a': [1, 2]} | tojson(separators=(',', ':')) }}
+{{- dict(a=1, b=none) | tojson }}{{ dict.fromkeys(['x'], 2) }}{{ [1.5, true, none, 'x"'] | tojson }}
+{{- tools | string | length }}""", '{"a": "\\u00e9"}{"a":[1,2]}', values={"tools": TOOLS}),
+]  # fmt: skip
