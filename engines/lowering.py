@@ -131,7 +131,7 @@ class _Masks:
         self._inputs = {value.name: value for value in graph.inputs}
         self._first = graph[0]
         self._count = 0
-        self._biases: dict[int, ir.Value] = {}
+        self._biases: dict[tuple[int, int], ir.Value] = {}
         live, past = self._inputs[names.LIVE], self._inputs[names.PAST_LEN]
         one = self._constant([1])
         capacity = self._node("Shape", [self._inputs[names.key_cache(0)]], start=2, end=3)
@@ -142,18 +142,18 @@ class _Masks:
         self._pads = self._node("Concat", [self._constant([0, 0, 0]), past, self._constant([0, 0, 0]), spare], axis=0)
         self.positions = self._inputs[names.POSITIONS]
 
-    def bias(self, window: int) -> ir.Value:
-        """Added to the scores, float32 [1, 1, T, total]: 0 for an ancestor or a committed row in the window."""
-        if window not in self._biases:
-            self._biases[window] = self._windowed(window) if window else self._tree()
-        return self._biases[window]
+    def bias(self, window: int, chunk: int) -> ir.Value:
+        """Added to the scores, float32 [1, 1, T, total]: 0 for an ancestor or a committed row in window and chunk."""
+        if (window, chunk) not in self._biases:
+            self._biases[window, chunk] = self._near(window, chunk) if window or chunk else self._tree()
+        return self._biases[window, chunk]
 
     def _tree(self) -> ir.Value:
         zero = self._constant(np.zeros((1, 1, 1, 1), np.float32))
         new = self._node("Where", [self._inputs[names.TREE_MASK], zero, self._constant(_HIDDEN)])
         return self._node("Pad", [new, self._pads])
 
-    def _windowed(self, window: int) -> ir.Value:
+    def _near(self, window: int, chunk: int) -> ir.Value:
         """A committed row's position is its number; a new row's is its node's."""
         scalar = self._constant(np.array(0))
         past = self._node("Squeeze", [self._inputs[names.PAST_LEN]])
@@ -162,9 +162,16 @@ class _Masks:
         rows = self._node("Concat", [committed, self.positions, self._constant([[0]])], axis=1)
         rows = self._node("Slice", [rows, self._constant([0]), self._total, self._constant([1])])  # [1, total]
         queries = self._node("Unsqueeze", [self.positions, self._constant([2])])  # [1, T, 1]
-        distance = self._node("Sub", [queries, rows])  # [1, T, total]
-        near = self._node("Less", [distance, self._constant(np.array(window))])
-        return self._node("Where", [near, self.bias(0), self._constant(_HIDDEN)])
+        bias = self.bias(0, 0)
+        if window:
+            distance = self._node("Sub", [queries, rows])  # [1, T, total]
+            near = self._node("Less", [distance, self._constant(np.array(window))])
+            bias = self._node("Where", [near, bias, self._constant(_HIDDEN)])
+        if chunk:
+            size = self._constant(np.array(chunk))
+            near = self._node("Equal", [self._node("Div", [queries, size]), self._node("Div", [rows, size])])
+            bias = self._node("Where", [near, bias, self._constant(_HIDDEN)])
+        return bias
 
     def _constant(self, values: object) -> ir.Value:
         self._count += 1
@@ -194,7 +201,7 @@ class _Chain:
             last = self._added("Sub", [total, one])
         self.total, self.last = (self._added("Cast", [rows], to=ir.DataType.INT32) for rows in (total, last))
 
-    def bias(self, window: int) -> None:
+    def bias(self, window: int, chunk: int) -> None:
         """None is added: later rows come later."""
 
     def _added(self, op: str, inputs: list[ir.Value | None], **attributes: int) -> ir.Value:
@@ -226,9 +233,10 @@ def _lower_attention(graph: ir.Graph, node: ir.Node, masks: _Masks | _Chain) -> 
         qkv, rotary = packed
         source, tables = (qkv, None, None), (*rotary.inputs[1:3], masks.positions)
         attributes |= {"do_rotary": 1, "rotary_interleaved": _attribute(rotary, "interleaved", 0)}
+    bias, sinks = masks.bias(heads["window"], _attribute(node, "chunk", 0)), node.inputs[names.TREE_ATTENTION_INPUTS :]
     fused = ir.node(
         "GroupQueryAttention",
-        [*source, key_cache, value_cache, masks.last, masks.total, *tables, masks.bias(heads["window"])],
+        [*source, key_cache, value_cache, masks.last, masks.total, *tables, bias, *sinks],
         attributes,
         domain=_MICROSOFT,
         num_outputs=3,

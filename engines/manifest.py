@@ -31,6 +31,7 @@ class ModelIdentity:
     weights: SHA-256 of every weight file of the checkpoint, by file name.
     random_weights, random_drafters: what has random weights: the verifier, drafters by name.
     stand_in_tokenizer: the tokenizer is not the model's: a token a byte.
+    inexact: what else of the checkpoint the bundle has in another form, a sentence each.
     """
 
     source: str
@@ -40,6 +41,7 @@ class ModelIdentity:
     random_weights: bool = False
     random_drafters: tuple[str, ...] = ()
     stand_in_tokenizer: bool = False
+    inexact: tuple[str, ...] = ()
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -49,7 +51,7 @@ class ModelIdentity:
             f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
             "stand-in tokenizer: a token a byte, ids above 255 in words": self.stand_in_tokenizer,
         }
-        return tuple(caveat for caveat, true in said.items() if true)
+        return (*(caveat for caveat, true in said.items() if true), *self.inexact)
 
 
 @dataclass(frozen=True)

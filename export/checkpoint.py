@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
+from redraft.export.json_files import DOWNLOAD_AGAIN as DOWNLOAD_AGAIN
+from redraft.export.json_files import read_json_object
+
+if TYPE_CHECKING:
+    from redraft.export.stored_grids import StoredGrid
 
 ITEM_BYTES = {
     "F64": 8,
@@ -33,11 +38,22 @@ ITEM_BYTES = {
     "F8_E4M3": 1,
     "BOOL": 1,
 }
-STORAGE = {"F64": "<f8", "I64": "<i8", "F32": "<f4", "I32": "<i4", "BF16": "<u2", "F16": "<f2", "U8": "u1", "I8": "i1"}
+STORAGE = {
+    "F64": "<f8",
+    "I64": "<i8",
+    "F32": "<f4",
+    "I32": "<i4",
+    "BF16": "<u2",
+    "F16": "<f2",
+    "U8": "u1",
+    "I8": "i1",
+    "I16": "<i2",
+    "BOOL": "?",
+}
 AUXILIARY_TENSORS = ("mtp.",)
 """Prefixes of tensors that belong to a checkpoint without being part of the verifier."""
 MAX_HEADER_BYTES = 100_000_000
-DOWNLOAD_AGAIN = "download or copy the checkpoint again"
+SLAB_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,50 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     length: int
+
+
+class AnyCheckpoint(Protocol):
+    """What an export needs of a checkpoint, in whichever format it is."""
+
+    @property
+    def path(self) -> Path:
+        """The folder of its files."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The values of config.json."""
+
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Entries by name."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold the tensors, sorted."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all tensors."""
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether transformers loads the same folder tensor by tensor."""
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """The stored types that `slabs` reads."""
+
+    def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
+        """A tensor, or a contiguous part of one, in fp32, a few rows at a time."""
+
+    def is_finite(self, entry: TensorEntry) -> bool:
+        """Whether a tensor has finite numbers only."""
+
+    def grid(self, entry: TensorEntry) -> StoredGrid | None:
+        """The grid that a tensor is stored on, if it is quantized without a minimum."""
+
+    def digest(self, file: str) -> str:
+        """SHA-256 of one of the files, hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +129,8 @@ class Checkpoint:
         root = Path(path)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
+        if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
+            raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
         config = _read_json(root / "config.json", f"{root} is no Hugging Face checkpoint: it has no config.json")
         tensors: dict[str, TensorEntry] = {}
         if not weights:
@@ -94,10 +156,41 @@ class Checkpoint:
 
     def memmap(self, name: str) -> NDArray[Any]:
         """The tensor's bytes as a read-only memory map; bfloat16 comes as uint16."""
-        entry = self.tensors[name]
+        return self._map(self.tensors[name])
+
+    def _map(self, entry: TensorEntry) -> NDArray[Any]:
         if 0 in entry.shape:
             return np.zeros(entry.shape, STORAGE[entry.dtype])
         return np.memmap(self.path / entry.file, STORAGE[entry.dtype], "r", entry.offset, entry.shape)
+
+    def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
+        """A tensor, or a contiguous part of one, in fp32, a few rows at a time. Its type must be one of `readable`."""
+        mapped = self._map(entry)
+        for rows in row_slices(mapped.shape, 4):
+            yield as_float32(mapped[rows] if mapped.shape else mapped, entry.dtype)
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether transformers reads the same folder by itself."""
+        return True
+
+    @property
+    def readable(self) -> tuple[str, ...]:
+        """The stored types that `slabs` reads."""
+        return ("F32", "F16", "BF16")
+
+    def grid(self, entry: TensorEntry) -> StoredGrid | None:
+        """None: its tensors are numbers, not codes."""
+
+    def is_finite(self, entry: TensorEntry) -> bool:
+        """Whether a tensor of type F32, F16 or BF16 has finite numbers only. Reads it once, slab by slab."""
+        bits = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}[entry.dtype]
+        exponent = bits({"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[entry.dtype])
+        raw = np.ravel(self._map(entry)).view(bits)
+        for begin in range(0, raw.size, SLAB_BYTES // 4):
+            if ((raw[begin : begin + SLAB_BYTES // 4] & exponent) == exponent).any():
+                return False
+        return True
 
     def digest(self, file: str) -> str:
         """SHA-256 of one of the checkpoint's files, hexadecimal."""
@@ -159,11 +252,22 @@ def _indexed(root: Path) -> dict[str, str]:
 
 def _read_json(path: Path, absent: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except FileNotFoundError as error:
         raise CheckpointError(absent, "give the directory of a Hugging Face checkpoint") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})", DOWNLOAD_AGAIN) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", DOWNLOAD_AGAIN)
-    return value
+
+
+def row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
+    """Slices of the first axis, each of at most `SLAB_BYTES` unless one row is larger."""
+    rows = shape[0] if shape else 1
+    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
+    step = max(1, SLAB_BYTES // row_bytes)
+    for begin in range(0, rows, step):
+        yield slice(begin, min(rows, begin + step))
+
+
+def as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Stored numbers of type F32, F16 or BF16 (as uint16) in fp32."""
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)

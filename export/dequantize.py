@@ -21,7 +21,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes import common
 
-from redraft.export.passes import weights_of
+from redraft.export.product_weights import ProductWeight, feeds
 
 Kind = Literal["int8", "int4", "fp8"]
 LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -75,23 +75,21 @@ def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -
     kept = next(value for value in model.graph.outputs if value.name == output).producer()
     made: dict[str, Tensor] = {}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
-        weights = [value.name or "" for value in weights_of(node)]
-        if weights and not _reaches(node, kept):
-            made |= _dequantized(model, node, weights, source, kind)
+        weight = ProductWeight.of(node, source.parameters)
+        if weight is not None and not feeds(node, kept):
+            made |= _dequantized(model, node, weight, source, kind)
     common.RemoveUnusedNodesPass()(model)
     return list(made.values())
 
 
-def _dequantized(model: ir.Model, node: ir.Node, weights: list[str], source: Any, kind: Kind) -> dict[str, Tensor]:
-    outputs = sum(source.parameters[name][0] for name in weights)
-    inputs = source.parameters[weights[0]][1]
+def _dequantized(model: ir.Model, node: ir.Node, weight: ProductWeight, source: Any, kind: Kind) -> dict[str, Tensor]:
+    outputs, inputs = weight.shape(source)
     block = block_of(kind, inputs, outputs)
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
     if block is None or dtype is None:
         return {}
-    stem = weights[0] if len(weights) == 1 else f"{weights[0]}.merged"
-    sources = tuple(entry.name for name in weights if (entry := source.stored(name)) is not None and entry.name)
-    read = partial(_read, source, weights, kind, dtype.numpy(), block)
+    stem, sources = weight.stem, weight.tensors(source)
+    read = partial(_read, source, weight, kind, dtype.numpy(), block)
     made: dict[str, Tensor] = {
         f"{stem}.{kind}": (f"{stem}.{kind}", STORED[kind], (inputs, outputs), sources, partial(read, codes=True)),
         f"{stem}.{kind}.scales": (
@@ -101,11 +99,11 @@ def _dequantized(model: ir.Model, node: ir.Node, weights: list[str], source: Any
     }  # fmt: skip
     values = [_initializer(model, name, _TYPES[stored], shape) for name, stored, shape, _, _ in made.values()]
     attributes = {"axis": 0, "block_size": block} if block else {"axis": 1}
-    weight = ir.node("DequantizeLinear", values, attributes, name=f"{stem}.{kind}.dequantize")
-    weight.outputs[0].name = f"{stem}.{kind}.value.{len(model.graph)}"
-    weight.outputs[0].type, weight.outputs[0].shape = ir.TensorType(dtype), ir.Shape((inputs, outputs))
-    model.graph.insert_before(node, weight)
-    node.replace_input_with(1, weight.outputs[0])
+    spread = ir.node("DequantizeLinear", values, attributes, name=f"{stem}.{kind}.dequantize")
+    spread.outputs[0].name = f"{stem}.{kind}.value.{len(model.graph)}"
+    spread.outputs[0].type, spread.outputs[0].shape = ir.TensorType(dtype), ir.Shape((inputs, outputs))
+    model.graph.insert_before(node, spread)
+    node.replace_input_with(1, spread.outputs[0])
     return made
 
 
@@ -116,10 +114,10 @@ _TYPES = {
 }  # fmt: skip
 
 
-def _read(source: Any, weights: list[str], kind: Kind, dtype: Any, block: int, codes: bool) -> Slabs:
-    """Codes [K, N] or scales of the stacked weights, as they are stored."""
+def _read(source: Any, weight: ProductWeight, kind: Kind, dtype: Any, block: int, codes: bool) -> Slabs:
+    """Codes [K, N] or scales of the weight, as they are stored."""
     parts = []
-    for slab in (slab for name in weights for slab in source.slabs(name)):
+    for slab in weight.slabs(source):
         scales = scales_of(slab, kind, dtype, block)
         parts.append(codes_of(slab, scales, kind, block) if codes else scales)
     whole = np.concatenate(parts).T
@@ -135,10 +133,3 @@ def _initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: tuple[in
         value.const_value = ir.ExternalTensor("unplaced", 0, 0, dtype, shape=ir.Shape(shape), name=name)
         model.graph.register_initializer(value)
     return model.graph.initializers[name]
-
-
-def _reaches(node: ir.Node, kept: ir.Node | None) -> bool:
-    """Whether only elementwise work lies between the product and the output."""
-    while kept is not None and kept.op_type in ("Mul", "Tanh", "Div", "Cast"):
-        kept = kept.inputs[0].producer() if kept.inputs[0] is not None else None
-    return kept is node

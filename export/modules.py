@@ -1,4 +1,4 @@
-"""Single operators in place of what transformers spells out: RMS normalization, rotary embedding, unrolled experts.
+"""Single operators in place of what transformers spells out: RMS normalization and rotary embedding.
 
 A module is replaced only after the replacement has agreed with it on random numbers; a module that computes something
 else is exported as it is written.
@@ -7,17 +7,17 @@ else is exported as it is written.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
 from onnxscript.onnx_opset import opset24 as op
 from torch import nn
-
-from redraft.errors import UnsupportedModelError
 
 PROBE_ERROR = 1e-5
 """Largest difference, relative to the largest value, at which a replacement counts as the same function."""
@@ -107,6 +107,15 @@ def _as_rms_norm(module: nn.Module) -> SingleRmsNorm | None:
     return None
 
 
+def fix_rotary_lengths(model: nn.Module) -> None:
+    """Keep the first frequencies of rotary modules: `support.check_rope` refuses texts that would change them."""
+    for module in model.modules():
+        forward = type(module).forward
+        replaced = "forward" in vars(module)
+        if not replaced and hasattr(module, "rope_type") and (plain := inspect.unwrap(forward)) is not forward:
+            module.forward = MethodType(torch.no_grad()(plain), module)
+
+
 class RotaryTables:
     """Cosines and sines of every position, computed by the model's own rotary module, and who uses them."""
 
@@ -136,7 +145,11 @@ def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 @contextmanager
 def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
-    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, where that is the same."""
+    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, where that is the same.
+
+    It is the same for cosines and sines that come from the rotary module as they are. Where a model changes them first,
+    or rotates by another function, its own code is traced.
+    """
     module = getattr(model.base_model, "rotary_emb", None)
     source = sys.modules[type(model).__module__]
     apply = getattr(source, "apply_rotary_pos_emb", None)
@@ -146,65 +159,42 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
             if tables.rotates_halves(apply):
                 model.register_buffer("rotary_cos", tables.half_cos.to(model.dtype), persistent=False)
                 model.register_buffer("rotary_sin", tables.half_sin.to(model.dtype), persistent=False)
-                stack.enter_context(mock.patch.object(module, "forward", lambda x, position_ids: (position_ids, None)))
-                stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", _apply_by(model)))
+                latest = _Latest(module.forward)
+                stack.enter_context(mock.patch.object(module, "forward", latest))
+                stack.enter_context(mock.patch.object(source, "apply_rotary_pos_emb", _apply_by(model, latest, apply)))
         yield
 
 
-def _apply_by(model: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def apply(
-        q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, _: None, unsqueeze_dim: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if unsqueeze_dim != 1:
-            raise UnsupportedModelError(f"{type(model).__name__} rotates [B, T, H, D], which is not exported")
+class _Latest:
+    """A rotary module's forward pass that remembers its positions and what it gave for them."""
+
+    def __init__(self, forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._forward = forward
+        self.positions: torch.Tensor | None = None
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.positions, self.given = position_ids, self._forward(x, position_ids)
+        return self.given
+
+    def gave(self, cos: Any, sin: Any) -> bool:
+        """Whether these are the very tensors that the latest call gave."""
+        return self.given is not None and cos is self.given[0] and sin is self.given[1]
+
+
+def _apply_by(model: Any, latest: _Latest, own: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        if unsqueeze_dim != 1 or not latest.gave(cos, sin):
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         turned = []
         for x in (q, k):
             batch, heads, nodes, size = x.shape
             flat = x.transpose(1, 2).reshape(batch, nodes, heads * size)
             rotated = 2 * model.rotary_cos.shape[1]
             part = rotated if rotated < size else 0
-            flat = rotary(flat, model.rotary_cos, model.rotary_sin, positions, heads, part)
+            assert latest.positions is not None
+            flat = rotary(flat, model.rotary_cos, model.rotary_sin, latest.positions, heads, part)
             turned.append(flat.view(batch, nodes, heads, size).transpose(1, 2))
         return turned[0], turned[1]
 
     return apply
-
-
-class UnrolledExperts(nn.Module):
-    """A mixture of experts with every expert's products written out, so that each reads its checkpoint tensors.
-
-    Every expert runs on every token and is weighted by its router probability, zero where it was not chosen: a tree of
-    a few nodes touches nearly all experts, and a graph without data-dependent shapes is the same in every backend.
-    """
-
-    def __init__(self, fused: Any) -> None:
-        super().__init__()
-        count, twice, hidden = fused.gate_up_proj.shape
-        self.activation = fused.act_fn
-        self.experts = nn.ModuleList(_Expert(hidden, twice // 2) for _ in range(count))
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [N, n]; chosen and weights [N, k]: expert indices and their router weights."""
-        total = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            share = torch.where(chosen == index, weights, torch.zeros_like(weights)).sum(-1, keepdim=True)
-            gate, up = expert.gate_proj(x), expert.up_proj(x)  # type: ignore[operator]
-            weighted = share * expert.down_proj(self.activation(gate) * up)  # type: ignore[operator]
-            total = total + weighted.to(x.dtype)  # router weights may be fp32 beside halves
-        return total
-
-
-class _Expert(nn.Module):
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-
-def unroll_experts(model: nn.Module) -> None:
-    """Replace modules that hold all experts in `gate_up_proj` and `down_proj`."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if {n for n, _ in child.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}:
-                setattr(parent, name, UnrolledExperts(child))

@@ -81,20 +81,23 @@ def drop_idle(model: ir.Model) -> None:
 
 
 def spell_out_gemms(model: ir.Model) -> None:
-    """Write a Gemm over a transposed weight as the product, and the sum, that other passes know."""
+    """Write a Gemm as the product, and the sum, that other passes know, behind a transpose where transB asks for it."""
     for node in _nodes(model, "Gemm"):
         plain = all(node.attributes[n].as_float() == 1.0 for n in ("alpha", "beta") if n in node.attributes)
-        if not plain or "transB" not in node.attributes or node.attributes["transB"].as_int() != 1:
+        if not plain or _flag(node, "transA"):
             continue
-        if "transA" in node.attributes and node.attributes["transA"].as_int() != 0:
-            continue
-        turned = ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})
-        nodes = [turned, ir.node("MatMul", [node.inputs[0], turned.outputs[0]])]
+        turned = [ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})] if _flag(node, "transB") else []
+        nodes = [ir.node("MatMul", [node.inputs[0], turned[0].outputs[0] if turned else node.inputs[1]])]
         if len(node.inputs) > 2 and node.inputs[2] is not None:
-            nodes.append(ir.node("Add", [nodes[-1].outputs[0], node.inputs[2]]))
-        nodes[-1].outputs[0].shape, nodes[-1].outputs[0].type = node.outputs[0].shape, node.outputs[0].type
-        model.graph.insert_before(node, nodes)
+            nodes.append(ir.node("Add", [nodes[0].outputs[0], node.inputs[2]]))
+        for part in nodes:
+            part.outputs[0].shape, part.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
+        model.graph.insert_before(node, [*turned, *nodes])
         _replace(node, nodes[-1].outputs[0])
+
+
+def _flag(node: ir.Node, name: str) -> bool:
+    return name in node.attributes and node.attributes[name].as_int() != 0
 
 
 def merge_products(model: ir.Model) -> None:
@@ -116,18 +119,6 @@ def weight_of(product: ir.Node) -> ir.Value | None:
         return None
     weight = transpose.inputs[0]
     return weight if weight is not None and weight.is_initializer() else None
-
-
-def weights_of(product: ir.Node) -> list[ir.Value]:
-    """The stored weights [out_i, in] of a product, several where it was merged; empty for any other product."""
-    single = weight_of(product)
-    if single is not None:
-        return [single]
-    transpose = product.inputs[1].producer() if product.inputs[1] is not None else None
-    concat = transpose.inputs[0].producer() if transpose is not None and transpose.inputs[0] is not None else None
-    if transpose is None or transpose.op_type != "Transpose" or concat is None or concat.op_type != "Concat":
-        return []
-    return [value for value in concat.inputs if value is not None and value.is_initializer()]
 
 
 def _merge(model: ir.Model, products: list[ir.Node]) -> None:

@@ -1,24 +1,36 @@
 """Weight-only blockwise quantization in the layout of ONNX Runtime's `MatMulNBits`.
 
-Each row of a weight [out, in] is cut into blocks of 32; block j has its own scale and zero point (round to nearest,
-asymmetric): w ≈ (q - zero) * scale with q in 0 .. 2^bits - 1.
+Each row of a weight [out, in] is cut into blocks of 32. A block has its own scale and zero point:
+
+    w ≈ (q - zero) * scale, q in 0 .. 2^bits - 1
+
+An 8-bit grid spans the block's range. A 4-bit grid may be narrower, since few numbers lie at the ends: five widths are
+tried, each with its scale by least squares, and the one of least squared error is taken.
 """
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 32
+from redraft.names import QUANTIZATION_BLOCK
+
+BLOCK = QUANTIZATION_BLOCK
+WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Of a grid in 4 bits, as a share of the range of its block."""
+_PIECE = 1 << 16
+"""Numbers worked on at once: temporaries then stay in a core's cache, which is three times as fast."""
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """Codes uint8 [out, blocks, BLOCK*bits/8], low nibble first; scales float32 and zeros uint8, a row an output."""
+class Grid:
+    """What the codes of a weight [out, in] stand for: scales float32 and zero points uint8, both [out, blocks]."""
 
-    codes: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zeros: NDArray[np.uint8]
 
@@ -33,21 +45,62 @@ def zero_bytes(columns: int, bits: int) -> int:
     return -(-blocks_of(columns) * bits // 8)
 
 
-def quantize(weight: NDArray[np.float32], bits: int) -> Quantized:
-    """Quantize [out, in] to 4 or 8 bits. Zero is always exact, so padding stays zero."""
+def fit(weight: NDArray[np.float32], bits: int) -> Grid:
+    """Grids for the blocks of [out, in], of 4 or 8 bits. Zero is always exact, so padding stays zero."""
+    blocks = _blocks(weight)
+    step = max(1, _PIECE // max(1, blocks[0].size))
+    pieces = [blocks[row : row + step] for row in range(0, len(blocks), step)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        grids = list(pool.map(partial(_fitted, bits=bits), pieces))
+    return Grid(np.concatenate([grid.scales for grid in grids]), np.concatenate([grid.zeros for grid in grids]))
+
+
+def _fitted(blocks: NDArray[np.float32], bits: int) -> Grid:
+    """The grids of [out, blocks, BLOCK]."""
+    levels = (1 << bits) - 1
+    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    widest = np.where(high > low, (high - low) / levels, 1).astype(np.float32)
+    if bits == 8:
+        return Grid(widest, np.clip(np.rint(-low / widest), 0, levels).astype(np.uint8))
+    scales, zeros, best = widest, np.zeros_like(widest), np.full_like(widest, -1)
+    for width in WIDTHS:
+        scale = widest * np.float32(width)
+        zero = np.clip(np.rint(levels / 2 - (low + high) / (2 * scale)), 0, levels)
+        steps = np.rint(blocks / scale[..., None])
+        np.clip(steps, -zero[..., None], levels - zero[..., None], out=steps)
+        product, square = _inner(steps, blocks), _inner(steps, steps)
+        gain = product * product / np.maximum(square, 1)  # the squared error is that of zeros less this
+        better = gain > best
+        fitted = np.where(square > 0, product / np.maximum(square, 1), scale)
+        scales, zeros = np.where(better, fitted, scales), np.where(better, zero, zeros)
+        best = np.where(better, gain, best)
+    return Grid(scales.astype(np.float32), zeros.astype(np.uint8))
+
+
+def _inner(left: NDArray[np.float32], right: NDArray[np.float32]) -> NDArray[np.float32]:
+    products: NDArray[np.float32] = np.einsum("rbi,rbi->rb", left, right)
+    return products
+
+
+def codes_of(weight: NDArray[np.float32], grid: Grid, bits: int) -> NDArray[np.uint8]:
+    """The nearest codes, [out, blocks, BLOCK * bits / 8]."""
+    codes = np.rint(_blocks(weight) / grid.scales[..., None])
+    codes += grid.zeros[..., None]
+    return packed(np.clip(codes, 0, (1 << bits) - 1, out=codes).astype(np.uint8), bits)
+
+
+def packed(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Values one a byte as they are stored: two a byte along the last axis for 4 bits, the first one low."""
+    if bits == 8:
+        return values
+    if values.shape[-1] % 2:
+        values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
+    nibbles: NDArray[np.uint8] = values[..., 0::2] | values[..., 1::2] << np.uint8(4)
+    return nibbles
+
+
+def _blocks(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The weight as [out, blocks, BLOCK], padded with zeros."""
     rows, columns = weight.shape
-    count, levels = blocks_of(columns), (1 << bits) - 1
-    padded = np.zeros((rows, count * BLOCK), np.float32)
-    padded[:, :columns] = weight
-    blocks = padded.reshape(rows, count, BLOCK)
-    low = np.minimum(blocks.min(-1), 0)
-    high = np.maximum(blocks.max(-1), 0)
-    scales = np.where(high > low, (high - low) / levels, 1).astype(np.float32)
-    zeros = np.clip(np.rint(-low / scales), 0, levels).astype(np.uint8)
-    codes = np.clip(np.rint(blocks / scales[..., None]) + zeros[..., None], 0, levels).astype(np.uint8)
-    if bits == 4:
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
-        even = np.zeros((rows, 2 * zero_bytes(columns, bits)), np.uint8)
-        even[:, :count] = zeros
-        zeros = even[:, 0::2] | even[:, 1::2] << 4
-    return Quantized(codes, scales, zeros)
+    padding = blocks_of(columns) * BLOCK - columns
+    return (np.pad(weight, ((0, 0), (0, padding))) if padding else weight).reshape(rows, -1, BLOCK)

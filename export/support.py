@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from redraft import names
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
-from redraft.export.checkpoint import Checkpoint
-from redraft.names import TREE_ATTENTION, Dtype
+from redraft.export.architecture import DECODERS_ONLY, Architecture
+from redraft.export.attention import LayerAttention
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.shapes import decoder_shape
+from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 
 _NO_SHAPE = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling"}
 """Fields of a recipe's shape that are not compared as they are: rotary ones are, in their newer spelling."""
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su", "yarn_dynamic")
-LAYER_TYPES = ("full_attention", "sliding_attention")
-DECODERS_ONLY = "redraft exports decoder-only models whose attention goes through transformers' attention interface"
+LONG_ROPE = ("longrope", "su")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
     """The architecture's configuration. Raises UnsupportedModelError naming what stands against an export."""
     values = checkpoint.config
     kind = str(values.get("model_type"))
@@ -38,6 +42,7 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
             f"config.json of {kind} is invalid ({reason})", "restore the original config.json"
         ) from error
     _check_config(config, kind)
+    _check_config(Architecture.of(config).text, kind)
     return config
 
 
@@ -69,52 +74,55 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
     if quantization:
         method = dict(quantization).get("quant_method", "unknown method")
         raise UnsupportedModelError(f"the checkpoint is quantized ({method})", "give the unquantized checkpoint")
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"{kind} is no decoder-only language model", DECODERS_ONLY)
-    if getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
-        raise UnsupportedModelError(
-            f"{kind} uses ALiBi position biases, which TreeAttention does not take", DECODERS_ONLY
-        )
-    for rope in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope in LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModelError(
-                f"rotary embedding {rope!r} depends on the sequence's length",
-                "set rope_type to default, linear, yarn or llama3",
-            )
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"{kind} has layers of type {layer}, which keep no plain KV cache", DECODERS_ONLY
+                f"{kind} has layers without a plain KV cache ({layer}); recurrent layers and the like are not exported"
             )
 
 
-def _rope_types(parameters: Any) -> list[str]:
-    """Every rope type in a configuration, which may nest one set of parameters a layer type."""
+def check_rope(config: PretrainedConfig, positions: int) -> None:
+    """Raise UnsupportedModelError if a rotary embedding changes with the length of texts of `positions` tokens.
+
+    LongRoPE (arXiv 2402.13753) rotates texts past the original length in another way, tokens before it included, so
+    that their keys would have to be computed again. Shorter texts are exact.
+    """
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        limit = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type") in LONG_ROPE and limit and positions > int(limit):
+            raise UnsupportedModelError(
+                f"{config.model_type} changes its rotary embedding in texts of more than {limit} tokens",
+                f"give --context {limit} or less",
+            )
+
+
+def _ropes(parameters: Any) -> list[dict[str, Any]]:
+    """Every set of rotary parameters in a configuration, which may nest one a layer type."""
     if not isinstance(parameters, dict):
         return []
-    nested = [kind for value in parameters.values() for kind in _rope_types(value)]
-    return nested + ([parameters["rope_type"]] if "rope_type" in parameters else [])
+    nested = [rope for value in parameters.values() for rope in _ropes(value)]
+    return nested + ([parameters] if "rope_type" in parameters else [])
 
 
 def verifier_shape(config: PretrainedConfig, context: int | None, dtype: Dtype = "float32") -> VerifierShape:
     """Buffer shapes from the configuration. Raises UsageError when `context` passes the model's own limit."""
-    limit = int(config.max_position_embeddings)
+    named = (getattr(config, name, None) for name in _LIMITS)
+    limit = next((int(value) for value in named if value), context or UNLIMITED_CONTEXT)
     if context is not None and context > limit:
         raise UsageError(
             f"context {context} passes the model's limit of {limit} tokens", f"give --context {limit} or less"
         )
-    heads = int(config.num_attention_heads)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = decoder_shape(config)
     return VerifierShape(
-        int(config.num_hidden_layers),
-        int(kv_heads),
-        int(head_dim),
-        int(config.hidden_size),
-        int(config.vocab_size),
-        context or limit,
-        dtype,
+        shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.vocabulary, context or limit, dtype
     )
+
+
+_LIMITS = ("max_position_embeddings", "max_seq_len", "seq_length")
+UNLIMITED_CONTEXT = 2048
+"""The capacity of a model that names no limit, unless the user gives one."""
 
 
 def rope_theta(config: Any) -> float:
@@ -142,38 +150,52 @@ def check_taps(taps: tuple[str, ...], layers: int) -> None:
             raise UsageError(f"unknown feature tap {tap!r}", f"use {names.LAST_TAP}, or a layer from 0 to {layers - 1}")
 
 
-def check_attention(model: ir.Model, config: PretrainedConfig, shape: VerifierShape) -> None:
-    """Compare what the traced layers do with what the configuration says: caches and windows."""
+def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:
+    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError where no one shape fits all.
+
+    Layers with fewer key heads or smaller heads than others are padded to the largest.
+    """
     kind = config.model_type
-    nodes = [node for node in model.graph if node.op_type == TREE_ATTENTION]
-    if len(nodes) != shape.layers:
+    if len(layers) != shape.layers:
         raise UnsupportedModelError(
-            f"{kind}: {len(nodes)} of {shape.layers} layers keep keys and values through the attention interface",
+            f"{kind}: only {len(layers)} of {shape.layers} layers keep keys and values by the attention interface",
             DECODERS_ONLY,
         )
-    for layer, node in enumerate(nodes):
-        kv_heads = node.attributes["kv_heads"].as_int()
-        width = node.inputs[0].shape[-1] if node.inputs[0] is not None and node.inputs[0].shape is not None else None
-        if (kv_heads, width) != (shape.kv_heads, node.attributes["q_heads"].as_int() * shape.head_dim):
+    kv_heads, head_dim = max(layer.kv_heads for layer in layers), max(layer.head_dim for layer in layers)
+    for number, layer in enumerate(layers):
+        if kv_heads % layer.kv_heads or layer.q_heads % kv_heads:
             raise UnsupportedModelError(
-                f"{kind}: layer {layer} keeps {kv_heads} key heads under queries {width} wide, config.json says "
-                f"{shape.kv_heads} heads of {shape.head_dim}"
+                f"{kind}: layer {number} has {layer.q_heads} query heads and {layer.kv_heads} key heads, "
+                f"others have {kv_heads} key heads"
             )
-        window, expected = node.attributes["window"].as_int(), _window(config, layer)
-        if window != expected:
-            raise UnsupportedModelError(
-                f"{kind}: layer {layer} should have a sliding window of {expected} and hands {window} to its attention",
-                DECODERS_ONLY,
-            )
+    return replace(shape, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _window(config: PretrainedConfig, layer: int) -> int:
-    """The sliding window of a layer by the configuration, 0 for none."""
-    window = getattr(config, "sliding_window", None) or 0
-    if not getattr(config, "use_sliding_window", True):
-        return 0
-    types = getattr(config, "layer_types", None)
-    return window if types is None or types[layer] == "sliding_attention" else 0
+def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError if the traced model counts positions itself instead of taking those it is given."""
+    common.RemoveUnusedNodesPass()(model)
+    counted = [node for node in model.graph if node.op_type in ("Range", "CumSum") and _counts(node)]
+    if counted:
+        raise UnsupportedModelError(
+            f"{config.model_type} counts token positions itself, which is wrong for the nodes of a token tree",
+            DECODERS_ONLY,
+        )
+
+
+def _counts(node: ir.Node) -> bool:
+    """Whether the model's own code counts: not a constant, and no index that writing to a slice was translated to."""
+    written = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+    return any(name in written for name in ("aten.arange", "aten.cumsum")) and not _is_constant(node)
+
+
+def _is_constant(node: ir.Node) -> bool:
+    """Whether all inputs of a node are constants."""
+    return all(value is None or value.const_value is not None or _made_of_constants(value) for value in node.inputs)
+
+
+def _made_of_constants(value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and (node.op_type == "Constant" or (bool(node.inputs) and _is_constant(node)))
 
 
 def tied_names(network: nn.Module) -> dict[str, str]:

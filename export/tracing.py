@@ -6,9 +6,8 @@ The architecture's own code runs; its attention, cache and mask go through trans
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +15,15 @@ import onnx_ir as ir
 import torch
 from onnxscript.onnx_opset import opset24 as op
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.masking_utils import AttentionMaskInterface
 
 from redraft import names, signatures
 from redraft.errors import RedraftError, UnsupportedModelError
-from redraft.export import modules, tree_attention
+from redraft.export import experts, modules, own_attention, tree_attention
+from redraft.export.architecture import DECODERS_ONLY, Architecture
+from redraft.export.attention import CURRENT, INTERFACE, POSITION_STEP, AttentionCall, LayerAttention, LayerRecorder
 from redraft.names import Dtype, TensorSpec
 
-INTERFACE = "redraft_tree"
-HARMLESS = {"dropout", "position_ids", "position_embeddings", "use_cache", "output_attentions", "is_causal"}
 OPSET = 24
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TRACED_NODES = 4
@@ -59,9 +56,14 @@ TRANSLATIONS = {
 
 
 @dataclass
-class _Pass:
-    """What one forward pass hands to the attention interface and collects from it and the hooks."""
+class _TracedPass:
+    """A forward pass whose attention calls become operators, over the KV buffers of its inputs.
 
+    layers: how each layer attends.   order: number of a layer by the identity of its module.
+    """
+
+    layers: Sequence[LayerAttention]
+    order: Mapping[int, int]
     tree_mask: torch.Tensor
     positions: torch.Tensor
     past_len: torch.Tensor
@@ -71,61 +73,68 @@ class _Pass:
     presents: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def mask(self, mask_function: Callable[..., Any]) -> None:
+        """None: a layer's mask is an attribute of its operator."""
 
-_CURRENT: ContextVar[_Pass] = ContextVar("redraft_pass")
+    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
+        """The positions that the graph is given."""
+        return self.positions
 
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **rest: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D]."""
-    surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
-    if surplus:
-        raise UnsupportedModelError(f"attention of {type(module).__name__} uses {', '.join(surplus)}, not supported")
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions, which no decoder does")
-    if query.shape[-1] != value.shape[-1]:
-        raise UnsupportedModelError(f"{type(module).__name__} has keys and values of different head sizes, unsupported")
-    current, layer = _CURRENT.get(), int(module.layer_idx)  # type: ignore[arg-type]
-    batch, heads, nodes, size = query.shape
-    flat = [x.transpose(1, 2).reshape(batch, nodes, -1) for x in (query, key, value)]
-    out, *present = torch.ops.redraft.tree_attention(
-        *flat,
-        current.caches[2 * layer],
-        current.caches[2 * layer + 1],
-        current.tree_mask,
-        current.positions,
-        current.past_len,
-        current.live,
-        float(scaling if scaling is not None else size**-0.5),
-        float(softcap or 0.0),
-        int(sliding_window or 0),
-        heads,
-        key.shape[1],
-    )
-    current.presents[layer] = (present[0], present[1])
-    return out.view(batch, nodes, heads, size), None
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The operator's node, heads padded to what the KV buffers hold."""
+        if id(call.module) not in self.order:
+            raise UnsupportedModelError(f"{call.name} attends in some calls and not in others")
+        layer = self.order[id(call.module)]
+        key_cache, value_cache = self.caches[2 * layer : 2 * layer + 2]
+        _, kv_heads, _, head_dim = key_cache.shape
+        batch, q_heads, nodes, _ = call.query.shape
+        query, key = _with_positions(call, self.positions) if call.slopes is not None else (call.query, call.key)
+        key, value = (_repeated(x, kv_heads // x.shape[1]) for x in (key, call.value))
+        flat = [_padded(x, head_dim).transpose(1, 2).reshape(batch, nodes, -1) for x in (query, key, value)]
+        mask, sinks = self.layers[layer].mask, call.sinks
+        if sinks is None and any(other.sinks for other in self.layers):
+            sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink that draws nothing
+        out, *present = torch.ops.redraft.tree_attention(
+            *flat, key_cache, value_cache, self.tree_mask, self.positions, self.past_len, self.live, sinks,
+            call.scaling, call.softcap, mask.window, mask.chunk, q_heads, kv_heads,
+        )  # fmt: skip
+        self.presents[layer] = (present[0], present[1])
+        attended: torch.Tensor = out.view(batch, nodes, q_heads, head_dim)
+        return attended if head_dim == call.value.shape[-1] else attended[..., : call.value.shape[-1]]
 
 
-AttentionInterface.register(INTERFACE, _attend)
-AttentionMaskInterface.register(INTERFACE, lambda *args, **kwargs: None)
+def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
+    """Each head of x [B, H, T, D] so many times."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [B, H, T, D] with heads of `size`, the rest zeros."""
+    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
+def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key with two components more, whose product is the bias of ALiBi: slope times the key's position.
+
+    ALiBi (arXiv 2108.12409, section 3) subtracts slope times the distance. The query's part of it is the same for all
+    keys of a row, so that the softmax does not see it.
+    """
+    assert call.slopes is not None
+    query, key = call.query, call.key
+    slopes = (call.slopes / call.scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    steps, rest = positions // POSITION_STEP, positions % POSITION_STEP
+    places = torch.stack([steps, rest], -1)[:, None].to(key.dtype).expand(-1, key.shape[1], -1, -1)
+    return torch.cat([query, slopes * POSITION_STEP, slopes], -1), torch.cat([key, places], -1)
 
 
 class VerifierModule(nn.Module):
     """The graph's contract around a model: inputs and outputs in the order of `redraft.names`."""
 
-    def __init__(self, model: nn.Module, taps: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, taps: tuple[str, ...], recorded: LayerRecorder) -> None:
         super().__init__()
         self.model = model
         self.taps = taps
+        self.__dict__["recorded"] = recorded
         model.get_output_embeddings().register_forward_pre_hook(_wanted_rows)  # type: ignore[operator]
         for tap in taps:
             _tapped(model, tap).register_forward_hook(_collect(tap))
@@ -141,14 +150,23 @@ class VerifierModule(nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Shapes as in `redraft.names.verifier_inputs` and `verifier_outputs`."""
-        current = _Pass(tree_mask, positions, past_len, live, output_rows, caches)
-        token = _CURRENT.set(current)
+        recorded: LayerRecorder = self.__dict__["recorded"]
+        current = _TracedPass(
+            recorded.layers, recorded.order, tree_mask, positions, past_len, live, output_rows, caches
+        )
+        token = CURRENT.set(current)
         try:
             logits = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits.float()
         finally:
-            _CURRENT.reset(token)
+            CURRENT.reset(token)
         presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
         return (logits, *(current.features[tap] for tap in self.taps), *presents)
+
+
+def _traced() -> _TracedPass:
+    current = CURRENT.get()
+    assert isinstance(current, _TracedPass)
+    return current
 
 
 def _tapped(model: nn.Module, tap: str) -> nn.Module:
@@ -162,27 +180,42 @@ def _tapped(model: nn.Module, tap: str) -> nn.Module:
 
 
 def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (gather_rows(args[0], _CURRENT.get().output_rows), *args[1:])
+    return (gather_rows(args[0], _traced().output_rows), *args[1:])
 
 
 def _collect(tap: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        _CURRENT.get().features[tap] = output if isinstance(output, torch.Tensor) else output[0]
+        _traced().features[tap] = output if isinstance(output, torch.Tensor) else output[0]
 
     return hook
 
 
 @contextmanager
-def empty_model(config: PretrainedConfig, max_positions: int, dtype: Dtype = "float32") -> Iterator[nn.Module]:
-    """The architecture with uninitialized weights, whose pages are never touched, and single operators put in."""
+def empty_model(architecture: Architecture, max_positions: int, dtype: Dtype = "float32") -> Iterator[nn.Module]:
+    """The text model with uninitialized weights, whose pages are never touched, and single operators put in."""
+    own_attention.register(architecture.text.model_type)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=INTERFACE, dtype=TORCH[dtype]).eval()
+        model = _built(architecture, dtype)
         model.tie_weights()
-        modules.unroll_experts(model)
+        own_attention.replace(model)
+        experts.unroll_experts(model)
     model.requires_grad_(False)
     modules.replace_rms_norms(model)
+    modules.fix_rotary_lengths(model)
     with modules.single_rotary(model, max_positions):
         yield model
+
+
+def _built(architecture: Architecture, dtype: Dtype) -> Any:
+    try:
+        return architecture.text_class._from_config(
+            architecture.text, attn_implementation=INTERFACE, dtype=TORCH[dtype]
+        ).eval()
+    except KeyError as error:
+        if INTERFACE not in str(error):
+            raise
+        name = architecture.text_class.__name__
+        raise UnsupportedModelError(f"{name} takes no attention but its own", DECODERS_ONLY) from None
 
 
 def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:

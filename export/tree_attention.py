@@ -1,7 +1,7 @@
 """`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
 
     out, present_key, present_value = TreeAttention(
-        q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live)
+        q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, sinks)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
@@ -11,12 +11,13 @@
     positions    int64 [B, T]       position of every node in its sequence
     past_len     int64 [B]          live rows before the call; row r < past_len holds position r
     live         int64 [1]          largest past_len + T: rows that are read, whatever the capacity C
+    sinks        [Hq]               optional: the score of a key without a value, which each head may attend to instead
     out          [B, T, Hq * D]
     present_*    the caches with k and v written to rows past_len .. past_len + T - 1; the same buffer when run in place
 
 Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
-keys at position p from a query at position q where q - p >= w; `q_heads`, `kv_heads`. Query head h reads key head
-h * kv_heads // q_heads.
+keys at position p from a query at position q where q - p >= w; `chunk` c > 0 hides those where p // c < q // c;
+`q_heads`, `kv_heads`. Query head h reads key head h * kv_heads // q_heads.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ from redraft.names import TREE_ATTENTION, TREE_ATTENTION_DOMAIN
 
 OPSET = Opset(TREE_ATTENTION_DOMAIN, 1)
 INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "past_len", "live")
+SINKS = "sinks"
+"""The optional last input."""
 OUTPUTS = ("out", "present_key", "present_value")
-ATTRIBUTES = {"scale": "FLOAT", "softcap": "FLOAT", "window": "INT", "q_heads": "INT", "kv_heads": "INT"}
+ATTRIBUTES = {
+    "scale": "FLOAT",
+    "softcap": "FLOAT",
+    "window": "INT",
+    "chunk": "INT",
+    "q_heads": "INT",
+    "kv_heads": "INT",
+}
 
 
 @torch.library.custom_op("redraft::tree_attention", mutates_args=())
@@ -50,9 +60,11 @@ def tree_attention(
     positions: torch.Tensor,
     past_len: torch.Tensor,
     live: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
     softcap: float,
     window: int,
+    chunk: int,
     q_heads: int,
     kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,14 +83,16 @@ def tree_attention(
     scores = queries @ keys.transpose(2, 3) * scale  # [B, Hq, T, S]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(tree_mask, positions, past_len, read, window)
-    probabilities = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
-    out = (probabilities @ values).transpose(1, 2).reshape(batch, nodes, -1)
+    visible = _visible(tree_mask, positions, past_len, read, window, chunk)
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(batch, -1, nodes, 1)], -1)
+    out = (scores.softmax(-1)[..., :read] @ values).transpose(1, 2).reshape(batch, nodes, -1)
     return out, caches[0], caches[1]
 
 
 def _visible(
-    tree_mask: torch.Tensor, positions: torch.Tensor, past_len: torch.Tensor, read: int, window: int
+    tree_mask: torch.Tensor, positions: torch.Tensor, past_len: torch.Tensor, read: int, window: int, chunk: int
 ) -> torch.Tensor:
     """Which of the first `read` rows each node sees, bool [B, T, read]."""
     batch, nodes = positions.shape
@@ -90,6 +104,8 @@ def _visible(
         row_positions[b, past : past + nodes] = positions[b]
     if window > 0:
         visible &= positions[:, :, None] - row_positions[:, None] < window
+    if chunk > 0:
+        visible &= positions[:, :, None] // chunk == row_positions[:, None] // chunk
     return visible
 
 
@@ -115,48 +131,110 @@ def TreeRows(tree_mask, positions, past_len, live):  # type: ignore[no-untyped-d
 
 
 @script(OPSET, default_opset=op)
-def TreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]
+def RowPositions(positions, past_len, live):  # type: ignore[no-untyped-def]
+    """Position of every row, int64 [B, 1, live]."""
+    rows = op.Range(op.Constant(value_int=0), op.Squeeze(live), op.Constant(value_int=1))
+    base = op.Expand(rows, op.Concat(op.Shape(past_len), live, axis=0))
+    return op.Unsqueeze(op.TensorScatter(base, positions, past_len, axis=1), op.Constant(value_ints=[1]))
+
+
+@script(OPSET, default_opset=op)
+def TreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
     """Rows that each node sees, bool [B, 1, T, live], in a model without windows."""
     return op.Unsqueeze(TreeRows(tree_mask, positions, past_len, live), op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
-def WindowedTreeMask(tree_mask, positions, past_len, live, window: int):  # type: ignore[no-untyped-def]
+def WindowedTreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
     """The same in a model with windows; `window` 0 hides nothing more."""
-    zero = op.Constant(value_int=0)
-    rows = op.Range(zero, op.Squeeze(live), op.Constant(value_int=1))
-    base = op.Expand(rows, op.Concat(op.Shape(past_len), live, axis=0))
-    row_positions = op.TensorScatter(base, positions, past_len, axis=1)
     query_positions = op.Unsqueeze(positions, op.Constant(value_ints=[2]))
-    distance = op.Sub(query_positions, op.Unsqueeze(row_positions, op.Constant(value_ints=[1])))
-    near = op.Or(op.Less(distance, window), op.Equal(window, zero))
+    distance = op.Sub(query_positions, RowPositions(positions, past_len, live))
+    near = op.Or(op.Less(distance, window), op.Equal(window, op.Constant(value_int=0)))
     visible = op.And(TreeRows(tree_mask, positions, past_len, live), near)
     return op.Unsqueeze(visible, op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
+def ChunkedTreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
+    """The same in a model with chunks; `chunk` 0 hides nothing more."""
+    size = op.Max(chunk, op.Constant(value_int=1))
+    query_chunks = op.Div(op.Unsqueeze(positions, op.Constant(value_ints=[2])), size)
+    row_chunks = op.Div(RowPositions(positions, past_len, live), size)
+    near = op.Or(op.Equal(query_chunks, row_chunks), op.Equal(chunk, op.Constant(value_int=0)))
+    windowed = WindowedTreeMask(tree_mask, positions, past_len, live, window, chunk)
+    return op.And(windowed, op.Unsqueeze(near, op.Constant(value_ints=[1])))
+
+
+@script(OPSET, default_opset=op)
+def WriteRows(k, cache, past_len, kv_heads: int):  # type: ignore[no-untyped-def]
+    """The cache with the new rows k [B, T, Hkv * D] written."""
+    rest = op.Constant(value_ints=[-1])
+    shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(kv_heads, rest), rest, axis=0)
+    return op.TensorScatter(cache, op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3]), past_len, axis=2)
+
+
+@script(OPSET, default_opset=op)
+def LiveRows(cache, live):  # type: ignore[no-untyped-def]
+    """The first `live` rows of a cache."""
+    return op.Slice(cache, op.Constant(value_ints=[0]), live, op.Constant(value_ints=[2]))
+
+
+@script(OPSET, default_opset=op)
+def SplitHeads(q, q_heads: int):  # type: ignore[no-untyped-def]
+    """[B, T, Hq * D] -> [B, Hq, T, D]."""
+    rest = op.Constant(value_ints=[-1])
+    shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(q_heads, rest), rest, axis=0)
+    return op.Transpose(op.Reshape(q, shape), perm=[0, 2, 1, 3])
+
+
+@script(OPSET, default_opset=op)
+def MergeHeads(attended):  # type: ignore[no-untyped-def]
+    """[B, Hq, T, D] -> [B, T, Hq * D]."""
+    return op.Reshape(op.Transpose(attended, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
+
+
+@script(OPSET, default_opset=op)
 def TreeAttention(  # type: ignore[no-untyped-def]
     q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live,
-    scale: float, softcap: float, window: int, q_heads: int, kv_heads: int,
+    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
     """Write the new rows in place, read the live ones, attend under the tree's mask."""
-    keep = op.Constant(value_ints=[0, 0])
-    rest = op.Constant(value_ints=[-1])
-    zero = op.Constant(value_ints=[0])
-    rows_axis = op.Constant(value_ints=[2])
-    kv_shape = op.Concat(keep, op.Reshape(kv_heads, rest), rest, axis=0)
-    q_shape = op.Concat(keep, op.Reshape(q_heads, rest), rest, axis=0)
-    new_key = op.Transpose(op.Reshape(k, kv_shape), perm=[0, 2, 1, 3])
-    new_value = op.Transpose(op.Reshape(v, kv_shape), perm=[0, 2, 1, 3])
-    present_key = op.TensorScatter(key_cache, new_key, past_len, axis=2)
-    present_value = op.TensorScatter(value_cache, new_value, past_len, axis=2)
-    queries = op.Transpose(op.Reshape(q, q_shape), perm=[0, 2, 1, 3])
-    keys = op.Slice(present_key, zero, live, rows_axis)
-    values = op.Slice(present_value, zero, live, rows_axis)
-    visible = TreeMask(tree_mask, positions, past_len, live, window)
-    attended, _key, _value, _scores = op.Attention(queries, keys, values, visible, scale=scale, softcap=softcap)
-    out = op.Reshape(op.Transpose(attended, perm=[0, 2, 1, 3]), op.Concat(keep, rest, axis=0))
-    return out, present_key, present_value
+    present_key = WriteRows(k, key_cache, past_len, kv_heads)
+    present_value = WriteRows(v, value_cache, past_len, kv_heads)
+    visible = TreeMask(tree_mask, positions, past_len, live, window, chunk)
+    attended, _key, _value, _scores = op.Attention(
+        SplitHeads(q, q_heads), LiveRows(present_key, live), LiveRows(present_value, live), visible,
+        scale=scale, softcap=softcap,
+    )  # fmt: skip
+    return MergeHeads(attended), present_key, present_value
+
+
+@script(OPSET, default_opset=op)
+def WithSink(rows):  # type: ignore[no-untyped-def]
+    """Rows [B, Hkv, S, D] and one more of zeros."""
+    return op.Pad(rows, op.Constant(value_ints=[0, 0, 0, 0, 0, 0, 1, 0]))
+
+
+@script(OPSET, default_opset=op)
+def SinkTreeAttention(  # type: ignore[no-untyped-def]
+    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, sinks,
+    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
+):  # fmt: skip
+    """The same with sinks: a last key of zeros, whose score the mask adds, and a value of zeros."""
+    present_key = WriteRows(k, key_cache, past_len, kv_heads)
+    present_value = WriteRows(v, value_cache, past_len, kv_heads)
+    visible = TreeMask(tree_mask, positions, past_len, live, window, chunk)
+    zero = op.CastLike(op.Constant(value_float=0.0), sinks)
+    hidden = op.CastLike(op.Constant(value_float=float("-inf")), sinks)
+    scores = op.Where(visible, zero, hidden)
+    column = op.Reshape(sinks, op.Constant(value_ints=[1, -1, 1, 1]))
+    heads = op.Add(scores, op.Mul(column, zero))
+    last = op.Add(op.Mul(op.CastLike(op.Unsqueeze(positions, op.Constant(value_ints=[1, 3])), sinks), zero), column)
+    attended, _key, _value, _scores = op.Attention(
+        SplitHeads(q, q_heads), WithSink(LiveRows(present_key, live)), WithSink(LiveRows(present_value, live)),
+        op.Concat(heads, last, axis=3), scale=scale, softcap=softcap,
+    )  # fmt: skip
+    return MergeHeads(attended), present_key, present_value
 
 
 def _schema() -> defs.OpSchema:
@@ -167,7 +245,10 @@ def _schema() -> defs.OpSchema:
         TREE_ATTENTION,
         TREE_ATTENTION_DOMAIN,
         1,
-        inputs=[defs.OpSchema.FormalParameter(name, types[name]) for name in INPUTS],
+        inputs=[
+            *(defs.OpSchema.FormalParameter(name, types[name]) for name in INPUTS),
+            defs.OpSchema.FormalParameter(SINKS, floats, param_option=defs.OpSchema.FormalParameterOption.Optional),
+        ],
         outputs=[defs.OpSchema.FormalParameter(name, floats) for name in OUTPUTS],
         type_constraints=[(floats, ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
         attributes=[
@@ -182,22 +263,30 @@ _NODE = Op(OPSET, TREE_ATTENTION, _schema())
 def emit(*operands: Any) -> Any:
     """Translation of the torch operator for `torch.onnx.export`: the bare node."""
     count = len(INPUTS)
-    return _NODE(*operands[:count], **dict(zip(ATTRIBUTES, operands[count:], strict=True)))
+    sinks = () if operands[count] is None else operands[count : count + 1]
+    return _NODE(*operands[:count], *sinks, **dict(zip(ATTRIBUTES, operands[count + 1 :], strict=True)))
 
 
-def bodies(windowed: bool) -> list[onnx.FunctionProto]:
-    """The function bodies of a model with or without windows, each before its callers, as some readers want them."""
-    rows, mask, attention = (
-        body.to_function_proto() for body in (TreeRows, WindowedTreeMask if windowed else TreeMask, TreeAttention)
-    )
-    mask.name = TreeMask.name
-    return [rows, mask, attention]
+def bodies(windowed: bool, chunked: bool = False, sinks: bool = False) -> list[onnx.FunctionProto]:
+    """The function bodies of a model, each before its callers, as some readers want them.
+
+    windowed, chunked, sinks: whether any of its layers has a window, chunks, sinks.
+    """
+    mask = ChunkedTreeMask if chunked else WindowedTreeMask if windowed else TreeMask
+    masks = [RowPositions] * (windowed or chunked) + [WindowedTreeMask] * chunked
+    helpers = [TreeRows, *masks, mask, WriteRows, LiveRows, SplitHeads, MergeHeads, *[WithSink] * sinks]
+    protos = [body.to_function_proto() for body in (*helpers, SinkTreeAttention if sinks else TreeAttention)]
+    protos[helpers.index(mask)].name = TreeMask.name
+    protos[-1].name = TREE_ATTENTION
+    return protos
 
 
 def add_bodies(model: ir.Model) -> None:
     """Append the function bodies that the model's TreeAttention nodes need."""
     nodes = [node for node in model.graph.all_nodes() if node.op_type == TREE_ATTENTION]
-    for proto in bodies(any(node.attributes["window"].as_int() > 0 for node in nodes)):
+    windowed, chunked = (any(node.attributes[name].as_int() > 0 for node in nodes) for name in ("window", "chunk"))
+    sinks = any(len(node.inputs) > len(INPUTS) for node in nodes)
+    for proto in bodies(windowed, chunked, sinks):
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     model.opset_imports[TREE_ATTENTION_DOMAIN] = 1

@@ -8,12 +8,20 @@ from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common
+from torch import nn
 
 from redraft import __version__, names, signatures
 from redraft.config import BuildConfig
 from redraft.export import passes, support, tracing, tree_attention, weights
-from redraft.export.checkpoint import Checkpoint
-from redraft.export.weights import AnySource, Progress
+from redraft.export.architecture import Architecture
+from redraft.export.attention import record_layers
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.experts import expert_tensors
+from redraft.export.loading import LoadedTensors, check_finite, fill_buffers, load_tensors
+from redraft.export.reference import first_layers
+from redraft.export.sources import AnySource, RandomSource, Source
+from redraft.export.stored_tensor import StoredTensor
+from redraft.export.weight_files import STORED, Progress
 from redraft.names import WeightRef
 
 IR_VERSION = 11
@@ -38,35 +46,47 @@ class VerifierExport:
 
 
 def export_verifier(
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     out: Path,
     config: BuildConfig | None = None,
     progress: Progress = lambda stage, done, total: None,
+    layers: int | None = None,
 ) -> VerifierExport:
-    """Write `out`/verifier.onnx and `out`/weights/.
+    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model that ends after so many layers.
 
     Raises UnsupportedModelError naming what cannot be exported faithfully, CheckpointError naming a tensor that is
     missing or of the wrong shape. No weight is read into memory unless its type has to be converted.
     """
     config = config or BuildConfig()
     progress("trace", 0, 1)
-    architecture = support.load_config(checkpoint)
-    shape = support.verifier_shape(architecture, config.context, names.ELEMENTS[config.carrier])
+    found = support.load_config(checkpoint)
+    architecture = Architecture.of(found if layers is None else first_layers(found, layers))
+    text = architecture.text
+    shape = support.verifier_shape(text, config.context, names.ELEMENTS[config.carrier])
+    support.check_rope(text, shape.max_positions)
+    loaded = None if config.random_weights else load_tensors(checkpoint, architecture, partly=layers is not None)
+    if loaded:
+        text.tie_word_embeddings = loaded.tied
+        check_finite(checkpoint)
     with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
+        if loaded:
+            fill_buffers(network, loaded.buffers, checkpoint)
         support.check_taps(config.taps, shape.layers)
-        module = tracing.VerifierModule(network, config.taps)
-        model = tracing.trace(module, shape)
-        support.check_attention(model, architecture, shape)
+        recorded = record_layers(network, shape.max_positions)
+        shape = support.with_layers(shape, text, recorded.layers)
+        model = tracing.trace(tracing.VerifierModule(network, config.taps, recorded), shape)
+        support.check_positions(model, text)
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
         tied = support.tied_names(network)
         embedding, head = support.vocabulary_parameters(network)
+        tensors = _tensors(network, loaded) if loaded else {}
     progress("trace", 1, 1)
     _name_parameters(model, parameters, tied)
     passes.simplify(model)
     source: AnySource = (
-        weights.RandomSource.write(parameters, out, weights.STORED[config.carrier])
-        if config.random_weights
-        else weights.Source(checkpoint, parameters, tied)
+        Source(checkpoint, parameters, tensors)
+        if loaded
+        else RandomSource.write(parameters, out, STORED[config.carrier])
     )
     kind = config.weight_only
     refs = weights.place(
@@ -77,6 +97,11 @@ def export_verifier(
     ir.save(model, out / GRAPH)
     files = tuple(sorted({ref.file for ref in refs}))
     return VerifierExport(shape, config.taps, GRAPH, refs, files, embedding, head, source)
+
+
+def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:
+    """The stored tensors of the network's parameters: experts are split, and everything else has its own name."""
+    return {**loaded.parameters, **expert_tensors(network, loaded.parameters)}
 
 
 def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:

@@ -77,10 +77,15 @@ TOKEN_INFO = "token_info."
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
+DEFAULT_CHAT_TEMPLATE = "default"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 """Files of a checkpoint and of a bundle alike."""
 
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
+TREE_ATTENTION_INPUTS = 9
+"""Inputs that every node has; one more are its sinks."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,12 @@ class TensorSpec:
     dtype: Dtype
     shape: tuple[Dim, ...]
     in_place_of: str | None = None
+
+
+CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
+"""How the names of a MatMulNBits's tensors end, behind that of the parameter."""
+QUANTIZATION_BLOCK = 32
+"""Inputs of an output that share a scale and a zero point in a MatMulNBits."""
 
 
 @dataclass(frozen=True)

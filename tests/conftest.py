@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,18 @@ import pytest
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "redraft": "redraft",
+    "bench": "redraft/bench",
+    "cli": "redraft/cli",
+    "cli/optimum": "optimum/commands/register",
+    "engines": "redraft/engines",
+    "export": "redraft/export",
+    "plugins": "redraft/plugins",
+    "runtime": "redraft/runtime",
+    "train": "redraft/train",
+}
+"""Folders of the sources and their names in the wheel."""
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +39,21 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no ../shared beside the project: reference checkpoints and prompts are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources, since setuptools writes beside them."""
+    tree = tmp_path_factory.mktemp("sources")
+    for package in PACKAGES:
+        shutil.copytree(
+            root / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+        )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True)
+    return next((tree / "out").glob("*.whl"))
 
 
 @pytest.fixture(scope="session")

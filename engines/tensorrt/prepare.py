@@ -18,6 +18,7 @@ from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.native import lower_attention, lower_keep
 from redraft.engines.tensorrt.records import Attention
+from redraft.errors import BackendError
 
 
 def graph_file(graph: str) -> str:
@@ -31,6 +32,7 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     Raises BackendError naming the first node that the parser of `release` does not take.
     """
     model = ir.load(folder / file)
+    _check_attention(graph, model)
     expand(model, release)
     if attention == "plugin":
         _name_plugin(model)
@@ -47,6 +49,20 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     operators.check(graph, proto, release)
     onnx.save(proto, folder / graph_file(graph))
     return proto
+
+
+def _check_attention(graph: str, model: ir.Model) -> None:
+    """Raise BackendError for attention with chunks or sinks, which neither the plugin nor TensorRT's own layers have.
+
+    `chunk` goes: the plugin's creator does not know it.
+    """
+    for node in _attention(model):
+        chunk = node.attributes.pop("chunk", None)
+        if (chunk and chunk.as_int()) or len(node.inputs) > names.TREE_ATTENTION_INPUTS:
+            raise BackendError(
+                f"graph {graph} has attention with chunks or sinks, which TensorRT engines do not compute",
+                "build with --backend onnxruntime",
+            )
 
 
 def _name_plugin(model: ir.Model) -> None:

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from redraft.config import from_mapping
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import Checkpoint, TensorEntry, read_header
+from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.layer import LayerConfig
-from redraft.export.weights import AnySource, Source
+from redraft.export.sources import AnySource, Source
 from redraft.names import TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
@@ -41,13 +41,13 @@ class Identity:
     tokenizer: str
 
     @classmethod
-    def of(cls, verifier: Checkpoint) -> Identity:
+    def of(cls, verifier: AnyCheckpoint) -> Identity:
         """The identity of a Hugging Face checkpoint: reads all of it once."""
         files = (name for name in (*verifier.files, TOKENIZER_FILE) if (verifier.path / name).is_file())
         return cls.from_digests(verifier, {name: _digest(verifier.path / name) for name in files})
 
     @classmethod
-    def from_digests(cls, verifier: Checkpoint, digests: Mapping[str, str]) -> Identity:
+    def from_digests(cls, verifier: AnyCheckpoint, digests: Mapping[str, str]) -> Identity:
         """The same from SHA-256 digests of its files, by name."""
         return cls(tuple(digests[name] for name in sorted(verifier.files)), digests.get(TOKENIZER_FILE, ""))
 
@@ -128,13 +128,14 @@ class DrafterCheckpoint:
         problems = list(_differences(entries, expected))
         named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
         parameters = {f"{stem}{name}": shape for name, shape in shapes.items()}
-        source = Source(Checkpoint(self.path, {}, named), parameters, {}, stem)
+        checkpoint = Checkpoint(self.path, {}, named)
+        source = Source.of_names(checkpoint, parameters, stem)
         if not problems:
-            endless = [name for name in shapes if not _finite(source, f"{stem}{name}")]
+            endless = [name for name in shapes if not source.checkpoint.is_finite(named[f"{stem}{name}"])]
             problems = [f"{name} holds a number that is not finite" for name in endless]
         if problems:
             raise CheckpointError(f"{file}: {'; '.join(problems)}", "give the drafter that its config.json describes")
-        counts = torch.from_numpy(np.array(source.checkpoint.memmap(f"{stem}{TOKEN_COUNTS}")))
+        counts = torch.from_numpy(np.array(checkpoint.memmap(f"{stem}{TOKEN_COUNTS}")))
         return source, counts.long()
 
 
@@ -154,10 +155,6 @@ def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[
     for name, shape in expected.items():
         if name in found and found[name].shape != shape:
             yield f"{name} is {list(found[name].shape)}, expected {list(shape)}"
-
-
-def _finite(source: Source, parameter: str) -> bool:
-    return all(np.isfinite(slab).all() for slab in source.slabs(parameter))
 
 
 def save_drafter(

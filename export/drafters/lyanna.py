@@ -22,6 +22,7 @@ from torch import nn
 from redraft.errors import CheckpointError
 from redraft.export import support
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
+from redraft.export.shapes import decoder_shape
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,16 @@ def beside(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig:
 
     A size of 0 in `own` is the verifier's.
     """
-    heads = int(verifier.num_attention_heads)
+    shape = decoder_shape(verifier)
     sizes: dict[str, Any] = dict(
-        intermediate_size=int(getattr(verifier, "intermediate_size", None) or 4 * verifier.hidden_size),
-        heads=heads,
-        kv_heads=int(getattr(verifier, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(verifier, "head_dim", None) or verifier.hidden_size // heads),
+        intermediate_size=int(getattr(verifier, "intermediate_size", None) or 4 * shape.hidden),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
     )
     sizes |= {name: own.pop(name) or size for name, size in sizes.items() if name in own}
     return LyannaConfig(
-        hidden_size=int(verifier.hidden_size),
+        hidden_size=shape.hidden,
         vocab_size=vocab_size,
         rope_theta=support.rope_theta(verifier),
         rms_norm_eps=support.norm_eps(verifier),

@@ -26,9 +26,11 @@ from redraft.export.drafters import token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.token_tree import emit_token_tree, token_tree
+from redraft.export.sources import AnySource, Beside, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weights import STORED, AnySource, Beside, Progress, RandomSource, place
+from redraft.export.weight_files import STORED, Progress
+from redraft.export.weights import place
 from redraft.names import Dtype, WeightRef
 from redraft.signatures import LyannaShape
 
@@ -205,8 +207,8 @@ class _Draft(nn.Module):
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 out: torch.Tensor
                 out, caches[0], caches[1] = tree_attention(
-                    q, k, v, *caches, mask, places, past, read, config.head_dim**-0.5, 0.0, 0, config.heads,
-                    config.kv_heads,
+                    q, k, v, *caches, mask, places, past, read, None, config.head_dim**-0.5, 0.0, 0, 0,
+                    config.heads, config.kv_heads,
                 )  # fmt: skip
                 return out
 

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from redraft import names, signatures
-from redraft.export import weights
+from redraft.export import weight_files
 from redraft.export.drafters.lyanna import LyannaDrafter
-from redraft.export.weights import Slabs
+from redraft.export.weight_files import Slabs
 from redraft.names import TensorSpec, WeightRef
 from redraft.signatures import LyannaShape
 
-FILE = f"{weights.FOLDER}/{names.LYANNA}.token_info.safetensors"
+FILE = f"{weight_files.FOLDER}/{names.LYANNA}.token_info.safetensors"
 _SLAB_TOKENS = 1024
 _INT8_MAX = 127.0
 _FP8_MAX = 448.0
@@ -34,7 +34,7 @@ _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int
 
 def make_tables(
     drafter: LyannaDrafter, embedding: Slabs, counts: torch.Tensor, shape: LyannaShape
-) -> tuple[weights.Made, ...]:
+) -> tuple[weight_files.Made, ...]:
     """The tensors of `signatures.token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
 
     Memory follows neither V·n nor H·H: of the embedding the factors are kept, a table comes in slabs as it is written.
@@ -47,7 +47,7 @@ def make_tables(
         index[hot] = np.arange(shape.hot)
         forms.append(partial(iter, [index]))
     return tuple(
-        weights.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
+        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
         for spec, slabs in zip(signatures.token_info_tables(shape), forms, strict=True)
     )
 
@@ -122,7 +122,7 @@ def _example(spec: TensorSpec) -> torch.Tensor:
     return torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape])
 
 
-def write(tables: Sequence[weights.Made], folder: Path) -> tuple[WeightRef, ...]:
+def write(tables: Sequence[weight_files.Made], folder: Path) -> tuple[WeightRef, ...]:
     """Write the tables to `folder`/FILE; where each lies in it."""
-    (folder / weights.FOLDER).mkdir(parents=True, exist_ok=True)
-    return tuple(weights.write(list(tables), folder, FILE))
+    (folder / weight_files.FOLDER).mkdir(parents=True, exist_ok=True)
+    return tuple(weight_files.write(list(tables), folder, FILE))

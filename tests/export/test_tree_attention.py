@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from redraft.export import tree_attention
-from redraft.export.tree_attention import INPUTS, OUTPUTS
+from redraft.export.tree_attention import INPUTS, OUTPUTS, SINKS
 
 BATCH, NODES, CAPACITY, HEAD = 3, 6, 40, 16
 PAST = np.array([0, 7, 25])
 
 
-def one_node_model(scale: float, softcap: float, window: int, q_heads: int, kv_heads: int) -> onnx.ModelProto:
+def one_node_model(
+    scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int, sinks: bool = False
+) -> onnx.ModelProto:
     """A model of nothing but one TreeAttention node and its bodies."""
     floats, integers, booleans = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
     types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "past_len", "live"), integers)
@@ -26,7 +28,9 @@ def one_node_model(scale: float, softcap: float, window: int, q_heads: int, kv_h
         ir.Value(name=n, type=ir.TensorType(types[n]), shape=ir.Shape([f"{n}{i}" for i in range(ranks.get(n, 3))]))
         for n in INPUTS
     ]
-    attributes = dict(scale=scale, softcap=softcap, window=window, q_heads=q_heads, kv_heads=kv_heads)
+    if sinks:
+        values.append(ir.Value(name=SINKS, type=ir.TensorType(floats), shape=ir.Shape([q_heads])))
+    attributes = dict(scale=scale, softcap=softcap, window=window, chunk=chunk, q_heads=q_heads, kv_heads=kv_heads)
     node = ir.node("TreeAttention", values, attributes, domain="redraft", num_outputs=3)
     for output, name in zip(node.outputs, OUTPUTS, strict=True):
         output.name, output.type = name, ir.TensorType(floats)
@@ -64,16 +68,19 @@ def random_inputs(q_heads: int, kv_heads: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (4, 0), (0, 6), (4, 6)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_body_equals_torch(softcap, window, q_heads, kv_heads):
+@pytest.mark.parametrize("sinks", [False, True])
+def test_body_equals_torch(softcap, window, chunk, q_heads, kv_heads, sinks):
     inputs = random_inputs(q_heads, kv_heads)
-    attributes = (0.3, softcap, window, q_heads, kv_heads)
+    attributes = (0.3, softcap, window, chunk, q_heads, kv_heads)
+    added = {SINKS: np.linspace(-2, 3, q_heads).astype(np.float32)} if sinks and not softcap else {}
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(one_node_model(*attributes).SerializeToString(), options)
-    found = session.run(list(OUTPUTS), inputs)
-    expected = torch.ops.redraft.tree_attention(*map(torch.tensor, inputs.values()), *attributes)
+    session = onnxruntime.InferenceSession(one_node_model(*attributes, bool(added)).SerializeToString(), options)
+    found = session.run(list(OUTPUTS), inputs | added)
+    sink = torch.tensor(added[SINKS]) if added else None
+    expected = torch.ops.redraft.tree_attention(*map(torch.tensor, inputs.values()), sink, *attributes)
     np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
     for cache, reference in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_array_equal(cache, reference)
@@ -81,7 +88,7 @@ def test_body_equals_torch(softcap, window, q_heads, kv_heads):
 
 def test_dead_rows_do_not_matter():
     """Other garbage in dead rows, the same answer to the last bit."""
-    attributes = (0.3, 0.0, 0, 4, 2)
+    attributes = (0.3, 0.0, 0, 0, 4, 2)
     inputs = random_inputs(4, 2)
     other = {name: array.copy() for name, array in inputs.items()}
     for name in ("key_cache", "value_cache"):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UnsupportedModelError
-from redraft.export import weights
+from redraft.export import checkpoint, sources
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.verifier import export_verifier
 
@@ -47,7 +47,7 @@ def test_weights_of_the_precision_are_the_checkpoint_s_own_bytes(tmp_path, preci
 
 
 def test_large_shards_are_hard_links(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "LINK_FROM_BYTES", 1)
+    monkeypatch.setattr(sources, "LINK_FROM_BYTES", 1)
     source = write_checkpoint(tmp_path / "model", "llama")
     export(source, tmp_path / "out")
     assert (tmp_path / "out/weights/model.safetensors").samefile(source / "model.safetensors")
@@ -92,7 +92,7 @@ def test_written_file_is_safetensors(tmp_path):
 def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     export(source, tmp_path / "whole", precision="int4")
-    monkeypatch.setattr(weights, "SLAB_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "SLAB_BYTES", 1000)
     export(source, tmp_path / "slabs", precision="int4")
     assert (tmp_path / "whole/weights/int4.safetensors").read_bytes() == (
         tmp_path / "slabs/weights/int4.safetensors"
@@ -108,6 +108,26 @@ def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most):
     assert {name for name in whole if "norm" not in name} == {"model.embed_tokens.weight"}
     fp32_bytes = 2 * (source / "model.safetensors").stat().st_size
     assert (tmp_path / "out" / done.weight_files[0]).stat().st_size < most * fp32_bytes
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantized_bundle_carries_no_shard_for_its_norms(tmp_path, precision):
+    """The embedding and the norms of an fp32 checkpoint fit in place, but would bring all its other bytes."""
+    source = write_checkpoint(tmp_path / "model", "llama")
+    done = export(source, tmp_path / "out", precision=precision)
+    assert done.weight_files == (f"weights/{precision}.safetensors",)
+    assert [path.name for path in (tmp_path / "out/weights").iterdir()] == [f"{precision}.safetensors"]
+    stored, graph = load_torch(source / "model.safetensors"), initializers(tmp_path / "out")
+    np.testing.assert_array_equal(graph["model.embed_tokens.weight"], stored["model.embed_tokens.weight"].numpy())
+
+
+def test_shard_of_which_a_quantized_bundle_uses_most_stays_as_it_is(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "llama", shard_size="19KB")
+    done, checkpoint = export(source, tmp_path / "out", precision="int8"), Checkpoint.open(source)
+    shard = checkpoint.tensors["model.embed_tokens.weight"].file
+    assert {name for name, entry in checkpoint.tensors.items() if entry.file == shard} == {"model.embed_tokens.weight"}
+    assert f"weights/{shard}" in done.weight_files
+    assert len(done.weight_files) < len(checkpoint.files)
 
 
 def test_tied_head_is_stored_once(tmp_path):
@@ -161,7 +181,7 @@ def test_random_weights_need_no_shard_and_repeat(tmp_path):
         contents.append((tmp_path / name / done.weight_files[0]).read_bytes())
     assert contents[0] == contents[1]
     graph = initializers(tmp_path / "first")
-    assert 0.9 * weights.RANDOM_STD < graph["model.layers.0.mlp.up_proj.weight"].std() < 1.1 * weights.RANDOM_STD
+    assert 0.9 * sources.RANDOM_STD < graph["model.layers.0.mlp.up_proj.weight"].std() < 1.1 * sources.RANDOM_STD
     assert (graph["model.norm.weight"] == 1).all()
     assert not np.array_equal(graph["model.layers.0.mlp.up_proj.weight"], graph["model.layers.1.mlp.up_proj.weight"])
 
@@ -173,7 +193,7 @@ def test_random_weights_are_pieces_of_one_pool_and_read_back_the_same(tmp_path):
     assert done.weight_files == ("weights/random.safetensors",)
     largest = max(ref.length for ref in done.weights)
     pool = (tmp_path / "out/weights/random.safetensors").stat().st_size
-    assert pool < largest + 2 * weights.POOL_SHIFT * weights.POOL_SHIFTS + 4096
+    assert pool < largest + 2 * sources.POOL_SHIFT * sources.POOL_SHIFTS + 4096
     graph = initializers(tmp_path / "out")
     assert (graph["model.layers.4.self_attn.q_proj.bias"] == 0).all()
     for name in ("model.layers.3.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"):

@@ -185,7 +185,7 @@ def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
         cache[np.isnan(cache)] = 0  # the operator's torch meaning reads what it hides
     flat = [torch.from_numpy(array.reshape(2, 7, -1)) for array in (case.q, case.k, case.v)]
     rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.past_len, np.array([47]))
-    expected = tree_attention(*flat, *map(torch.from_numpy, rest), case.scale, 0.0, case.window, 4, 2)
+    expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)
     for found, tensor in zip(run(kernels, case), expected, strict=True):
         np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)
 

@@ -18,7 +18,7 @@ from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.token_info import hot_tokens, make_tables, write
 from redraft.export.drafters.token_tree import lookup
-from redraft.export.weights import Made
+from redraft.export.weight_files import Made
 from redraft.signatures import LyannaShape
 
 from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter

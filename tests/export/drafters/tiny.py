@@ -22,7 +22,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
-from redraft.export.weights import Made
+from redraft.export.weight_files import Made
 from redraft.signatures import LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of

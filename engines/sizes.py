@@ -1,0 +1,62 @@
+"""What a bundle takes on disk, and how many of its numbers are kept in how many bits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from redraft.engines.manifest import Manifest
+from redraft.names import CODES, LYANNA, QUANTIZATION_BLOCK, SCALES, ZEROS
+
+_KINDS = {
+    "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I8": "8 bits", "I4": "4 bits",
+}  # fmt: skip
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Bytes of all files of a bundle."""
+    return sum(file.size for file in manifest.files.values())
+
+
+def own_bytes(bundle: Path, manifest: Manifest) -> int:
+    """The same without files that are hard links, of the checkpoint's or of another bundle's."""
+    return sum(file.size for name, file in manifest.files.items() if (bundle / name).stat().st_nlink == 1)
+
+
+def weight_shares(manifest: Manifest) -> Mapping[str, float]:
+    """Share of the verifier's weights in `4 bits`, `8 bits`, `fp8`, `fp32` and so on, the largest first; 1 in all.
+
+    Counts numbers, not bytes. Scales and zero points are not counted. A parameter that is kept in two forms counts in
+    each: an embedding that is also the head has its rows in fp32 and its product in 8 bits.
+    """
+    counts = Counter[str]()
+    zeros = {
+        ref.initializer.removesuffix(ZEROS): ref.shape for ref in manifest.weights if ref.initializer.endswith(ZEROS)
+    }
+    for ref in manifest.weights:
+        if ref.initializer.startswith(f"{LYANNA}."):
+            continue
+        if ref.initializer.endswith(CODES):
+            rows, blocks, block_bytes = ref.shape
+            # 16 bytes are 32 numbers of 4 bits, or 16 of 8: then each block has a byte for its zero point.
+            bytewise = blocks > 1 and zeros.get(ref.initializer.removesuffix(CODES), (0, 0))[1] == blocks
+            bits = 8 if bytewise else block_bytes * 8 // QUANTIZATION_BLOCK
+            counts[f"{bits} bits"] += rows * blocks * block_bytes * 8 // bits
+        elif not ref.initializer.endswith((SCALES, ZEROS)) and ref.dtype in _KINDS:
+            counts[_KINDS[ref.dtype]] += math.prod(ref.shape)
+    whole = sum(counts.values())
+    return {kind: count / whole for kind, count in counts.most_common()}
+
+
+def describe_shares(shares: Mapping[str, float]) -> str:
+    """For reading: `78.2 % in 4 bits, 20.9 % in 8 bits, 0.9 % in fp32`."""
+    return ", ".join(f"{100 * share:.1f} % in {kind}" for kind, share in shares.items())
+
+
+def describe_size(total: int, own: int) -> str:
+    """For reading: `154.2 MB`, or `699.0 MB, of which 154.2 MB are its own and the rest hard links`."""
+    if own == total:
+        return f"{total / 1e6:.1f} MB"
+    return f"{total / 1e6:.1f} MB, of which {own / 1e6:.1f} MB are its own and the rest hard links"

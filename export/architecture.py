@@ -1,0 +1,87 @@
+"""Which class of transformers a checkpoint's configuration stands for, and which part of it is the text decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from redraft.errors import UnsupportedModelError
+
+DECODERS_ONLY = "redraft exports decoder-only models whose attention goes through transformers' attention interface"
+
+
+_WHOLE = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder, and the model that its checkpoint was saved from: the same, or one that sees and hears as well.
+
+    text:   configuration and class of the decoder, which is what is exported.
+    whole:  configuration and class that the checkpoint's tensors are named by.
+    """
+
+    text: PretrainedConfig
+    text_class: type[PreTrainedModel]
+    whole: PretrainedConfig
+    whole_class: type[PreTrainedModel]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Architecture:
+        """The architecture of a configuration. Raises UnsupportedModelError where it is no decoder-only model."""
+        text = config.get_text_config(decoder=True)
+        if config.is_encoder_decoder or text.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModelError(f"{config.model_type} is no decoder-only language model", DECODERS_ONLY)
+        text_class = _class(MODEL_FOR_CAUSAL_LM_MAPPING, text)
+        if text is config:
+            return cls(text, text_class, config, text_class)
+        for mapping in _WHOLE:
+            if type(config) in mapping:
+                return cls(text, text_class, config, _class(mapping, config))
+        raise UnsupportedModelError(f"transformers has no model for {config.model_type} that makes text", DECODERS_ONLY)
+
+    def names_in_whole(self, whole: PreTrainedModel) -> dict[str, str]:
+        """Names of the decoder's parameters and buffers: those of `text_class` to those in `whole`.
+
+        Raises UnsupportedModelError where the decoder inside of the whole is another one.
+        """
+        if self.whole_class is self.text_class:
+            return {name: name for name in _names(whole)}
+        with torch.device("meta"), no_init_weights():
+            text = self.text_class._from_config(self.text)
+        inside, head = whole.get_decoder(), whole.get_output_embeddings()
+        alone, own_head = text.base_model, text.get_output_embeddings()
+        if type(inside) is not type(alone) or head is None:
+            raise UnsupportedModelError(
+                f"the text model of {self.whole.model_type} is not a {self.text_class.__name__}", DECODERS_ONLY
+            )
+        places = {id(module): name for name, module in whole.named_modules()}
+        own = {id(module): name for name, module in text.named_modules()}
+        pairs = [(own[id(alone)], places[id(inside)], inside), (own[id(own_head)], places[id(head)], head)]
+        return {
+            f"{to}.{name}".lstrip("."): f"{at}.{name}".lstrip(".")
+            for to, at, module in pairs
+            for name in _names(module)
+        }
+
+
+def _names(module: torch.nn.Module) -> list[str]:
+    """Names of all parameters, tied ones each, and of the persistent buffers."""
+    return list(module.state_dict())
+
+
+def _class(mapping: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that a mapping of transformers has for a configuration; the first of several."""
+    found = mapping[type(config)]
+    model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return model_class

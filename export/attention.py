@@ -1,0 +1,297 @@
+"""transformers' attention and mask interfaces: what every layer's attention is given, recorded or traced.
+
+A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds out how each layer attends, above
+all through which mask. The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from transformers import AttentionInterface, masking_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from redraft.errors import RedraftError, UnsupportedModelError
+
+INTERFACE = "redraft_tree"
+HARMLESS = {
+    "dropout",
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "output_attentions",
+    "is_causal",
+    "cu_seq_lens_q",
+}
+HEAD_MULTIPLE = 8
+"""The head sizes that fused kernels take are multiples of it; positions for ALiBi are padded to one."""
+POSITION_STEP = 64
+"""A key's position is kept as two small numbers, this times the first plus the second, which halves hold exactly."""
+_PROBED_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which earlier tokens a layer sees: the last `window` and those of the same `chunk`; 0 stands for no limit."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def sees(self, query: int, key: int) -> bool:
+        """Whether the token at position `query` sees the one at `key`."""
+        near = not self.window or query - key < self.window
+        return key <= query and near and (not self.chunk or key // self.chunk == query // self.chunk)
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one layer attends. `head_dim` is that of its KV buffers, the larger of keys' and values'."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's call of the interface: query [B, Hq, T, D], key [B, Hkv, T, D], value [B, Hkv, T, Dv].
+
+    mask:   the object that the mask interface made, as the layer got it.
+    sinks:  [Hq], or None.      slopes: [Hq], ALiBi's, or None.
+    window: of the layer's own, where the mask knows none.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    scaling: float
+    softcap: float
+    window: int
+    sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
+
+    @property
+    def name(self) -> str:
+        """The layer's class, for messages."""
+        return type(self.module).__name__
+
+
+class ForwardPass(Protocol):
+    """What a running forward pass does with masks and attention calls."""
+
+    def mask(self, mask_function: Callable[..., Any]) -> Any:
+        """An object that stands for a mask, given to the layers."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention's result, [B, T, Hq, Dv]."""
+
+    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
+        """Positions [B, T] of tokens whose hidden states are [B, T, n]."""
+
+
+CURRENT: ContextVar[ForwardPass] = ContextVar("redraft_pass")
+
+
+def current_positions(like: torch.Tensor) -> torch.Tensor:
+    """Positions [B, T] of the tokens of the running pass, whose hidden states are [B, T, n]."""
+    return CURRENT.get().positions_of(like)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D].
+
+    Raises UnsupportedModelError naming what the operator does not take.
+    """
+    surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
+    if surplus:
+        raise UnsupportedModelError(f"attention of {type(module).__name__} uses {', '.join(surplus)}, not supported")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions, which no decoder does")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError(f"{type(module).__name__} attends to keys that are not those of its own tokens")
+    if s_aux is not None and softcap:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has attention sinks and a softcap, not supported together"
+        )
+    scale = float(scaling if scaling is not None else query.shape[-1] ** -0.5)
+    call = AttentionCall(
+        module, query, key, value, attention_mask, scale, float(softcap or 0.0), int(sliding_window or 0), s_aux,
+        alibi_slopes,
+    )  # fmt: skip
+    return CURRENT.get().attend(call), None
+
+
+def _mask(*, mask_function: Callable[..., Any], **sizes: Any) -> Any:
+    """transformers' mask interface."""
+    return CURRENT.get().mask(mask_function)
+
+
+AttentionInterface.register(INTERFACE, attend)
+AttentionMaskInterface.register(INTERFACE, _mask)
+
+
+def key_dim(call: AttentionCall) -> int:
+    """Components of a key as the operator gets it: with its position, where ALiBi biases the scores."""
+    size = max(call.key.shape[-1], call.value.shape[-1])
+    if call.slopes is None:
+        return size
+    return -(-(size + 2) // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
+
+class LayerRecorder:
+    """A forward pass that computes nothing and records how each layer attends, in the order of the calls."""
+
+    def __init__(self, positions: int) -> None:
+        self.layers: list[LayerAttention] = []
+        self.order: dict[int, int] = {}
+        self._positions = positions
+        self._masks: list[tuple[Any, Callable[[], Mask]]] = []
+
+    def mask(self, mask_function: Callable[..., Any]) -> Any:
+        """A tensor of the shape of an eager mask, remembered with what the function says."""
+        stand_in = torch.zeros(1, 1, _PROBED_TOKENS, _PROBED_TOKENS)
+        self._masks.append((stand_in, partial(mask_of, mask_function, self._positions)))
+        return stand_in
+
+    def positions_of(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros: nothing is computed."""
+        return like.new_zeros(like.shape[:2], dtype=torch.long)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Record the layer."""
+        if id(call.module) in self.order:
+            raise UnsupportedModelError(f"a {call.name} attends twice in one pass")
+        self.order[id(call.module)] = len(self.layers)
+        mask_found = next((mask for stand_in, mask in self._masks if stand_in is call.mask), None)
+        if mask_found is None:
+            what = "attends without a mask" if call.mask is None else "makes an attention mask of its own"
+            raise UnsupportedModelError(f"{call.name} {what}, which a token tree does not fit")
+        found = mask_found()
+        if call.window and found.window not in (0, call.window):
+            raise UnsupportedModelError(f"{call.name} has a window of {call.window} and a mask of {found.window}")
+        mask = Mask(found.window or call.window, found.chunk)
+        mask = Mask(0 if mask.window >= self._positions else mask.window, mask.chunk)
+        self.layers.append(
+            LayerAttention(call.query.shape[1], call.key.shape[1], key_dim(call), mask, call.sinks is not None)
+        )
+        batch, heads, nodes, _ = call.query.shape
+        return call.value.new_zeros(batch, nodes, heads, call.value.shape[-1])
+
+
+def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
+    """How each layer of a network attends, for texts of at most `positions` tokens. No weight is read.
+
+    Raises UnsupportedModelError naming what cannot be honoured.
+    """
+    recorder = LayerRecorder(positions)
+    token = CURRENT.set(recorder)
+    logger = logging.getLogger(fake_tensor.__name__)
+    logger.disabled = True  # it prints a stack before it raises
+    try:
+        unpacked = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+        with torch.no_grad(), unpacked, FakeTensorMode(allow_non_fake_inputs=True):
+            network(input_ids=torch.ones(1, _PROBED_TOKENS, dtype=torch.long), use_cache=False)
+    except RedraftError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        name = type(network).__name__
+        raise UnsupportedModelError(
+            f"{name} computes by the values of its tensors ({error}), which no graph does"
+        ) from error
+    except Exception as error:  # whatever transformers and torch raise for a configuration that does not fit together
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"{type(network).__name__} does not run with this config.json ({reason})"
+        ) from error
+    finally:
+        logger.disabled = False
+        CURRENT.reset(token)
+    return recorder
+
+
+def mask_of(mask_function: Callable[..., Any], positions: int) -> Mask:
+    """What a mask function of transformers hides, found by calling it for texts of at most `positions` tokens.
+
+    Raises UnsupportedModelError where it is neither causal nor causal within a window or a chunk.
+    """
+    with unset_fake_temporarily():
+        sees = _evaluated(mask_function)
+        mask = _mask_like(sees, positions)
+        last = positions - 1
+        for query in sorted({0, 1, last // 3, last // 2, last - 1, last} & set(range(positions))):
+            expected = torch.tensor([mask.sees(query, key) for key in range(positions)])
+            if not torch.equal(sees(query, positions), expected):
+                raise UnsupportedModelError("an attention mask is not causal, nor causal within a window or a chunk")
+    return mask
+
+
+def _mask_like(sees: Callable[[int, int], torch.Tensor], positions: int) -> Mask:
+    """The mask that agrees with the last queries."""
+    last = positions - 1
+    visible = int(sees(last, positions).sum())
+    if visible >= positions:
+        return Mask()
+    if visible == int(sees(last - 1, last).sum()):
+        return Mask(window=visible)
+    begin = positions - visible
+    return Mask(chunk=int(sees(begin - 1, begin).sum()))
+
+
+def _evaluated(mask_function: Callable[..., Any]) -> Callable[[int, int], torch.Tensor]:
+    """The function over plain tensors: which of the first `keys` keys a query sees, bool [keys].
+
+    Tensors in its closure have no values. They become zeros, which is right for a chunked mask's left padding.
+    """
+    function = _with_values(mask_function)
+    zero = torch.zeros(1, dtype=torch.long)
+
+    def sees(query: int, keys: int) -> torch.Tensor:
+        seen = function(zero, zero, torch.tensor([query]), torch.arange(keys))
+        return torch.as_tensor(seen).expand(keys)
+
+    return sees
+
+
+def _with_values(value: Any) -> Any:
+    """A function whose closure holds zeros in place of tensors without values."""
+    if isinstance(value, FakeTensor):
+        return torch.zeros(tuple(int(size) for size in value.shape), dtype=value.dtype)
+    if isinstance(value, tuple):
+        return tuple(_with_values(item) for item in value)
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType(_with_values(cell.cell_contents)) for cell in value.__closure__)
+    return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)

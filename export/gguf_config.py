@@ -1,0 +1,220 @@
+"""A GGUF file's metadata as a transformers configuration. A key that would change the model is honoured or refused.
+
+transformers maps most keys, and ignores the others without a word. Every key of the architecture is therefore compared
+with the configuration that comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.export.checkpoint import DOWNLOAD_AGAIN
+from redraft.export.gguf_file import Header
+
+AS_FOLDER = "give the model's Hugging Face folder instead"
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of frequency factors, which is how GGUF keeps the rotary scaling of Llama 3.1 and newer."""
+FIELDS = {
+    "context_length": ("max_position_embeddings",),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "attention.key_length": ("head_dim",),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+"""Configuration fields of the keys that transformers leaves out for some architecture: the first that there is."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "rope.scaling.attn_factor": (1.0,),
+}
+"""Values at which a key changes nothing. The layout is the order of query rows that transformers expects."""
+HARMLESS = ("rope.scaling.finetuned",)
+ROPE_SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What every published model with frequency factors has; compared with the factors before it is used."""
+FACTOR_ERROR = 1e-4
+
+
+def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str, Any]:
+    """The values of a config.json. `factors` is the tensor of frequency factors, if the file has one.
+
+    Raises UnsupportedModelError naming a key that the configuration cannot hold.
+    """
+    values = _mapped(header)
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedModelError(f"{header.path} is no language model transformers knows ({kind})", AS_FOLDER)
+    values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    stated = _stated(header)
+    default = CONFIG_MAPPING[kind]()
+    for key, value in stated.items():
+        if field := _field(key, kind, default):
+            values[default.attribute_map.get(field, field)] = value
+    scaled = factors is not None and bool((factors != 1).any())
+    values |= _rope(stated, default, values, factors if scaled else None)
+    config = _config(header, values)
+    for key, value in stated.items():
+        if value != _found(config, key) and not _changes_nothing(key, value, stated):
+            raise UnsupportedModelError(
+                f"{header.path}: {header.architecture}.{key} is {value!r}, not followed by transformers' {kind}",
+                AS_FOLDER,
+            )
+    _check_scale(header, config)
+    if scaled and factors is not None:
+        _check_factors(header, config, factors)
+    return values
+
+
+@contextmanager
+def given_to_transformers(header: Header) -> Iterator[None]:
+    """Within the context, transformers uses this header, where it would read the file again, which takes seconds."""
+    fields = {key: _reader_field(key, value) for key, value in header.metadata.items()}
+    known = SimpleNamespace(fields=fields, tensors=header.tensors)
+    with mock.patch.object(gguf, "GGUFReader", return_value=known):
+        yield
+
+
+def _reader_field(key: str, value: Any) -> gguf.ReaderField:
+    values = value if isinstance(value, list) else [value]
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.INT64, float: gguf.GGUFValueType.FLOAT64}
+    kind = kinds.get(type(values[0]), gguf.GGUFValueType.STRING) if values else gguf.GGUFValueType.INT64
+    parts: list[Any] = [item.encode() if isinstance(item, str) else [item] for item in values]
+    types = [gguf.GGUFValueType.ARRAY, kind] if isinstance(value, list) else [kind]
+    return gguf.ReaderField(0, key, parts, list(range(len(parts))), types)
+
+
+def _mapped(header: Header) -> dict[str, Any]:
+    """The configuration as transformers reads it."""
+    try:
+        with given_to_transformers(header):
+            return dict(load_gguf_checkpoint(str(header.path))["config"])
+    except ValueError as error:
+        raise UnsupportedModelError(f"{header.path}: {error}", AS_FOLDER) from error
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(f"{header.path} has damaged metadata ({error})", DOWNLOAD_AGAIN) from error
+
+
+def _stated(header: Header) -> dict[str, Any]:
+    """The architecture's keys without its name."""
+    prefix = f"{header.architecture}."
+    return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+
+
+def _field(key: str, kind: str, config: PretrainedConfig) -> str | None:
+    """The field of a key: transformers' own if the configuration has it, else ours."""
+    known: Any = GGUF_CONFIG_MAPPING
+    mapping: dict[str, str | None] = known.get(kind.removesuffix("_text"), {})
+    return next((name for name in (mapping.get(key), *FIELDS.get(key, ())) if name and hasattr(config, name)), None)
+
+
+def _rope(
+    stated: dict[str, Any], default: PretrainedConfig, values: dict[str, Any], factors: NDArray[np.float32] | None
+) -> dict[str, Any]:
+    """Fields of the rotary embedding that transformers leaves out."""
+    found: dict[str, Any] = {}
+    if "rope.freq_base" in stated:
+        found["rope_theta"] = stated["rope.freq_base"]
+    if "rope.freq_base_swa" in stated:
+        found["rope_local_base_freq"] = stated["rope.freq_base_swa"]
+    if "rope.dimension_count" in stated and "partial_rotary_factor" in (
+        getattr(default, "rope_parameters", None) or {}
+    ):
+        head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        found["partial_rotary_factor"] = stated["rope.dimension_count"] / head_dim
+    if factors is not None:
+        found["rope_scaling"] = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3_ROPE}
+    elif stated.get("rope.scaling.type", "none") != "none":
+        scaling = {name: stated.get(f"rope.scaling.{key}") for key, name in ROPE_SCALING.items()}
+        found["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
+    return found
+
+
+def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
+    except Exception as error:  # a configuration raises whatever it meets
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{header.path} has invalid metadata ({reason})", DOWNLOAD_AGAIN) from error
+
+
+def _found(config: PretrainedConfig, key: str) -> Any:
+    """What the configuration says of a key, None if nothing."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    head_dim = _head_dim(config)
+    derived = {
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": round(full.get("partial_rotary_factor", 1) * head_dim),
+        "rope.freq_base": full.get("rope_theta"),
+        "rope.freq_base_swa": sliding.get("rope_theta"),
+        "rope.scaling.type": str(full.get("rope_type")).replace("default", "none"),
+        "rope.scaling.factor": full.get("factor"),
+        "rope.scaling.original_context_length": full.get("original_max_position_embeddings"),
+    }
+    field = _field(key, config.model_type, config)
+    return derived[key] if key in derived else getattr(config, field) if field else None
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _changes_nothing(key: str, value: Any, stated: dict[str, Any]) -> bool:
+    """Whether a model with this key is the model without it."""
+    if key == "attention.sliding_window":
+        return isinstance(value, int) and value >= stated.get("context_length", math.inf)
+    unscaled = key.startswith("rope.scaling.") and stated.get("rope.scaling.type", "none") == "none"
+    return unscaled or key in HARMLESS or value in NEUTRAL.get(key, ())
+
+
+def _check_scale(header: Header, config: PretrainedConfig) -> None:
+    """Refuse a Gemma whose attention scale is not that of its heads: GGUF has no key for it."""
+    scalar, head_dim = getattr(config, "query_pre_attn_scalar", None), _head_dim(config)
+    if scalar is not None and scalar != head_dim:
+        raise UnsupportedModelError(
+            f"{header.path} does not say the attention scale of its heads of {head_dim}, which {config.model_type} in "
+            f"transformers takes as 1/sqrt({scalar})",
+            AS_FOLDER,
+        )
+
+
+def _check_factors(header: Header, config: PretrainedConfig, factors: NDArray[np.float32]) -> None:
+    """Refuse frequency factors that are not those of the configuration's rotary scaling."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        scaled = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")[0].numpy()
+        plain = rope["rope_theta"] ** -(np.arange(len(scaled)) / len(scaled))
+        if factors.shape == scaled.shape and np.allclose(scaled * factors, plain, rtol=FACTOR_ERROR, atol=0):
+            return
+    raise UnsupportedModelError(
+        f"{header.path}: tensor {ROPE_FACTORS} holds frequency factors other than those of Llama 3.1", AS_FOLDER
+    )

@@ -1,0 +1,49 @@
+"""The text side of a GGUF file, in the files of a Hugging Face checkpoint: tokenizer, chat template, special tokens."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from redraft.errors import UnsupportedModelError
+from redraft.export.gguf_config import AS_FOLDER, given_to_transformers
+from redraft.export.gguf_file import Header
+
+END_KEYS = ("eos", "eot", "eom")
+"""Tokens that end a text or a turn; llama.cpp stops at each."""
+SPLIT_AS_GPT2 = ("gpt-2", "default")
+
+
+def write_text_files(header: Header, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json, generation_config.json and the chat template below `folder`.
+
+    The tokenizer is the one that `AutoTokenizer.from_pretrained(..., gguf_file=...)` makes. Raises
+    UnsupportedModelError if it makes none.
+    """
+    with tempfile.TemporaryDirectory() as alone, given_to_transformers(header):
+        # In a folder of its own: transformers reads a tokenizer_config.json that lies next to the file.
+        link = Path(alone) / header.path.name
+        link.symlink_to(header.path.resolve())
+        try:
+            AutoTokenizer.from_pretrained(alone, gguf_file=link.name).save_pretrained(folder)
+        except Exception as error:  # transformers raises whatever the missing piece raises
+            model = header.metadata.get("tokenizer.ggml.model")
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise UnsupportedModelError(
+                f"{header.path}: its tokenizer ({model}) cannot be converted: {reason}", AS_FOLDER
+            ) from error
+    ends = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in END_KEYS]
+    eos = sorted({int(token) for token in ends if token is not None}, key=ends.index)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+
+
+def unknown_split(header: Header) -> tuple[str, ...]:
+    """A warning if transformers does not know how the file's byte-level tokenizer splits text into words."""
+    model, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if model != "gpt2" or split in (None, *SPLIT_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS):
+        return ()
+    return (f"transformers does not know the pre-tokenizer {split!r} and splits text into words as GPT-2 does",)

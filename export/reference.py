@@ -1,0 +1,132 @@
+"""transformers' own model of a checkpoint: what an exported one must compute.
+
+transformers loads safetensors itself. A GGUF file, which it would read whole, is filled in from our own reading.
+
+A large model is compared on its first layers: as many as it takes to have every kind of layer, with their real weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging
+
+from redraft.errors import RedraftError, UnsupportedModelError
+from redraft.export.architecture import Architecture
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.loading import load_tensors
+from redraft.export.stored_tensor import StoredTensor, evaluate
+from redraft.export.support import load_config
+
+LEAST_LAYERS = 2
+
+
+def reference_logits(
+    checkpoint: AnyCheckpoint, texts: Sequence[Sequence[int]], layers: int | None = None
+) -> list[NDArray[np.float32]]:
+    """Logits [T, V] of each text by eager modules in fp32, of the first `layers` layers only where it is given.
+
+    Holds these weights in memory. Raises UnsupportedModelError where transformers cannot run the model.
+    """
+    config = load_config(checkpoint)
+    architecture = Architecture.of(config if layers is None else first_layers(config, layers))
+    try:
+        model = _loaded(checkpoint, architecture)
+        with torch.no_grad():
+            outputs = [model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0] for text in texts]
+    except RedraftError:
+        raise
+    except Exception as error:  # whatever transformers raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"transformers cannot run {architecture.whole_class.__name__} to compare with ({reason})",
+            "report this model",
+        ) from error
+    return [logits.float().numpy() for logits in outputs]
+
+
+def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
+    """The model with the checkpoint's weights. transformers reads safetensors; other formats go through our reading."""
+    if not checkpoint.is_safetensors:
+        return _filled(checkpoint, architecture)
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = architecture.whole_class.from_pretrained(
+            checkpoint.path, config=architecture.whole, attn_implementation="eager", dtype=torch.float32
+        )
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+    model.eval()
+    return model
+
+
+def _filled(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
+    loaded = load_tensors(checkpoint, architecture, partly=True)
+    with no_init_weights():
+        model: PreTrainedModel = architecture.text_class._from_config(
+            architecture.text, attn_implementation="eager", dtype=torch.float32
+        )
+    model.eval()
+    values: dict[str, StoredTensor] = {**loaded.parameters, **loaded.buffers}
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in values:  # else a buffer that the checkpoint may lack
+                tensor.copy_(torch.from_numpy(evaluate(values[name], checkpoint)))
+    return model
+
+
+def first_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration of a model that ends after `layers` layers; lists with an item a layer are cut too."""
+    reduced = copy.deepcopy(config)
+    text = reduced.get_text_config(decoder=True)
+    count = int(text.num_hidden_layers)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return reduced
+
+
+def count_numbers(checkpoint: AnyCheckpoint, layers: int) -> int:
+    """Weights of the text model's first layers, its embedding and head."""
+    architecture = Architecture.of(first_layers(load_config(checkpoint), layers))
+    with torch.device("meta"), no_init_weights():
+        return sum(
+            parameter.numel() for parameter in architecture.text_class._from_config(architecture.text).parameters()
+        )
+
+
+def enough_layers(checkpoint: AnyCheckpoint) -> int:
+    """The least number of first layers that has every kind of layer, at least two; all where kinds are not known.
+
+    Two layers are of a kind if their parameters have the same names and shapes, and the lists of the configuration that
+    have an item a layer have the same items for them.
+    """
+    architecture = Architecture.of(load_config(checkpoint))
+    with torch.device("meta"), no_init_weights():
+        model = architecture.text_class._from_config(architecture.text)
+    count = int(architecture.text.num_hidden_layers)
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not stacks:
+        return count
+    lists = [
+        value for value in vars(architecture.text).values() if isinstance(value, (list, tuple)) and len(value) == count
+    ]
+    kinds = [_kind(layer, [str(items[number]) for items in lists]) for number, layer in enumerate(stacks[0])]
+    return min(count, max(LEAST_LAYERS, max(kinds.index(kind) for kind in kinds) + 1))
+
+
+def _kind(layer: nn.Module, settings: list[str]) -> Any:
+    return settings, tuple((key, tuple(parameter.shape)) for key, parameter in layer.named_parameters())

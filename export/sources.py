@@ -1,0 +1,224 @@
+"""Where the values of a module's parameters come from: a checkpoint, random numbers, or two of these."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redraft.errors import CheckpointError
+from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
+from redraft.export.stored_grids import Coded, StoredGrid
+from redraft.export.stored_tensor import StoredTensor, entries, evaluate
+from redraft.export.weight_files import FOLDER, Made, Slabs, write
+from redraft.names import WeightRef
+
+LINK_FROM_BYTES = 256 << 20
+RANDOM_STD = 0.02
+POOL = ("random.normal", "random.ones", "random.zeros")
+POOL_SHIFT, POOL_SHIFTS = 256, 1024
+"""Random matrices begin at multiples of so many numbers, at so many places."""
+_POOL_BLOCK = 1 << 20
+AnySource: TypeAlias = "Source | RandomSource | Beside"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint's tensors by the names of the module's parameters.
+
+    tensors: what every parameter is made of.
+    prefix:  what the names of its files get in a bundle, where another checkpoint may have files of the same names.
+    """
+
+    checkpoint: AnyCheckpoint
+    parameters: dict[str, tuple[int, ...]]
+    tensors: Mapping[str, StoredTensor]
+    prefix: str = ""
+
+    @classmethod
+    def of_names(cls, checkpoint: AnyCheckpoint, parameters: dict[str, tuple[int, ...]], prefix: str = "") -> Source:
+        """The source of a module whose parameters the checkpoint stores under the same names."""
+        tensors = {name: StoredTensor.of(checkpoint.tensors[name]) for name in parameters if name in checkpoint.tensors}
+        return cls(checkpoint, parameters, tensors, prefix)
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Where the checkpoint has the parameter as it is; None where it is computed from stored tensors."""
+        return self.tensors[parameter].entry
+
+    def names(self, parameter: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the parameter is made of."""
+        return tuple(entry.name for entry in entries(self.tensors[parameter]))
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """Put the file that has the parameter below `folder`, once; its path there."""
+        entry = self.tensors[parameter].entry
+        assert entry is not None
+        file = f"{FOLDER}/{self.prefix}{entry.file}"
+        if not (folder / file).exists():
+            _link(self.checkpoint.path / entry.file, folder / file)
+        return file
+
+    def slabs(self, parameter: str) -> Slabs:
+        """The parameter in fp32, a few rows at a time. Computed ones are held whole. Raises CheckpointError for NaN."""
+        tensor = self.tensors[parameter]
+        stored = tensor.entry
+        parts = iter([evaluate(tensor, self.checkpoint)]) if stored is None else self.checkpoint.slabs(stored)
+        for part in parts:
+            if not np.isfinite(part).all():
+                raise not_finite(parameter, self.names(parameter))
+            yield part
+
+    def grid(self, parameter: str) -> StoredGrid | None:
+        """The grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""
+        entry = self.tensors[parameter].entry
+        grid = None if entry is None else self.checkpoint.grid(entry)
+        return grid and replace(grid, slabs=partial(self._finite, parameter, grid))
+
+    def _finite(self, parameter: str, grid: StoredGrid) -> Iterator[Coded]:
+        for codes, found in grid.slabs():
+            if not np.isfinite(found.scales).all():
+                raise not_finite(parameter, self.names(parameter))
+            yield codes, found
+
+
+def not_finite(parameter: str, names: tuple[str, ...]) -> CheckpointError:
+    """The error for NaN or infinity among the weights."""
+    stored = names[0] if names else parameter
+    return CheckpointError(f"tensor {stored} has a number that is not finite", DOWNLOAD_AGAIN)
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random weights, for latency work only: every tensor is a piece of one pool, so that few bytes are written.
+
+    Pieces begin at different places, so that no two matrices of a model are the same numbers.
+    pool: where normal numbers, ones and zeros lie, `POOL` in this order.
+    """
+
+    parameters: dict[str, tuple[int, ...]]
+    pool: tuple[WeightRef, ...]
+
+    @classmethod
+    def write(
+        cls, parameters: dict[str, tuple[int, ...]], folder: Path, dtype: str, file: str = "random"
+    ) -> RandomSource:
+        """Write the pool to `folder`/weights/`file`.safetensors, large enough for the largest parameter."""
+        matrices = [math.prod(shape) for shape in parameters.values() if len(shape) > 1]
+        vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
+        sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
+        made = [
+            Made(name, dtype, (size,), (), partial(_random_slabs, name, 0, (size,)))
+            for name, size in zip(POOL, sizes, strict=True)
+        ]
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        return cls(parameters, tuple(write(made, folder, f"{FOLDER}/{file}.safetensors")))
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Its piece of the pool; of no tensor's name."""
+        kind, begin = self._piece(parameter)
+        ref, shape = self.pool[POOL.index(kind)], self.parameters[parameter]
+        item_bytes = ITEM_BYTES[ref.dtype]
+        length = math.prod(shape) * item_bytes
+        return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
+
+    def names(self, parameter: str) -> tuple[str, ...]:
+        """None: no checkpoint has it."""
+        return ()
+
+    def grid(self, parameter: str) -> StoredGrid | None:
+        """None: random numbers lie on no grid."""
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """The pool's file, which is there already."""
+        return self.pool[0].file
+
+    def slabs(self, parameter: str) -> Slabs:
+        """Norm gains are one, biases zero, the rest is normal with standard deviation 0.02; fp32."""
+        return _random_slabs(*self._piece(parameter), self.parameters[parameter])
+
+    def _piece(self, parameter: str) -> tuple[str, int]:
+        """Which part of the pool, and the first of its numbers."""
+        if len(self.parameters[parameter]) > 1:
+            return POOL[0], list(self.parameters).index(parameter) % POOL_SHIFTS * POOL_SHIFT
+        return POOL[2] if parameter.endswith("bias") else POOL[1], 0
+
+
+def _random_slabs(kind: str, begin: int, shape: tuple[int, ...]) -> Slabs:
+    """Numbers `begin` onward of a part of the pool, as rows of `shape`."""
+    row = math.prod(shape[1:])
+    for rows in row_slices(shape, 4):
+        part = (rows.stop - rows.start, *shape[1:])
+        if kind == POOL[0]:
+            yield _normal(begin + rows.start * row, begin + rows.stop * row).reshape(part)
+        else:
+            yield np.full(part, POOL.index(kind) == 1, np.float32)
+
+
+def _normal(begin: int, end: int) -> NDArray[np.float32]:
+    """Numbers `begin` to `end` of an endless normal sequence, drawn a block at a time."""
+    first = begin // _POOL_BLOCK
+    blocks = [
+        np.random.default_rng(block).standard_normal(_POOL_BLOCK, np.float32)
+        for block in range(first, -(-end // _POOL_BLOCK))
+    ]
+    drawn = np.concatenate(blocks)[begin - first * _POOL_BLOCK : end - first * _POOL_BLOCK]
+    drawn *= np.float32(RANDOM_STD)
+    return drawn
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A drafter's own parameters, beside those of its verifier, which its graph uses too."""
+
+    own: AnySource
+    verifier: AnySource
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return {**self.verifier.parameters, **self.own.parameters}
+
+    def _of(self, parameter: str) -> AnySource:
+        return self.own if parameter in self.own.parameters else self.verifier
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Where the checkpoint that has the parameter has it."""
+        return self._of(parameter).stored(parameter)
+
+    def names(self, parameter: str) -> tuple[str, ...]:
+        """Names of the stored tensors that the parameter is made of."""
+        return self._of(parameter).names(parameter)
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """See `Source.link`."""
+        return self._of(parameter).link(parameter, folder)
+
+    def grid(self, parameter: str) -> StoredGrid | None:
+        """See `Source.grid`."""
+        return self._of(parameter).grid(parameter)
+
+    def slabs(self, parameter: str) -> Slabs:
+        """The parameter in fp32."""
+        return self._of(parameter).slabs(parameter)
+
+
+def _link(source: Path, target: Path) -> None:
+    """A copy of a small file; of a large one a hard link where the file system allows it.
+
+    A copy is independent of the checkpoint and opens in onnx's own loader, which refuses hard links; ONNX Runtime takes
+    both, and refuses symbolic links.
+    """
+    if source.stat().st_size >= LINK_FROM_BYTES:
+        with contextlib.suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copyfile(source, target)

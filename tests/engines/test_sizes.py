@@ -1,0 +1,52 @@
+"""What is said of a bundle's size: hard links are not its own, and every number counts once, as it is kept."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redraft.engines.manifest import FileRecord
+from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
+from redraft.names import WeightRef
+from tests.engines.bundles import manifest_of
+from tests.engines.graphs import Decoder
+
+
+def ref(name: str, dtype: str, *shape: int) -> WeightRef:
+    return WeightRef(name, "weights/w.safetensors", 0, 0, dtype, shape, ())
+
+
+def test_hard_links_are_not_the_bundle_s_own(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "shard").write_bytes(b"s" * 100)
+    os.link(tmp_path / "shard", tmp_path / "bundle/linked")
+    (tmp_path / "bundle/written").write_bytes(b"w" * 7)
+    files = {"linked": FileRecord(100, ""), "written": FileRecord(7, "")}
+    manifest = replace(manifest_of(Decoder()), files=files)
+    assert total_bytes(manifest) == 107
+    assert own_bytes(tmp_path / "bundle", manifest) == 7
+    assert describe_size(107_000_000, 7_000_000) == ("107.0 MB, of which 7.0 MB are its own and the rest hard links")
+    assert describe_size(7_000_000, 7_000_000) == "7.0 MB"
+
+
+def test_shares_count_codes_by_their_bits_and_no_scales() -> None:
+    weights = (
+        ref("up.codes", "U8", 6, 10, 16), ref("up.scales", "F32", 6, 10), ref("up.zeros", "U8", 6, 5),
+        ref("head.codes", "U8", 3, 10, 32), ref("head.scales", "F32", 3, 10), ref("head.zeros", "U8", 3, 10),
+        ref("embedding", "F32", 3, 320), ref("lyanna.token_info.table", "I8", 1000, 1000),
+    )  # fmt: skip
+    shares = weight_shares(replace(manifest_of(Decoder()), weights=weights))
+    assert shares == pytest.approx({"4 bits": 0.5, "8 bits": 0.25, "fp32": 0.25})
+    assert describe_shares(shares) == "50.0 % in 4 bits, 25.0 % in 8 bits, 25.0 % in fp32"
+
+
+def test_shares_of_codes_that_tensorrt_reads() -> None:
+    weights = (
+        ref("up.int4", "I4", 320, 6), ref("up.int4.scales", "F16", 5, 6), ref("down.int8", "I8", 32, 30),
+        ref("head", "F16", 32, 30),
+    )  # fmt: skip
+    shares = weight_shares(replace(manifest_of(Decoder()), weights=weights))
+    assert shares == pytest.approx({"4 bits": 0.5, "8 bits": 0.25, "fp16": 0.25})

@@ -1,0 +1,85 @@
+"""Weights stored [in, out], as in GPT-2, are quantized like any others: every product, and to the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from redraft.config import Backend, BuildConfig, Precision
+from redraft.export import checkpoint as checkpoints
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.product_weights import ProductWeight
+from redraft.export.sources import Source
+from redraft.export.verifier import VerifierExport, export_verifier
+from tests.export.models import write_checkpoint
+from tests.export.test_dequantize import logits
+
+LAYERS = 2
+Exports = Callable[[Precision, Backend], tuple[VerifierExport, Path]]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A GPT-2 whose products have 64 and 128 inputs, which all kinds of quantization take."""
+    sizes = dict(hidden_size=64, n_inner=128, num_hidden_layers=LAYERS, num_key_value_heads=4)
+    return Checkpoint.open(write_checkpoint(tmp_path_factory.mktemp("gpt2") / "model", "gpt2", **sizes))
+
+
+@pytest.fixture(scope="module")
+def exports(gpt2: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    """The model exported in a precision, once each, and its folder."""
+
+    @cache
+    def export(precision: Precision, backend: Backend) -> tuple[VerifierExport, Path]:
+        folder = tmp_path_factory.mktemp(f"{backend}-{precision}")
+        return export_verifier(gpt2, folder, BuildConfig(precision=precision, backend=backend)), folder
+
+    return export
+
+
+def operators(folder: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(folder / "verifier.onnx", load_external_data=False).graph.node)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.4)])
+def test_every_product_of_gpt2_is_quantized(precision: Precision, most: float, exports: Exports) -> None:
+    exported, folder = exports(precision, "onnxruntime")
+    count = operators(folder)
+    assert count["MatMulNBits"] == 4 * LAYERS + 1
+    assert not {"MatMul", "Gemm"} & set(count)
+    plain = {ref.initializer for ref in exported.weights if len(ref.shape) == 2 and ref.dtype == "F32"}
+    assert {name for name in plain if not name.endswith(".scales")} == {
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    }
+    expected = logits(*exports("fp32", "onnxruntime"))
+    error = np.abs(logits(exported, folder) - expected).max() / np.abs(expected).max()
+    assert 1e-5 < error < most
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 0.05), ("int4", 0.6)])
+def test_every_product_of_gpt2_but_the_logits_is_dequantized(
+    precision: Precision, most: float, exports: Exports
+) -> None:
+    exported, folder = exports(precision, "tensorrt")
+    assert operators(folder)["DequantizeLinear"] == 4 * LAYERS
+    expected = logits(*exports("fp32", "onnxruntime"))
+    error = np.abs(logits(exported, folder) - expected).max() / np.abs(expected).max()
+    assert 1e-5 < error < most
+
+
+def test_a_turned_weight_comes_by_outputs_in_small_slabs(gpt2: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformer.h.0.mlp.c_fc.weight"
+    source = Source.of_names(gpt2, {name: (64, 128)})
+    weight = ProductWeight((name,), turned=True)
+    monkeypatch.setattr(checkpoints, "SLAB_BYTES", 4096)
+    slabs = list(weight.slabs(source))
+    assert weight.shape(source) == (128, 64)
+    assert {slab.shape for slab in slabs} == {(16, 64)}
+    np.testing.assert_array_equal(np.concatenate(slabs), gpt2.memmap(name).T)
