@@ -24,11 +24,12 @@ from redraft.bench.checkpoints import write_safetensors, write_shards
 from redraft.bench.environment import environment
 from redraft.engines.recipes import Recipe, load_recipe
 from redraft.export import support, tracing
+from redraft.export.architecture import Architecture
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import CONFIG_FILE as DRAFTER_CONFIG
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, WEIGHTS_FILE, Identity
 from redraft.export.drafters.lyanna import LyannaDrafter, beside
-from redraft.export.weights import STORED
+from redraft.export.weight_files import STORED
 from redraft.names import LYANNA
 
 SHARD_BYTES = 5_000_000_000
@@ -62,7 +63,7 @@ def write_model(folder: Path, recipe: Recipe) -> None:
     (folder / "config.json").write_text(json.dumps(dict(recipe.shape)))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / names.TOKENIZER_FILE))
     config = support.load_config(Checkpoint.open(folder, weights=False))
-    with tracing.empty_model(config, 2, names.ELEMENTS[recipe.build.precision]) as network:
+    with tracing.empty_model(Architecture.of(config), 2, names.ELEMENTS[recipe.build.precision]) as network:
         shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     write_shards(folder, shapes, STORED[recipe.build.precision], SHARD_BYTES)
 

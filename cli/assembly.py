@@ -19,13 +19,17 @@ from redraft.cli import tokenizers
 from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
 from redraft.cli.models import Model
+from redraft.cli.self_check import ROUNDED, check_bundle, known_texts
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
+from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity, Quality, load_manifest
 from redraft.engines.tensorrt.tools import find_tools
-from redraft.export.checkpoint import Checkpoint
+from redraft.errors import BackendError
+from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
+from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
@@ -33,26 +37,36 @@ if TYPE_CHECKING:
     from redraft.export.drafters.lyanna_graphs import LyannaExport
     from redraft.export.verifier import VerifierExport
 
-TOOLS = ("redraft", "torch", "transformers", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
+TOOLS = (
+    "redraft", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "gguf",
+)  # fmt: skip
 SPARE_BYTES = 16 << 20
+GIB = 1 << 30
+CHECKED_NUMBERS = 1_000_000_000
+"""Weights of the largest model that is checked whole; of larger ones the first layers are."""
+COPIES = 3
+"""Copies of the weights in fp32 that checking a whole model may hold: transformers', the engine's, its packed ones."""
 
 
 def build_bundle(
-    model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str], force: bool, report: Report
-) -> tuple[Manifest, bool]:
+    model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str], force: bool, report: Report,
+    check: bool = True,
+) -> tuple[Manifest, bool]:  # fmt: skip
     """Build the bundle `out`, or find that it is already what a build would make.
 
+    check: compare the engines with transformers' own model before the bundle is put in place.
     texts: held-out text by kind, whose perplexity goes into the manifest; none is measured for random weights.
     Returns the manifest and whether it was there already. Raises CheckpointError, UnsupportedModelError, BundleError.
     """
     report("reading the checkpoint")
-    checkpoint = Checkpoint.open(model.path, weights=not config.random_weights)
+    checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
     config = _with_taps(config)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
-    key = _key(digests | _drafter_digests(config) | shape | (tools.digests() if tools else {}), config, texts)
+    checked = {} if check else {"check": "skipped"}
+    key = _key(digests | _drafter_digests(config) | shape | checked | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     _load_libraries()
@@ -62,6 +76,8 @@ def build_bundle(
         weights = {name: digests[name] for name in checkpoint.files}
         options = (*model.options, *options_of(model.build, config))
         manifest = replace(manifest, build_key=key, options=options, model=replace(manifest.model, weights=weights))
+        if check and not config.random_weights:
+            _check(checkpoint, model, Bundle(writer.staging, manifest), out, report)
         quality = _quality(checkpoint, model, Bundle(writer.staging, manifest), texts, out, report)
         if tools:
             from redraft.engines.tensorrt.stage import stage_engines
@@ -85,23 +101,24 @@ def _with_taps(config: BuildConfig) -> BuildConfig:
 
 
 def _stage(
-    checkpoint: Checkpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path, report: Report
-) -> Manifest:
-    """Write every file of a bundle but the manifest, which is returned without digests."""
+    checkpoint: AnyCheckpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path,
+    report: Report, layers: int | None = None,
+) -> Manifest:  # fmt: skip
+    """Write every file of a bundle but the manifest, which is returned without digests. See `export_verifier`."""
     report("loading the exporter")
     from redraft.export import support  # brings torch: a bundle that is current must not wait for it
     from redraft.export.verifier import export_verifier
 
     architecture = support.load_config(checkpoint)
     support.check_shape(architecture, model.shape, model.source)
-    stand_in = config.random_weights and not tokenizers.has_tokenizer(checkpoint.path)
+    stand_in = config.random_weights and not _has_tokenizer(checkpoint)
     special = (
-        tokenizers.write_stand_in(folder, architecture.vocab_size)
+        tokenizers.write_stand_in(folder, architecture.get_text_config(decoder=True).vocab_size)
         if stand_in
-        else tokenizers.copy_text_files(checkpoint.path, folder)
+        else _write_text(checkpoint, folder)
     )
     quiet_export()
-    exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)))
+    exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)), layers)
     lyanna = _lyanna(checkpoint, digests, exported, _drafter(config), folder, report) if config.lyanna else None
     return Manifest(
         name=model.name,
@@ -113,6 +130,7 @@ def _stage(
             random_weights=config.random_weights,
             random_drafters=("lyanna",) if lyanna and config.lyanna and config.lyanna.source == RANDOM else (),
             stand_in_tokenizer=stand_in,
+            inexact=checkpoint.inexact(config.precision) if isinstance(checkpoint, GgufCheckpoint) else (),
         ),
         backend=config.backend,
         backend_version=package_version("onnxruntime") or "unknown",
@@ -135,6 +153,20 @@ def _stage(
     )
 
 
+def _has_tokenizer(checkpoint: AnyCheckpoint) -> bool:
+    """True if a tokenizer can be made of the checkpoint, which it always can of a GGUF file."""
+    return isinstance(checkpoint, GgufCheckpoint) or tokenizers.has_tokenizer(checkpoint.path)
+
+
+def _write_text(checkpoint: AnyCheckpoint, folder: Path) -> tokenizers.SpecialTokens:
+    """Put tokenizer and chat templates into `folder`."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return tokenizers.write_text_files(checkpoint.path, folder)
+    with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
+        checkpoint.write_text_files(Path(scratch))
+        return tokenizers.write_text_files(Path(scratch), folder)
+
+
 def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
     """The portable graph, and where the model fits the CPU's kernels, the one lowered for one sequence."""
     from redraft.engines.lowering import lower_single
@@ -146,7 +178,7 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
 
 
 def _lyanna(
-    checkpoint: Checkpoint, digests: Mapping[str, str], verifier: VerifierExport, options: LyannaBuild, folder: Path,
+    checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, options: LyannaBuild, folder: Path,
     report: Report,
 ) -> LyannaExport:  # fmt: skip
     """The drafter's graphs and tables, after a check that it belongs to this verifier."""
@@ -208,7 +240,7 @@ def _drafter_digests(config: BuildConfig) -> dict[str, str]:
 
 
 def _quality(
-    checkpoint: Checkpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
+    checkpoint: AnyCheckpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
 ) -> Quality | None:
     """Perplexity of what was built, and of fp32, which is built beside it for the comparison and dropped."""
     if not texts:
@@ -223,9 +255,46 @@ def _quality(
         return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
 
 
-def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, report: Report) -> None:
+    """Compare the staged engines with transformers' own model. Raises UnsupportedModelError where they differ.
+
+    Raises BackendError where there is too little memory: what was not compared is not put in place unasked.
+    In fp32 the engines themselves must agree to rounding. In other precisions an export of the first layers in fp32
+    must, and the engines as well as their precision allows. An fp32 model that does not fit in memory three times is
+    compared on its first layers too, and engines that do not fit, or that the CPU does not run, not at all.
+    """
+    from redraft.export.reference import count_numbers, enough_layers, reference_logits
+
+    report("checking against transformers")
+    manifest = staged.manifest
+    texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.context)
+    numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+    whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
+    exact = whole and manifest.precision == "fp32"
+    if whole and (exact or (manifest.precision in ROUNDED and manifest.backend == "onnxruntime")):
+        compared = check_bundle(staged, texts, reference_logits(checkpoint, texts), manifest.precision)
+        report(compared.describe("" if exact else f"{manifest.precision}, which rounds"))
+    if exact:
+        return
+    layers = enough_layers(checkpoint)
+    needed, available = COPIES * 4 * count_numbers(checkpoint, layers), available_bytes()
+    if available is not None and needed > available:
+        raise BackendError(
+            f"checking {layers} layers in fp32 takes {needed / GIB:.1f} GiB of memory; {available / GIB:.1f} are free",
+            "free memory, or build with --skip-check",
+        )
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
+        config = BuildConfig(precision="fp32", context=manifest.context)
+        first = _stage(checkpoint, {}, model, config, Path(folder), report, layers)
+        compared = check_bundle(Bundle(Path(folder), first), texts, reference_logits(checkpoint, texts, layers), "fp32")
+        report(compared.describe(f"the same graph without rounding, first {layers} layers"))
+
+
+def _digests(checkpoint: AnyCheckpoint) -> dict[str, str]:
     """SHA-256 by name of every file of the checkpoint that a build reads."""
-    listed = ("config.json", *tokenizers.FILES, *checkpoint.files)
+    of_folder = isinstance(checkpoint, Checkpoint)
+    beside = ("config.json", *tokenizers.text_files(checkpoint.path)) if of_folder else ()
+    listed = (*beside, *checkpoint.files)
     paths = {name: checkpoint.path / name for name in listed if (checkpoint.path / name).is_file()}
     found = DigestCache().digests(paths.values())
     return {name: found[path] for name, path in paths.items()}
@@ -241,10 +310,11 @@ def _tools() -> dict[str, str]:
     return {name: package_version(name) or "none" for name in TOOLS}
 
 
-def _needed_bytes(checkpoint: Checkpoint, config: BuildConfig, folder: Path) -> int:
+def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) -> int:
     """Upper bound of what the weights take: nothing for what becomes a hard link, fp32 for what is quantized."""
     from redraft.export.checkpoint import ITEM_BYTES
-    from redraft.export.weights import LINK_FROM_BYTES, STORED
+    from redraft.export.sources import LINK_FROM_BYTES
+    from redraft.export.weight_files import STORED
 
     linked = set()
     dtype = STORED[config.carrier]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,23 +23,28 @@ from redraft.cli.build_options import (
 )
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
-from redraft.config import HALVES, BuildConfig
+from redraft.config import HALVES, WEIGHT_ONLY, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
+MOST_LOSS = 0.03
+"""Of perplexity against fp32, beyond which a build in 4 bits proposes 8."""
 
 
 def build(
-    model: Annotated[str, typer.Argument(help="A recipe (tiny, vicuna-7b …), a checkpoint folder, or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A recipe (tiny, vicuna-7b …), a checkpoint folder, a GGUF file, or a Hub id.")
+    ],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The bundle; build/engines/NAME by default.")] = None,
     model_path: Annotated[
         Path | None, typer.Option(help="Folder of the recipe's checkpoint, instead of a download.")
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="fp32, fp16, bf16, or weight-only int8, int4 or fp8.")
+        Precision | None,
+        typer.Option(help="fp32, fp16, bf16, or int8, int4, fp8: of weights, and on CPUs 8 bits of activations."),
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
@@ -73,6 +79,9 @@ def build(
     ignore_memory: Annotated[
         bool, typer.Option("--ignore-memory", help="TensorRT: build also where GPU memory seems too little.")
     ] = False,
+    skip_check: Annotated[
+        bool, typer.Option("--skip-check", help="Do not compare the engines with transformers' own model.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
     ] = False,
@@ -95,7 +104,7 @@ def build(
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)
         out = out or ENGINES / found.name
-        manifest, cached = build_bundle(found, config, out, texts, force, report)
+        manifest, cached = build_bundle(found, config, out, texts, force, report, not skip_check)
     summary = summarise(manifest, out, cached, time.monotonic() - start)
     print_json(summary) if as_json else typer.echo(describe(summary))
 
@@ -120,7 +129,9 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
 
 
 def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
-    """What was built, as a JSON object."""
+    """What was built, as a JSON object. `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`."""
+    from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
+
     return {
         "bundle": str(out),
         "cached": cached,
@@ -134,7 +145,9 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "context": manifest.context,
         "drafters": list(manifest.drafters),
         "token_info": token_info(manifest),
-        "bytes": sum(file.size for file in manifest.files.values()),
+        "bytes": total_bytes(manifest),
+        "own_bytes": own_bytes(out, manifest),
+        "weight_shares": dict(weight_shares(manifest)),
         "perplexity": dict(manifest.quality.perplexity) if manifest.quality else None,
         "perplexity_fp32": dict(manifest.quality.perplexity_fp32) if manifest.quality else None,
     }
@@ -152,12 +165,16 @@ def token_info(manifest: Manifest) -> dict[str, Any] | None:
 
 def describe(summary: dict[str, Any]) -> str:
     """The summary as lines."""
+    from redraft.engines.sizes import describe_shares, describe_size
+
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
     lines = [
         f"{summary['bundle']}: {did}",
         f"  {summary['architecture']}, {summary['precision']}, context {summary['context']}, "
-        f"{summary['bytes'] / 1e6:.1f} MB",
+        f"{describe_size(summary['bytes'], summary['own_bytes'])}",
     ]
+    if summary["precision"] in WEIGHT_ONLY:
+        lines.append(f"  weights: {describe_shares(summary['weight_shares'])}")
     if info := summary["token_info"]:
         size = f"{info['bytes'] / 1e6:.1f} MB"
         lines.append(f"  Lyanna drafter, token information of {info['hot_tokens']} tokens in {info['form']}, {size}")
@@ -166,4 +183,15 @@ def describe(summary: dict[str, Any]) -> str:
         exact = summary["perplexity_fp32"][kind]
         compared = "" if summary["precision"] == "fp32" else f" (fp32 {exact:.3f}, {100 * (value / exact - 1):+.2f} %)"
         lines.append(f"  perplexity on {kind}: {value:.3f}{compared}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {line}" for line in advice(summary))])
+
+
+def advice(summary: dict[str, Any]) -> Iterator[str]:
+    """What to build instead, where 4 bits lose more than `MOST_LOSS` of perplexity."""
+    measured, exact = summary["perplexity"] or {}, summary["perplexity_fp32"] or {}
+    losses = [measured[kind] / exact[kind] - 1 for kind in measured]
+    if summary["precision"] == "int4" and losses and max(losses) > MOST_LOSS:
+        yield (
+            f"int4 loses up to {100 * max(losses):.1f} % perplexity on this model: build with --precision int8, "
+            "which loses less"
+        )

@@ -50,12 +50,15 @@ def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
 def as_object(bundle: Bundle) -> dict[str, Any]:
     """The manifest, where it lies, and commands of other tools by what they are for."""
     from redraft.engines.records import to_json
+    from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
     values: dict[str, Any] = to_json(bundle.manifest)
+    sizes = {"bytes": total_bytes(bundle.manifest), "own_bytes": own_bytes(bundle.path, bundle.manifest)}
+    shares = dict(weight_shares(bundle.manifest))
     found = commands(bundle.path, bundle.manifest)
     others = {command.purpose: str(command) if command.words else None for command in found}
-    return {"bundle": str(bundle.path), **values, "commands": others}
+    return {"bundle": str(bundle.path), **values, **sizes, "weight_shares": shares, "commands": others}
 
 
 def token_info_bytes(manifest: Manifest) -> int:
@@ -65,12 +68,13 @@ def token_info_bytes(manifest: Manifest) -> int:
 
 def as_lines(bundle: Bundle, verified: bool) -> list[str]:
     """The manifest for reading: one fact a line, then commands of other tools."""
+    from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
     manifest, shape = bundle.manifest, bundle.manifest.shape
-    size = sum(file.size for file in manifest.files.values())
+    size = describe_size(total_bytes(manifest), own_bytes(bundle.path, manifest))
     lines = [
-        f"{bundle.path}: {manifest.name}, {len(manifest.files)} files, {size / 1e6:.1f} MB, "
+        f"{bundle.path}: {manifest.name}, {len(manifest.files)} files, {size}, "
         f"{'every digest holds' if verified else 'digests not checked'}",
         f"model      {manifest.model.architecture} from {manifest.model.source}"
         f"{' (random weights)' if manifest.model.random_weights else ''}",
@@ -78,6 +82,7 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
         f"vocabulary {shape.vocabulary}",
         f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, context {manifest.context}",
+        f"weights    {describe_shares(weight_shares(manifest))}",
         f"tokens     begin {manifest.bos_token_id}, end {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
         f"drafters   {', '.join(manifest.drafters) or 'none'}",
         f"taps       {', '.join(manifest.taps) or 'none'}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer exports only its leaves
@@ -17,13 +17,14 @@ from redraft.interrupts import interrupts_heard
 INTERRUPTED = 130
 DEBUG = "REDRAFT_DEBUG"
 
-app = typer.Typer(
-    help="Speculative decoding as deployable engines.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+SETTINGS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+app = typer.Typer(help="Speculative decoding as deployable engines.", **SETTINGS)
 app.command("build")(build.build)
 app.command("inspect")(inspect.inspect)
 app.command("generate")(generate.generate)
@@ -60,10 +61,18 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit status of one command; its error, if any, is one line on the standard error."""
+    """Exit status of one `redraft` command."""
+    return run_app(app, arguments, "redraft")
+
+
+def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
+    """Exit status of one command of `commands`; its error, if any, is one line on the standard error.
+
+    `program` is the name of the command line in usage and help.
+    """
     try:
         with interrupts_heard():
-            status = int(app(arguments, prog_name="redraft", standalone_mode=False) or 0)
+            status = int(commands(arguments, prog_name=program, standalone_mode=False) or 0)
         return _fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
     except NoArgsIsHelpError as error:
         error.show()

@@ -1,4 +1,4 @@
-"""What MODEL names: a recipe, a checkpoint folder, or a Hugging Face id to download."""
+"""What MODEL names: a recipe, a checkpoint folder, a GGUF file, or a Hugging Face id to download."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from redraft.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from redraft.engines.recipes import Recipe
 
+GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def find_recipe(model: str) -> Recipe | None:
 def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
     """The checkpoint of a recipe or of what else the user named, downloading a Hugging Face id.
 
-    Raises UsageError where it is none of the three, CheckpointError where the download fails.
+    Raises UsageError where it is none of these, CheckpointError where the download fails.
     """
     from redraft.engines.recipes import recipe_names
 
@@ -73,10 +74,23 @@ def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) 
         raise UsageError(f"--model-path is for a recipe, and {model!r} is none", "give the folder as MODEL itself")
     if Path(model).is_dir():
         return Model(Path(model).resolve().name, model, Path(model))
+    if model.endswith(GGUF):
+        return Model(_gguf_file(model).stem, model, Path(model))
     if HUB_ID.fullmatch(model):
         return Model(model.rpartition("/")[2], model, _download(model, report))
     known = ", ".join(recipe_names())
-    raise UsageError(f"no model {model!r}", f"give a checkpoint folder, a Hugging Face id, or a recipe ({known})")
+    raise UsageError(
+        f"no model {model!r}", f"give a checkpoint folder, a GGUF file, a Hugging Face id, or a recipe ({known})"
+    )
+
+
+def _gguf_file(model: str) -> Path:
+    """The path of a GGUF file. Raises UsageError if there is none."""
+    path = Path(model)
+    if path.is_file():
+        return path
+    found = ", ".join(sorted(other.name for other in path.parent.glob(f"*{GGUF}"))[:3])
+    raise UsageError(f"there is no file {model}", f"its folder has {found}" if found else "check the path")
 
 
 def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:

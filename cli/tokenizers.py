@@ -1,26 +1,29 @@
-"""The text side of a checkpoint, as a bundle keeps it: tokenizer, chat template, special token ids."""
+"""The text side of a checkpoint, as a bundle keeps it: tokenizer, chat templates, special token ids."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redraft import names
+from redraft.cli.tokenizer_conversion import VOCABULARIES, load_tokenizer, vocabulary_file, write_tokenizer
 from redraft.errors import CheckpointError, UnsupportedModelError
+from redraft.export.json_files import DOWNLOAD_AGAIN, read_json_object
 
-FILES = (
-    names.TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "generation_config.json",
-    names.CHAT_TEMPLATE_FILE,
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SETTINGS = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template.json",
-)
+)  # fmt: skip
+OTHERS = ("tokenizer.*.json", "merges.txt", names.CHAT_TEMPLATE_FILE, f"{names.CHAT_TEMPLATES_FOLDER}/*.jinja")
 
-
-OLDER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
+_TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,16 @@ class SpecialTokens:
     pad: int | None
 
 
+def text_files(checkpoint: Path) -> tuple[str, ...]:
+    """Paths, relative to the checkpoint, of all files that tokenizer, chat templates and special ids depend on."""
+    patterns = (*VOCABULARIES, *SETTINGS, *OTHERS)
+    found = {path for pattern in patterns for path in checkpoint.glob(pattern) if path.is_file()}
+    return tuple(sorted(path.relative_to(checkpoint).as_posix() for path in found))
+
+
 def has_tokenizer(checkpoint: Path) -> bool:
-    """Whether a checkpoint's folder has anything that a tokenizer can be made of."""
-    return any((checkpoint / name).is_file() for name in (*FILES[:2], *OLDER_FILES))
+    """True if a checkpoint's folder has a file that a tokenizer can be made of."""
+    return vocabulary_file(checkpoint) is not None
 
 
 def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
@@ -53,80 +63,70 @@ def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
     return SpecialTokens(None, (), None)
 
 
-def copy_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
-    """Put tokenizer and chat template into `bundle`. Raises CheckpointError for a missing or damaged file."""
-    _copy_tokenizer(checkpoint, bundle)
-    settings = _read(checkpoint / "tokenizer_config.json")
-    template = _chat_template(checkpoint, settings)
-    if template is not None:
-        (bundle / names.CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
-    return _special_tokens(checkpoint, settings, bundle / names.TOKENIZER_FILE)
+def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
+    """Put tokenizer, special tokens and chat templates into `bundle`, as transformers loads them from `checkpoint`.
+
+    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for what cannot be converted.
+    """
+    settings = {name: _read(checkpoint / name) for name in SETTINGS}
+    tokenizer = load_tokenizer(checkpoint, settings["tokenizer_config.json"])
+    write_tokenizer(tokenizer, bundle / names.TOKENIZER_FILE, vocabulary_file(checkpoint))
+    tokens = dict(tokenizer.special_tokens_map)
+    (bundle / names.SPECIAL_TOKENS_FILE).write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
+    templates = _chat_templates(tokenizer.chat_template or settings["chat_template.json"].get("chat_template"))
+    for name, template in templates.items():
+        default = name == names.DEFAULT_CHAT_TEMPLATE
+        path = bundle / (names.CHAT_TEMPLATE_FILE if default else f"{names.CHAT_TEMPLATES_FOLDER}/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(template, encoding="utf-8")
+    return _special_tokens(tokenizer, settings, _read(checkpoint / "config.json"))
 
 
-def _copy_tokenizer(checkpoint: Path, bundle: Path) -> None:
-    """Copy `tokenizer.json`; a checkpoint that has an older format only is converted by transformers."""
-    if (checkpoint / names.TOKENIZER_FILE).is_file():
-        shutil.copyfile(checkpoint / names.TOKENIZER_FILE, bundle / names.TOKENIZER_FILE)
-        return
-    from transformers import AutoTokenizer
-
-    try:
-        AutoTokenizer.from_pretrained(checkpoint).backend_tokenizer.save(str(bundle / names.TOKENIZER_FILE))
-    except Exception as error:  # transformers raises whatever the missing piece raises
-        raise CheckpointError(
-            f"{checkpoint} has no {names.TOKENIZER_FILE}, and none can be made of what it has ({type(error).__name__})",
-            "copy the model's tokenizer.json beside its config.json",
-        ) from error
+def _chat_templates(found: Any) -> dict[str, str]:
+    """Templates by name, from one template, a list of named ones or a dictionary."""
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict) and "name" in entry}
+    named = found if isinstance(found, dict) else {names.DEFAULT_CHAT_TEMPLATE: found} if found else {}
+    for name, template in named.items():
+        if not isinstance(template, str) or not _TEMPLATE_NAME.fullmatch(str(name)):
+            raise CheckpointError(f"expected chat templates by name, found {name!r}: {template!r:.60}", DOWNLOAD_AGAIN)
+    return named
 
 
-def _chat_template(checkpoint: Path, settings: dict[str, Any]) -> str | None:
-    if (checkpoint / names.CHAT_TEMPLATE_FILE).is_file():
-        return (checkpoint / names.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
-    template = settings.get("chat_template") or _read(checkpoint / "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _special_tokens(
+    tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, dict[str, Any]], config: dict[str, Any]
+) -> SpecialTokens:
+    """The ids at which `generate` of transformers stops, and the tokenizer's own tokens that begin and pad a text.
 
+    Ids are read from generation_config.json, then config.json, then the `text_config` inside it. EOS falls back to the
+    tokenizer's token. The padding token falls back to the files, and BOS does if the tokenizer has no settings at all.
+    """
+    nested = config.get("text_config")
+    sources = (settings["generation_config.json"], config, nested if isinstance(nested, dict) else {})
 
-def _special_tokens(checkpoint: Path, settings: dict[str, Any], tokenizer: Path) -> SpecialTokens:
-    """The tokenizer's own words first, then the ids that the generation and model configurations give."""
-    ids = _added_tokens(tokenizer)
-    generation, config = _read(checkpoint / "generation_config.json"), _read(checkpoint / "config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None:
-        eos = _id_of("eos_token", settings, ids)
-    bos = _id_of("bos_token", settings, ids) if settings else config.get("bos_token_id")
-    pad = _id_of("pad_token", settings, ids)
-    return SpecialTokens(bos, _ids("eos_token_id", eos), pad)
+    def listed(name: str) -> tuple[int, ...]:
+        return _ids(name, next((source[name] for source in sources if source.get(name) is not None), None))
 
-
-def _id_of(name: str, settings: dict[str, Any], ids: dict[str, int]) -> int | None:
-    token = settings.get(name)
-    content = token.get("content") if isinstance(token, dict) else token
-    return ids.get(content) if isinstance(content, str) else None
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    if bos is None and not settings["tokenizer_config.json"] and not settings["special_tokens_map.json"]:
+        bos = next(iter(listed("bos_token_id")), None)
+    if pad is None:
+        pad = next(iter(listed("pad_token_id")), None)
+    return SpecialTokens(bos, listed("eos_token_id") or (() if eos is None else (eos,)), pad)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(item, int) for item in values):
-        raise UnsupportedModelError(f"{name} is {value!r}, expected a number or a list of numbers", "mend config.json")
+    if not all(type(item) is int for item in values):
+        raise UnsupportedModelError(
+            f"{name} is {value!r}, expected a number or a list of numbers", "fix generation_config.json or config.json"
+        )
     return tuple(values)
 
 
-def _added_tokens(tokenizer: Path) -> dict[str, int]:
-    values = _read(tokenizer)
-    added = {entry["content"]: entry["id"] for entry in values.get("added_tokens", ())}
-    vocabulary = values.get("model", {}).get("vocab", {})
-    return {**vocabulary, **added} if isinstance(vocabulary, dict) else added
-
-
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is missing. Raises CheckpointError where it is damaged."""
-    if not path.is_file():
-        return {}
+    """A JSON object, empty if the file is missing. Raises CheckpointError if it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error})", "download or copy the checkpoint again") from error
-    return value if isinstance(value, dict) else {}
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
-PACKAGES = {
-    "redraft": "redraft",
-    "bench": "redraft/bench",
-    "cli": "redraft/cli",
-    "engines": "redraft/engines",
-    "export": "redraft/export",
-    "plugins": "redraft/plugins",
-    "runtime": "redraft/runtime",
-    "train": "redraft/train",
-}
-
-
-@pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, since setuptools writes beside them."""
-    tree = tmp_path_factory.mktemp("sources")
-    for package in PACKAGES:
-        shutil.copytree(root / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, tree)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", "out", "."]
-    subprocess.run(command, cwd=tree, check=True, capture_output=True)
-    return next((tree / "out").glob("*.whl"))
+from tests.conftest import PACKAGES
 
 
 def sources(root: Path) -> set[str]:
     """Every Python and data file of the packages, by its name in the wheel."""
-    return {
-        f"{target}/{path.relative_to(root / folder).as_posix()}"
-        for folder, target in PACKAGES.items()
-        for path in (root / folder).rglob("*")
-        if path.suffix in {".py", ".toml", ".typed", ".md"}
-    }
+    names = {}
+    for folder, target in PACKAGES.items():  # a folder inside another one comes later and replaces its names
+        for path in (root / folder).rglob("*"):
+            if path.suffix in {".py", ".toml", ".typed", ".md"}:
+                names[path] = f"{target}/{path.relative_to(root / folder).as_posix()}"
+    return set(names.values())
 
 
 def test_every_source_and_data_file_is_in_the_wheel(root: Path, wheel: Path) -> None:
     assert sources(root) - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
+def test_of_optimums_namespace_the_wheel_has_our_register_file_only(wheel: Path) -> None:
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("optimum/")}
+    assert files == {"optimum/commands/register/register_redraft.py"}
 
 
 def test_unpacked_wheel_imports_on_its_own(root: Path, wheel: Path, tmp_path: Path) -> None:

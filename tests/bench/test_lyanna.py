@@ -17,6 +17,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tests.export.drafters.tiny import arrays
 from torch import nn
+from transformers import LlamaConfig
 
 from redraft import names
 from redraft.bench import lyanna, lyanna_latency, lyanna_resampling, lyanna_training
@@ -172,7 +173,7 @@ def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
 @pytest.fixture
 def texts(verifier, tmp_path):
     """A stream that counts upwards, so that there is something to learn."""
-    config = SimpleNamespace(
+    config = LlamaConfig(
         num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4, hidden_size=HIDDEN
     )
     found = SimpleNamespace(config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, model=verifier)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.cli.build import advice
 from redraft.engines.locking import build_lock
 
 Refused = Callable[..., str]
@@ -73,6 +74,17 @@ def test_quantized_build_reports_perplexity_beside_fp32(
     summary = json.loads(result.stdout)
     exact = summary["perplexity_fp32"]["words"]
     assert summary["precision"] == precision
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert summary["own_bytes"] == summary["bytes"] == sum(path.stat().st_size for path in files)
+    attention, others, rest, head = 2 * 64 * 32, 2 * (32 * 32 + 3 * 64 * 32), 32 * 32 + 5 * 32, 32 * 32
+    counts = {"4 bits": others, "8 bits": attention + head, "fp32": rest}
+    if precision == "int8":
+        counts = {"8 bits": attention + head + others, "fp32": rest}
+    whole = sum(counts.values())
+    assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in counts.items()})
+    shown = redraft("inspect", out).stdout
+    assert f"{summary['bytes'] / 1e6:.1f} MB, every digest holds" in shown
+    assert f"{100 * counts['fp32'] / whole:.1f} % in fp32" in shown
     assert summary["perplexity"]["words"] != exact
     assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -176,3 +188,13 @@ def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path,
 )
 def test_bad_options(refused: Refused, checkpoint: Path, tmp_path: Path, arguments: list[str], word: str) -> None:
     assert word in refused("build", checkpoint, "-o", tmp_path / "out", *arguments, status=2)
+
+
+@pytest.mark.parametrize(("precision", "measured", "said"), [("int4", 1.02, 0), ("int4", 1.05, 1), ("int8", 1.05, 0)])
+def test_a_loss_of_4_bits_is_said_with_what_to_build_instead(precision: str, measured: float, said: int) -> None:
+    summary = {"precision": precision, "perplexity": {"code": 1.0, "prose": measured},
+               "perplexity_fp32": {"code": 1.0, "prose": 1.0}}  # fmt: skip
+    lines = list(advice(summary))
+    assert len(lines) == said
+    assert all("5.0 %" in line and "--precision int8" in line for line in lines)
+    assert list(advice({"precision": "int4", "perplexity": None, "perplexity_fp32": None})) == []

@@ -1,0 +1,187 @@
+"""The last step of a build: a few tokens of the new engines, plain and by trees, against transformers' own model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from redraft import names
+from redraft.config import Precision
+from redraft.engines import Bundle, open_engine
+from redraft.errors import UnsupportedModelError
+from redraft.runtime import scheduler
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.tree import make_tree, root_only
+from redraft.types import Budget, DraftTree, FloatArray, Outcome
+
+TEXT_TOKENS, NEW_TOKENS = 152, 24
+"""Tokens of a compared text, and how many of them follow its prompt."""
+TREES = Budget(nodes=5, depth=2, width=3)
+EXACT = 5e-3
+"""Largest difference of a logit in fp32 that counts as rounding, in standard deviations of its row."""
+ROUNDED: dict[Precision, float] = {"fp16": 0.1, "int8": 0.3, "int4": 0.8}
+"""Median difference of a row of logits (root mean square, in standard deviations) that a short type may bring."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was compared. difference: the largest of a logit, in standard deviations of its row."""
+
+    tokens: int
+    accepted: int
+    difference: float
+
+    def describe(self, what: str = "") -> str:
+        """One line about it."""
+        of = f" ({what})" if what else ""
+        return (
+            f"checked{of}: {self.tokens} tokens, {self.accepted} of them accepted in trees, "
+            f"logits within {self.difference:.1e} standard deviations of transformers' in fp32"
+        )
+
+
+@dataclass
+class KnownText:
+    """A sampler that accepts the tokens of a known text, and keeps the logits at each of its positions."""
+
+    tokens: Sequence[int]
+    rows: dict[int, FloatArray] = field(default_factory=dict)
+    accepted: int = 0
+
+    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+        """See `Sampler.judge`."""
+        path: list[int] = []
+        node = 0
+        while True:
+            self.rows[position + len(path)] = logits[node].copy()
+            following = self.tokens[position + len(path) + 1]
+            children = np.flatnonzero(tree.parents == node)
+            node = next((int(child) for child in children if tree.tokens[child] == following), -1)
+            if node < 0:
+                break
+            path.append(node)
+        self.accepted += len(path)
+        tokens = tuple(self.tokens[position + 1 : position + len(path) + 2])
+        return Outcome([tokens[-1]] * len(tree), tuple(path), tokens[-1], tokens)
+
+
+class KnownDrafter(Drafter):
+    """Drafts the next two tokens of a known text behind wrong siblings, every second step."""
+
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
+        """See `Drafter.draft`."""
+        return [
+            _tree(seq) if budget.depth >= TREES.depth and len(seq.tokens) % 2 else root_only(seq.tokens[-1])
+            for seq, budget in zip(batch, budgets, strict=True)
+        ]
+
+
+def _tree(seq: Request) -> DraftTree:
+    """Root, a wrong child with a child of its own, the right child, and below it a wrong one and the right one."""
+    assert isinstance(seq.sampler, KnownText)
+    known, at = seq.sampler.tokens, len(seq.tokens)
+    first, second = known[at], known[at + 1]
+    wrong = next((token for token in known if token not in (first, second)), (first + 1) % (max(known) + 1))
+    return make_tree(
+        [seq.tokens[-1], wrong, first, first, wrong, second], [-1, 0, 0, 1, 2, 2], [1.0, 0.9, 0.8, 0.7, 0.6, 0.5]
+    )
+
+
+def known_texts(vocabulary: int, config: Any, context: int) -> list[list[int]]:
+    """Two texts of random tokens, none of them one that the configuration gives a meaning."""
+    special = set(named_tokens(config))
+    ordinary = [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
+    length = min(TEXT_TOKENS, context)
+    generator = np.random.default_rng(0)
+    return [generator.choice(ordinary, size).tolist() for size in (length, max(2, length - 3))]
+
+
+def _prompt_length(text: Sequence[int]) -> int:
+    return max(len(text) // 2, len(text) - NEW_TOKENS)
+
+
+def named_tokens(values: Any) -> Iterator[int]:
+    """Token ids among the values of a nested configuration."""
+    if not isinstance(values, dict):
+        return
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from named_tokens(value)
+        elif name.endswith(("token_id", "token_index", "token_ids")):
+            yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int))
+
+
+def check_bundle(
+    bundle: Bundle, texts: Sequence[Sequence[int]], expected: Sequence[FloatArray], precision: Precision
+) -> Compared:
+    """Run the texts through every graph of the verifier, one alone and two together, and compare their logits.
+
+    expected: [T, V] of each text.   precision: how near the logits must be.
+    Raises UnsupportedModelError naming the first token that differs.
+    """
+    tokens = accepted = 0
+    largest = 0.0
+    for graph, batch in ((names.VERIFIER_SINGLE, 1), (names.VERIFIER, 2)):
+        if graph not in bundle.manifest.graphs:
+            continue
+        samplers = _run(bundle, graph, texts[:batch])
+        for number, sampler in enumerate(samplers):
+            difference = _compare(graph, sampler, expected[number], precision)
+            largest = max(largest, difference)
+            tokens += len(sampler.rows)
+            accepted += sampler.accepted
+    return Compared(tokens, accepted, largest)
+
+
+def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
+    """Each text through the runtime's own cycle."""
+    manifest = bundle.manifest
+    samplers = [KnownText(text) for text in texts]
+    requests = [
+        Request(list(text[: _prompt_length(text)]), _prompt_length(text), len(text) - 1, frozenset(), sampler)
+        for text, sampler in zip(texts, samplers, strict=True)
+    ]
+    rows = min(manifest.context, TEXT_TOKENS + TREES.nodes + 1)
+    verifier = HostVerifier(open_engine(bundle, graph), manifest.shape, rows, len(texts), manifest.taps)
+    for _ in scheduler.run(Cycle(verifier, KnownDrafter(verifier), FixedBudget(TREES)), requests):
+        pass
+    verifier.close()
+    return samplers
+
+
+def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
+    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError where it is too large."""
+    rows = sorted(sampler.rows.items())
+    spreads = [_spread(expected[position]) for position, _ in rows]
+    apart = [row - expected[position] for position, row in rows]
+    largest = [float(np.abs(a).max()) / s for a, s in zip(apart, spreads, strict=True)]
+    if precision == "fp32":
+        wrong = next((i for i, value in enumerate(largest) if not value <= EXACT), None)
+        if wrong is not None:
+            raise _different(graph, f"after token {rows[wrong][0] + 1}", largest[wrong], EXACT)
+    else:
+        typical = float(np.median([np.sqrt(np.mean(a * a)) / s for a, s in zip(apart, spreads, strict=True)]))
+        if not typical <= ROUNDED[precision]:
+            raise _different(graph, f"in {precision}, typically", typical, ROUNDED[precision])
+    return max(largest)
+
+
+def _spread(logits: FloatArray) -> float:
+    """The standard deviation of a row by its median deviation, which a few masked entries do not widen."""
+    deviations = np.abs(logits - np.median(logits))
+    return max(1.4826 * float(np.median(deviations)), 1e-12)
+
+
+def _different(graph: str, where: str, found: float, allowed: float) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the exported model is not the checkpoint's: {where}, logits of graph {graph} differ from transformers' by "
+        f"{found:.2g} standard deviations, expected at most {allowed:g}",
+        "report this model",
+    )

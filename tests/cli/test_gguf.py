@@ -1,0 +1,110 @@
+"""`redraft build FILE.gguf`: a bundle with the file's model, tokenizer and template, or a line that says why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Redraft
+from tests.export.gguf_files import TEMPLATE, random_file
+from tests.export.test_gguf_verifier import by_transformers
+
+Refused = Callable[..., str]
+PROMPT = "the cat 12 and the dog"
+
+
+@pytest.fixture(scope="session")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2 in Q8_0, with byte-level BPE; not to be written to."""
+    return random_file("qwen2", "Q8_0").write(tmp_path_factory.mktemp("gguf") / "little-Q8_0.gguf")
+
+
+@pytest.fixture(scope="session")
+def gguf_bundle(gguf_file: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of `gguf_file`; not to be written to."""
+    out = tmp_path_factory.mktemp("engines") / "little"
+    result = redraft("build", gguf_file, "-o", out, "--eval-text", "none")
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_text_is_that_of_transformers(redraft: Redraft, gguf_file: Path, gguf_bundle: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    model = by_transformers(gguf_file)
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=[2, 3], pad_token_id=0)
+    found = redraft("generate", "--engines", gguf_bundle, "--prompt", PROMPT, "--max-new-tokens", 24, "--json")
+    assert json.loads(found.stdout)["token_ids"] == expected[0, ids.shape[1] :].tolist()
+
+
+def test_bundle_has_the_files_name_ends_and_template(gguf_file: Path, gguf_bundle: Path) -> None:
+    manifest = json.loads((gguf_bundle / "manifest.json").read_text())
+    assert manifest["name"] == "little-Q8_0"
+    assert manifest["model"]["architecture"] == "Qwen2ForCausalLM"
+    assert list(manifest["model"]["weights"]) == [gguf_file.name]
+    assert (manifest["bos_token_id"], manifest["eos_token_ids"]) == (1, [2, 3])
+    assert (gguf_bundle / "chat_template.jinja").read_text() == TEMPLATE
+    assert "inexact" not in manifest["model"] or manifest["model"]["inexact"] == []
+
+
+def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gguf_file: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copy(gguf_file, tmp_path / "m.gguf"))
+    build = ("build", file, "-o", tmp_path / "out", "--weights", "random", "--json")
+    assert json.loads(redraft(*build).stdout)["cached"] is False
+    assert json.loads(redraft(*build).stdout)["cached"] is True
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"qwen2.context_length\4\0\0\0\x40", b"qwen2.context_length\4\0\0\0\x20"))
+    changed = json.loads(redraft(*build).stdout)
+    assert (changed["cached"], changed["context"]) == (False, 32)
+
+
+@pytest.mark.slow
+def test_what_is_not_as_in_the_file_is_said(redraft: Redraft, tmp_path: Path) -> None:
+    file = random_file("qwen2", "Q4_1")
+    file.tokenizer["tokenizer.ggml.pre"] = "smollm"
+    path = file.write(tmp_path / "m.gguf")
+    built = redraft("build", path, "-o", tmp_path / "out", "--precision", "int4", "--eval-text", "none", "--json")
+    rounded, split = json.loads(built.stdout)["caveats"]
+    assert rounded == "int4 rounds the file's Q4_1 weights a second time; --precision int8 loses less"
+    assert split.startswith("transformers does not know the pre-tokenizer 'smollm'")
+
+
+def test_no_such_file(refused: Refused, gguf_file: Path) -> None:
+    line = refused("build", gguf_file.with_name("other.gguf"), status=2)
+    assert "there is no file" in line
+    assert "its folder has little-Q8_0.gguf" in line
+
+
+def test_no_model_mentions_gguf_files(refused: Refused) -> None:
+    assert "a GGUF file" in refused("build", "no-such-thing", status=2)
+
+
+def test_folder_of_gguf_files(refused: Refused, gguf_file: Path) -> None:
+    line = refused("build", gguf_file.parent, status=1)
+    assert f"give the file itself: {gguf_file}" in line
+
+
+@pytest.mark.parametrize("damage", ["short", "tensor", "tokenizer"])
+def test_a_file_that_cannot_be_built_leaves_nothing(refused: Refused, tmp_path: Path, damage: str) -> None:
+    file = random_file("qwen2")
+    if damage == "tensor":
+        del file.tensors["blk.0.ffn_up.weight"]
+    if damage == "tokenizer":
+        file.tokenizer["tokenizer.ggml.model"] = "rwkv"
+    path = file.write(tmp_path / "m.gguf")
+    if damage == "short":
+        path.write_bytes(path.read_bytes()[:-1000])
+    line = refused("build", path, "-o", tmp_path / "out", status=1)
+    expected = {
+        "short": "is cut short",
+        "tensor": "no tensor for",
+        "tokenizer": "its tokenizer (rwkv) cannot be converted",
+    }
+    assert expected[damage] in line
+    assert [other.name for other in tmp_path.iterdir()] == ["m.gguf"]

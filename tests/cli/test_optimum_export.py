@@ -1,0 +1,125 @@
+"""`optimum-cli export redraft`, from an installed wheel next to optimum."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.test_imports import HEAVY
+
+from redraft.cli import optimum_export
+from redraft.cli.build import build
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+HERE = Path(sysconfig.get_path("purelib"))
+
+
+@pytest.fixture(scope="module")
+def optimum_cli(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run optimum-cli of a fresh environment with our wheel and optimum in it, and all else from the one of the tests.
+
+    A path in a .pth file makes packages importable without their own .pth files, and so without the editable install.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    packages = next((folder / "lib").glob("python*/site-packages"))
+    for part in HERE.glob("optimum-*.dist-info"):
+        shutil.copytree(part, packages / part.name)
+    shutil.copytree(HERE / "optimum", packages / "optimum", dirs_exist_ok=True)
+    (packages / "others.pth").write_text(f"{HERE}\n")
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [python, "-I", "-m", "optimum.commands.optimum_cli", *map(str, arguments)]
+        environment = {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+    return run
+
+
+def test_optimum_lists_the_command(optimum_cli: Run) -> None:
+    result = optimum_cli("export", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "redraft" in result.stdout
+
+
+def test_help_is_that_of_build(optimum_cli: Run) -> None:
+    result = optimum_cli("export", "redraft", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "Usage: optimum-cli export redraft [OPTIONS] [" in result.stdout
+    for name in inspect.signature(build).parameters:
+        option = {"out": "out", "as_json": "--json"}.get(name, "--" + name.replace("_", "-"))
+        assert option in result.stdout
+
+
+def test_builds_a_bundle(optimum_cli: Run, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    result = optimum_cli("export", "redraft", "--model", checkpoint, out, "--eval-text=none", "--context", 32)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{out}: built in ")
+    assert "context 32" in result.stdout
+    assert (out / "verifier.onnx").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ((), 2, "Missing option '-m' / '--model'"),
+        (("-m", "none", "--no-such-option"), 2, "No such option: --no-such-option"),
+        (("-m", "none/of/these"), 2, "no model 'none/of/these'"),
+        (("-m", "."), 1, "config.json"),
+    ],
+)
+def test_errors_are_those_of_build(optimum_cli: Run, arguments: tuple[str, ...], status: int, message: str) -> None:
+    result = optimum_cli("export", "redraft", *arguments)
+    assert result.returncode == status, result.stderr
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("[")]  # without progress
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("redraft: error: ")
+    assert message in lines[0]
+    assert result.stdout == ""
+
+
+def test_interrupt_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("redraft.cli.assembly.build_bundle", interrupted)
+    assert optimum_export.run(["-m", str(checkpoint), str(tmp_path), "--eval-text", "none"]) == 130
+    assert capsys.readouterr().err.endswith("redraft: error: interrupted\n")
+
+
+def program(blocked: tuple[str, ...], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run optimum-cli of this environment, in which redraft is an editable install, as if `blocked` were missing."""
+    source = f"""
+import sys
+sys.modules.update(dict.fromkeys({blocked!r}))
+sys.argv = ["optimum-cli", *{arguments!r}]
+from optimum.commands.optimum_cli import main
+main()
+"""
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+
+
+def test_optimum_starts_without_heavy_libraries_and_without_redraft() -> None:
+    blocked = [name for name in HEAVY if name != "optimum"]
+    result = program((*blocked, "redraft", "typer"), "export", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "redraft" in result.stdout
+
+
+def test_a_missing_extra_is_one_line(checkpoint: Path) -> None:
+    result = program(("onnxscript",), "export", "redraft", "-m", str(checkpoint), "--eval-text", "none")
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.splitlines()[-1].startswith("redraft: error: onnxscript")

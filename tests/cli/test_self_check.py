@@ -1,0 +1,102 @@
+"""Every build ends with a comparison with transformers: faults that nothing else would notice do not reach a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.cli.assembly import build_bundle
+from redraft.cli.models import Model
+from redraft.cli.self_check import KnownText, known_texts
+from redraft.config import BuildConfig
+from redraft.errors import BackendError, UnsupportedModelError
+from redraft.export import attention, verifier
+from redraft.runtime.tree import make_tree
+
+from .conftest import write_checkpoint
+
+
+def build(checkpoint: Path, out: Path, check: bool = True, **config) -> list[str]:
+    """Build in this process; the lines that were reported."""
+    lines: list[str] = []
+    model = Model("little", "little", checkpoint)
+    build_bundle(model, BuildConfig(**config), out, {}, True, lambda line: lines.append(line), check)
+    return lines
+
+
+@pytest.fixture
+def narrow_masks(monkeypatch):
+    """The planted fault: every layer is believed to see the last three tokens only."""
+    honest = attention.mask_of
+    monkeypatch.setattr(attention, "mask_of", lambda *arguments: attention.Mask(3) if honest(*arguments) else None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "bf16"])
+def test_a_wrong_export_is_refused(checkpoint, tmp_path, narrow_masks, precision):
+    with pytest.raises(UnsupportedModelError, match="the exported model is not the checkpoint's"):
+        build(checkpoint, tmp_path / "engines", precision=precision)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_check_can_be_left_out(checkpoint, tmp_path, narrow_masks):
+    lines = build(checkpoint, tmp_path / "engines", check=False)
+    assert (tmp_path / "engines/manifest.json").is_file()
+    assert not [line for line in lines if line.startswith("checked")]
+
+
+def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redraft):
+    arguments = ("build", checkpoint, "-o", tmp_path / "engines", "--eval-text", "none")
+    assert "built in" in redraft(*arguments, "--skip-check").stdout
+    assert "built in" in redraft(*arguments).stdout
+    assert "is already built" in redraft(*arguments).stdout
+
+
+def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypatch):
+    """A bundle that nobody compared is not put in place unless the user asks for it."""
+    monkeypatch.setattr("redraft.cli.assembly.available_bytes", lambda: 1000)
+    with pytest.raises(BackendError, match="checking 2 layers in fp32 takes .* or build with --skip-check"):
+        build(checkpoint, tmp_path / "engines")
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_another_tensor_are_noticed(checkpoint, tmp_path, monkeypatch):
+    """Two projections of equal shape exchanged: nothing but a comparison of numbers finds this."""
+    honest = verifier._tensors
+
+    def exchanged(network, loaded):
+        tensors = honest(network, loaded)
+        one, other = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        return tensors | {one: tensors[other], other: tensors[one]}
+
+    monkeypatch.setattr(verifier, "_tensors", exchanged)
+    with pytest.raises(UnsupportedModelError, match="differ from transformers'"):
+        build(checkpoint, tmp_path / "engines")
+
+
+def test_trees_are_accepted_in_both_graphs(checkpoint, tmp_path):
+    (line,) = [line for line in build(checkpoint, tmp_path / "engines") if line.startswith("checked")]
+    words = line.split()
+    assert int(words[3]) > 0, line
+    assert int(words[1]) > int(words[3])
+
+
+def test_context_of_two_tokens_is_checked(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "little")
+    assert [line for line in build(checkpoint, tmp_path / "engines", context=2) if line.startswith("checked")]
+
+
+def test_the_known_text_is_accepted_behind_wrong_siblings():
+    sampler = KnownText([5, 6, 7, 8, 9])
+    tree = make_tree([6, 1, 7, 2, 8], [-1, 0, 0, 2, 2], [1.0, 0.9, 0.8, 0.7, 0.6])
+    logits = np.arange(10, dtype=np.float32).reshape(5, 2)
+    outcome = sampler.judge(logits, tree, 1)
+    assert outcome.path == (2, 4)
+    assert outcome.tokens == (7, 8, 9)
+    assert {position: row.tolist() for position, row in sampler.rows.items()} == {1: [0, 1], 2: [4, 5], 3: [8, 9]}
+
+
+def test_texts_avoid_tokens_with_a_meaning():
+    config = {"eos_token_id": [1, 2], "text_config": {"pad_token_id": 0}, "image_token_index": 3}
+    assert not {token for text in known_texts(8, config, 64) for token in text} & {0, 1, 2, 3}

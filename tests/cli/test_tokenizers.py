@@ -1,0 +1,301 @@
+"""A bundle's text side is what transformers makes of all of a checkpoint's files, or the build says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from redraft.cli import assembly, tokenizer_conversion
+from redraft.cli.models import HUB_FILES
+from redraft.cli.tokenizers import SpecialTokens, write_text_files
+from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
+from redraft.export.checkpoint import Checkpoint
+from redraft.runtime.text import Text
+
+from .tokenizer_files import (
+    NAMES,
+    PADDING,
+    SAMPLES,
+    TRUNCATION,
+    Files,
+    byte_level,
+    metaspace,
+    sentencepiece_model,
+    tekken,
+    tiktoken_vocabulary,
+    vocabulary_and_merges,
+    write_folder,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A `tokenizer.json` like Llama 2's; not to be changed."""
+    return metaspace(tmp_path_factory.mktemp("llama") / "source")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "bundle"
+    folder.mkdir()
+    return folder
+
+
+def assert_text_is_that_of_transformers(checkpoint: Path, bundle: Path) -> None:
+    special = write_text_files(checkpoint, bundle)
+    expected = AutoTokenizer.from_pretrained(checkpoint)
+    text = Text.load(bundle, special.bos, next(iter(special.eos), None))
+    for sample in SAMPLES:
+        for added in (True, False):
+            ids = expected(sample, add_special_tokens=added)["input_ids"]
+            assert text.encode(sample, special_tokens=added) == ids, sample
+            assert text.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+    assert len(expected(SAMPLES[0])["input_ids"]) < 21, "words, not bytes alone"
+    written = json.loads((bundle / "special_tokens_map.json").read_text(encoding="utf-8"))
+    assert written == expected.special_tokens_map
+
+
+def formats(folder: Path) -> dict[str, tuple[Files, str, dict[str, Any]]]:
+    """Files, model type and settings by format."""
+    added = {"263": {"content": "<s>", "special": True}, "264": {"content": "<|eot|>", "special": True}}
+    bpe, unigram = (sentencepiece_model(folder, kind) for kind in ("bpe", "unigram"))
+    class_of_llama = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES}
+    return {
+        "sentencepiece": ({"tokenizer.model": bpe}, "llama", class_of_llama),
+        "sentencepiece, BOS and EOS": ({"tokenizer.model": bpe}, "llama", {**class_of_llama, "add_eos_token": True}),
+        "sentencepiece, no settings": ({"tokenizer.model": bpe}, "mistral", {}),
+        "sentencepiece, unigram": ({"tokenizer.model": unigram}, "llama", {}),
+        "tiktoken": (
+            {"tokenizer.model": tiktoken_vocabulary()}, "llama",
+            {"bos_token": "<s>", "eos_token": "<|eot|>", "added_tokens_decoder": added},
+        ),
+        "tiktoken by its name": ({"tiktoken.model": tiktoken_vocabulary()}, "llama", {}),
+        "tekken": ({"tekken.json": tekken()}, "mistral", {}),
+        "vocabulary and merges": (vocabulary_and_merges(), "gpt2", {}),
+        "vocabulary and merges of Qwen": (vocabulary_and_merges(), "qwen2", {}),
+        "vocabulary and merges, class named": (vocabulary_and_merges(), "llama", {"tokenizer_class": "GPT2Tokenizer"}),
+    }  # fmt: skip
+
+
+FORMATS = (
+    "sentencepiece", "sentencepiece, BOS and EOS", "sentencepiece, no settings", "sentencepiece, unigram", "tiktoken",
+    "tiktoken by its name", "tekken", "vocabulary and merges", "vocabulary and merges of Qwen",
+    "vocabulary and merges, class named",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_older_formats_are_converted(name: str, tmp_path: Path, bundle: Path) -> None:
+    files, model_type, settings = formats(tmp_path)[name]
+    assert_text_is_that_of_transformers(write_folder(tmp_path / "model", files, model_type, **settings), bundle)
+
+
+EOT = {"600": {"content": "<|eot|>", "special": True}}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no prefix space": ({"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False, **NAMES}, {}),
+    "added tokens of the settings": ({"added_tokens_decoder": EOT, **NAMES}, {}),
+    "additional special tokens": ({"additional_special_tokens": ["<|eot|>"], "pad_token": "<|pad|>", **NAMES}, {}),
+    "special_tokens_map.json": (NAMES, {"special_tokens_map.json": {"eos_token": "<|eot|>"}}),
+    "added_tokens.json": (NAMES, {"added_tokens.json": {"<|eot|>": 600}}),
+}
+
+
+@pytest.mark.parametrize(("settings", "files"), CHANGES.values(), ids=CHANGES)
+def test_what_transformers_changes_in_a_tokenizer_is_in_the_bundle(
+    settings: dict[str, Any], files: dict[str, Any], llama: dict[str, Any], tmp_path: Path, bundle: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama, **files}, **settings)
+    assert_text_is_that_of_transformers(folder, bundle)
+    assert_bundle_encodes_otherwise(folder, bundle)
+
+
+def test_class_of_the_tokenizer_changes_how_text_is_split(tmp_path: Path, bundle: Path) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": byte_level()}, "qwen2")
+    assert_text_is_that_of_transformers(folder, bundle)
+    assert_bundle_encodes_otherwise(folder, bundle)
+
+
+def assert_bundle_encodes_otherwise(folder: Path, bundle: Path) -> None:
+    """Than the checkpoint's own `tokenizer.json`: else a test of a setting proves nothing."""
+    before, after = (Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, bundle))
+    assert any(before.encode(text).ids != after.encode(text).ids for text in SAMPLES)
+
+
+@pytest.mark.parametrize("setting", [{"add_bos_token": False}, {"add_eos_token": True}, {"legacy": False}], ids=str)
+def test_settings_that_transformers_ignores_change_nothing(
+    setting: dict[str, Any], llama: dict[str, Any], tmp_path: Path, bundle: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama}, **setting, **NAMES)
+    assert_text_is_that_of_transformers(folder, bundle)
+
+
+def test_truncation_and_padding_do_not_reach_the_bundle(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    files = {"tokenizer.json": {**llama, "truncation": TRUNCATION, "padding": PADDING}}
+    assert_text_is_that_of_transformers(write_folder(tmp_path / "model", files, **NAMES), bundle)
+    written = json.loads((bundle / "tokenizer.json").read_text(encoding="utf-8"))
+    assert (written["truncation"], written["padding"]) == (None, None)
+
+
+def refused(folder: Path, bundle: Path, kind: type[RedraftError] = CheckpointError) -> str:
+    with pytest.raises(kind) as found:
+        write_text_files(folder, bundle)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "content"), [("sentencepiece", None), ("protobuf", None), ("tiktoken", tiktoken_vocabulary())]
+)
+def test_missing_package_is_named_with_the_command_that_installs_it(
+    package: str, content: str | None, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.model": content or sentencepiece_model(tmp_path)})
+    versions = tokenizer_conversion.package_version
+    monkeypatch.setattr(
+        tokenizer_conversion, "package_version", lambda name: None if name == package else versions(name)
+    )
+    line = refused(folder, bundle)
+    assert f"tokenizer.model needs a Python package that is missing: {package}" in line
+    assert line.endswith(f"pip install {package}")
+
+
+DAMAGED: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
+    "nothing": ({}, {}, "has no tokenizer.json and no other file with a vocabulary"),
+    "tokenizer.json cut off": ({"tokenizer.json": '{"a": ['}, {}, "tokenizer.json cannot be read as a tokenizer"),
+    "tokenizer.json of another form": ({"tokenizer.json": "[]"}, {}, "tokenizer.json cannot be read as a tokenizer"),
+    "settings": ({"tokenizer_config.json": "{", "tokenizer.json": "{}"}, {}, "tokenizer_config.json cannot be read"),
+    "noise": ({"tokenizer.model": bytes(range(256)) * 9}, {}, "neither a sentencepiece model nor a tiktoken"),
+    "empty": ({"tokenizer.model": b""}, {}, "tokenizer.model is empty"),
+    "merges missing": ({"vocab.json": '{"a": 0}'}, {"tokenizer_class": "GPT2Tokenizer"}, "cannot convert .*vocab.json"),
+    "class of another model": (
+        {"vocab.json": '{"a": 0}'}, {"tokenizer_class": "LlamaTokenizer"}, "finds no words in .*vocab.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "settings", "match"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files_are_named(
+    files: dict[str, str | bytes], settings: dict[str, Any], match: str, tmp_path: Path, bundle: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        write_text_files(write_folder(tmp_path / "model", files, **settings), bundle)
+
+
+def test_sentencepiece_model_cut_off(tmp_path: Path, bundle: Path) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.model": sentencepiece_model(tmp_path)[:3000]})
+    assert "tokenizer.model is neither a sentencepiece model nor a tiktoken vocabulary" in refused(folder, bundle)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tokenizer.model.v3"])
+def test_formats_without_a_converter_are_refused_by_name(name: str, tmp_path: Path, bundle: Path) -> None:
+    folder = write_folder(tmp_path / "model", {name: tiktoken_vocabulary()}, "qwen2")
+    assert f"transformers cannot convert {name}" in refused(folder, bundle, UnsupportedModelError)
+
+
+def test_code_of_a_repository_is_not_run(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama}, **own)
+    assert "needs code from its own repository" in refused(folder, bundle, UnsupportedModelError)
+
+
+def test_encoding_that_tokenizer_json_cannot_express(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama}, split_special_tokens=True, **NAMES)
+    assert "split_special_tokens" in refused(folder, bundle, UnsupportedModelError)
+
+
+def test_tiktoken_reads_the_file_and_not_a_cache_of_its_path(tmp_path: Path, bundle: Path) -> None:
+    folder = write_folder(tmp_path / "model", {"tokenizer.model": tiktoken_vocabulary()})
+    write_text_files(folder, bundle)
+    first = Text.load(bundle, None, None).encode("tree")
+    (folder / "tokenizer.model").write_text(tiktoken_vocabulary().rpartition("\n")[0].rpartition("\n")[0] + "\n")
+    write_text_files(folder, bundle)
+    assert len(first) == 1 < len(Text.load(bundle, None, None).encode("tree"))
+
+
+def templates(bundle: Path) -> dict[str, str]:
+    found = {path.stem: path.read_text() for path in (bundle / "additional_chat_templates").glob("*.jinja")}
+    single = bundle / "chat_template.jinja"
+    return {**found, **({"default": single.read_text()} if single.exists() else {})}
+
+
+NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "settings": ({"chat_template": "a"}, {}, {"default": "a"}),
+    "list": ({"chat_template": NAMED}, {}, {"default": "a", "tool_use": "b"}),
+    "file": ({"chat_template": "a"}, {"chat_template.jinja": "c"}, {"default": "c"}),
+    "folder": (
+        {}, {"chat_template.jinja": "c", "additional_chat_templates/tool_use.jinja": "d"},
+        {"default": "c", "tool_use": "d"},
+    ),
+    "older file": ({}, {"chat_template.json": {"chat_template": "e"}}, {"default": "e"}),
+    "none": ({}, {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "files", "expected"), TEMPLATES.values(), ids=TEMPLATES)
+def test_chat_templates_come_from_each_place(
+    settings: dict[str, Any], files: dict[str, Any], expected: dict[str, str], llama: dict[str, Any], tmp_path: Path,
+    bundle: Path,
+) -> None:  # fmt: skip
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama, **files}, **settings, **NAMES)
+    write_text_files(folder, bundle)
+    assert templates(bundle) == expected
+
+
+def test_name_of_a_template_does_not_leave_the_bundle(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    named = [{"name": "../../outside", "template": "x"}]
+    folder = write_folder(tmp_path / "model", {"tokenizer.json": llama}, chat_template=named)
+    assert "expected chat templates by name, found '../../outside'" in refused(folder, bundle)
+
+
+IDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], SpecialTokens]] = {
+    "tokenizer alone": (NAMES, {}, {}, SpecialTokens(1, (2,), None)),
+    "generation first": (
+        NAMES, {"eos_token_id": [7, 9], "pad_token_id": 5}, {"eos_token_id": 8}, SpecialTokens(1, (7, 9), 5),
+    ),
+    "configuration": (NAMES, {"bos_token_id": 4}, {"eos_token_id": 8, "pad_token_id": 6}, SpecialTokens(1, (8,), 6)),
+    "nested": (NAMES, {}, {"text_config": {"eos_token_id": [8]}}, SpecialTokens(1, (8,), None)),
+    "null": (NAMES, {"eos_token_id": None}, {"eos_token_id": 8}, SpecialTokens(1, (8,), None)),
+    "padding of the tokenizer": ({**NAMES, "pad_token": "<unk>"}, {"pad_token_id": 5}, {}, SpecialTokens(1, (2,), 0)),
+    "tokenizer without BOS": ({"eos_token": "</s>"}, {}, {"bos_token_id": 4}, SpecialTokens(None, (2,), None)),
+    "no settings": ({}, {"bos_token_id": 4}, {"eos_token_id": 2}, SpecialTokens(4, (2,), None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "generation", "config", "expected"), IDS.values(), ids=IDS)
+def test_ids_that_begin_end_and_pad_a_text(
+    settings: dict[str, Any], generation: dict[str, Any], config: dict[str, Any], expected: SpecialTokens,
+    llama: dict[str, Any], tmp_path: Path, bundle: Path,
+) -> None:  # fmt: skip
+    configs = {"generation_config.json": generation, "config.json": {"model_type": "llama", **config}}
+    files = {"tokenizer.json": llama, **configs}
+    assert write_text_files(write_folder(tmp_path / "model", files, **settings), bundle) == expected
+
+
+def test_ids_of_another_kind_are_refused(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    files = {"tokenizer.json": llama, "generation_config.json": {"eos_token_id": "</s>"}}
+    line = refused(write_folder(tmp_path / "model", files, **NAMES), bundle, UnsupportedModelError)
+    assert "eos_token_id is '</s>'" in line
+
+
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
+    "chat_template.json", "additional_chat_templates/rag.jinja", "qwen.tiktoken",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_files_that_text_depends_on_are_downloaded_and_change_the_build(name: str, tmp_path: Path) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    assert list(filter_repo_objects([name], allow_patterns=HUB_FILES)) == [name]
+    folder = write_folder(tmp_path / "model", {})
+    before = assembly._digests(Checkpoint.open(folder, weights=False))
+    write_folder(folder, {name: "{}"})
+    assert set(assembly._digests(Checkpoint.open(folder, weights=False))) - set(before) == {name}
