@@ -56,7 +56,7 @@ def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redr
 def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypatch):
     """A bundle that nobody compared is not put in place unless the user asks for it."""
     monkeypatch.setattr("redraft.cli.assembly.available_bytes", lambda: 1000)
-    with pytest.raises(BackendError, match="checking 2 layers in fp32 takes .* or build with --skip-check"):
+    with pytest.raises(BackendError, match=r"checking 2 layers in fp32 takes .* or build with --skip-check"):
         build(checkpoint, tmp_path / "engines")
     assert not list(tmp_path.iterdir())
 
