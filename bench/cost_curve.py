@@ -61,7 +61,11 @@ def main() -> dict[str, Any]:
 
 def verifier_graphs(bundle: Bundle) -> list[str]:
     """Names of the verifier's graphs that the bundle has."""
-    return [name for name in (names.VERIFIER_SINGLE, names.VERIFIER) if name in bundle.manifest.graphs]
+    return [
+        name
+        for name in (names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH)
+        if name in bundle.manifest.graphs
+    ]
 
 
 def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, float]:
@@ -83,7 +87,7 @@ def bundle_calls(
     """A call a size of the bundle's graph, every row's logits wanted, over buffers of `capacity` rows."""
     engine = open_engine(bundle, name, arguments.threads)
     _bind_caches(engine, bundle.manifest.shape, capacity)
-    batch = {"B": 1} if name == names.VERIFIER else {}
+    batch = {"B": 1} if name in (names.VERIFIER, names.VERIFIER_BATCH) else {}
     calls: Calls = {}
     for n in counts or arguments.sizes:
         call = engine.prepare(**batch, T=n, R=n)

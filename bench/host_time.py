@@ -33,7 +33,7 @@ from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
@@ -135,7 +135,7 @@ def _cycle(cuda: IdleCuda, verifier: DeviceVerifier, bundle: Bundle, method: str
     if method == "none":
         control = FixedBudget(NO_SPECULATION)
     elif size is None:
-        control = Adaptive(CURVE, drafter.drafts, COSTS)
+        control = Adaptive(VerifyCosts.of(CURVE), drafter.drafts, COSTS)
     return TimedCycle(cuda, verifier, drafter, control, lookup)
 
 

@@ -22,14 +22,14 @@ import onnx
 from redraft import names
 from redraft.bench.environment import usable_threads
 from redraft.bench.timing import SETTLE_SECONDS
-from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Buffer, Device, byte_size
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import OpenEngine, load_drafter
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.host_verifier import open_host_verifier
 from redraft.runtime.verifier import Verifier
 
 TREE_NODES = 8
@@ -229,10 +229,9 @@ def _measured(bundle: Bundle, graph: str, tokens: int, live: int, ms: float, ban
 def _on_host(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[Timed]:
     """Calls of the CPU's engines over arrays."""
     manifest = bundle.manifest
-    for graph in (names.VERIFIER, names.VERIFIER_SINGLE):
+    for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
-            engine = open_engine(bundle, graph, threads)
-            verifier = HostVerifier(engine, manifest.shape, manifest.context, 1, manifest.taps)
+            verifier = open_host_verifier(bundle, graph, manifest.context, 1, threads)
             for tokens in (1, nodes):
                 yield graph, tokens, partial(verifier.measure_ms, 1, tokens, live)
     if manifest.lyanna is not None:

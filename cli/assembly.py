@@ -168,13 +168,20 @@ def _write_text(checkpoint: AnyCheckpoint, folder: Path) -> tokenizers.SpecialTo
 
 
 def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
-    """The portable graph, and where the model fits the CPU's kernels, the one lowered for one sequence."""
-    from redraft.engines.lowering import lower_single
+    """The portable graph, and those lowered to the CPU's kernels: for any batch, and for one sequence if they fit."""
+    from redraft.engines.lowering import lower_batch, lower_single
 
     outputs = signatures.verifier_outputs(exported.shape, exported.taps)
     portable = GraphRecord(exported.graph, signatures.verifier_inputs(exported.shape), outputs)
-    lowered = lower_single(folder, portable) if exported.shape.dtype == "float32" else None
-    return {names.VERIFIER: portable, **({names.VERIFIER_SINGLE: lowered} if lowered else {})}
+    graphs = {names.VERIFIER: portable}
+    if exported.shape.dtype == "float32":
+        lowered = {
+            names.VERIFIER_BATCH: lower_batch(folder, portable),
+            names.VERIFIER_SINGLE: lower_single(folder, portable),
+            names.VERIFIER_FAST: lower_single(folder, portable, exact=False),
+        }
+        graphs |= {name: record for name, record in lowered.items() if record is not None}
+    return graphs
 
 
 def _lyanna(

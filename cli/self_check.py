@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from redraft import names
 from redraft.config import Precision
-from redraft.engines import Bundle, open_engine
+from redraft.engines import Bundle
 from redraft.errors import UnsupportedModelError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.host_verifier import open_host_verifier
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
@@ -128,9 +127,7 @@ def check_bundle(
     """
     tokens = accepted = 0
     largest = 0.0
-    for graph, batch in ((names.VERIFIER_SINGLE, 1), (names.VERIFIER, 2)):
-        if graph not in bundle.manifest.graphs:
-            continue
+    for graph, batch in {bundle.host_graph(batch): batch for batch in (1, 2)}.items():
         samplers = _run(bundle, graph, texts[:batch])
         for number, sampler in enumerate(samplers):
             difference = _compare(graph, sampler, expected[number], precision)
@@ -149,7 +146,8 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
         for text, sampler in zip(texts, samplers, strict=True)
     ]
     rows = min(manifest.context, TEXT_TOKENS + TREES.nodes + 1)
-    verifier = HostVerifier(open_engine(bundle, graph), manifest.shape, rows, len(texts), manifest.taps)
+    verifier = open_host_verifier(bundle, graph, rows, len(texts))
+    verifier.take_branches()
     for _ in scheduler.run(Cycle(verifier, KnownDrafter(verifier), FixedBudget(TREES)), requests):
         pass
     verifier.close()

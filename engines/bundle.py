@@ -21,6 +21,9 @@ from redraft.signatures import LyannaShape
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
+VERIFIERS = (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
+"""The forms of the verifier's graph. Every bundle has the first one."""
+
 __all__ = ["Bundle", "BundleWriter", "open_bundle", "verifier_signature"]
 
 
@@ -37,6 +40,12 @@ class Bundle:
         if record is None:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
         return record
+
+    def host_graph(self, slots: int, exact: bool = True) -> str:
+        """The verifier's graph that the CPU runs for up to so many sequences at once. One for chains has no mask."""
+        single = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
+        wanted = (*((single,) if slots == 1 else ()), names.VERIFIER_BATCH)
+        return next((name for name in wanted if name in self.manifest.graphs), names.VERIFIER)
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         """The tensor that the manifest lists as `name`, read into memory."""
@@ -74,12 +83,17 @@ def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
 
 
 def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs that the verifier's graph must have; the one lowered for one sequence has B = 1."""
+    """Inputs and outputs that a form of the verifier's graph must have."""
     inputs = signatures.verifier_inputs(manifest.shape)
     outputs = signatures.verifier_outputs(manifest.shape, manifest.taps)
-    if graph == names.VERIFIER_SINGLE:
-        return single_sequence(inputs), single_sequence(outputs)
+    if graph in (names.VERIFIER_SINGLE, names.VERIFIER_FAST):
+        return single_chain(inputs), single_sequence(outputs)
     return inputs, outputs
+
+
+def single_chain(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Inputs of a verifier's graph for chains of one sequence, which need no mask."""
+    return tuple(spec for spec in single_sequence(inputs) if spec.name != names.TREE_MASK)
 
 
 def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -129,7 +143,7 @@ def _digests(bundle: Bundle) -> Iterator[str]:
 
 def _signatures(bundle: Bundle) -> Iterator[str]:
     manifest = bundle.manifest
-    known = {graph: verifier_signature(manifest, graph) for graph in (names.VERIFIER, names.VERIFIER_SINGLE)}
+    known = {graph: verifier_signature(manifest, graph) for graph in VERIFIERS}
     if manifest.lyanna:
         known |= lyanna_signatures(manifest, manifest.lyanna)
         yield from _tables(bundle, manifest.lyanna)
@@ -139,7 +153,7 @@ def _signatures(bundle: Bundle) -> Iterator[str]:
         if record := manifest.graphs.get(graph):
             for expected, found in zip(signature, (record.inputs, record.outputs), strict=True):
                 yield from signature_differences(graph, expected, found)
-        elif graph != names.VERIFIER_SINGLE:
+        elif graph not in VERIFIERS[1:]:
             yield f"expected a graph {graph!r}, found {', '.join(sorted(manifest.graphs)) or 'none'}"
 
 

@@ -13,19 +13,18 @@ import numpy as np
 import torch
 
 from experiments.checkpoints import FIRST_WORD, SPECIAL_TOKENS, VOCABULARY, load_reference, write_checkpoint
-from redraft import names
 from redraft.cli.assembly import build_bundle
 from redraft.cli.models import Model
 from redraft.cli.self_check import named_tokens
 from redraft.cli.tokenizers import write_stand_in
 from redraft.config import BuildConfig
-from redraft.engines import Bundle, open_bundle, open_engine
+from redraft.engines import Bundle, open_bundle
 from redraft.errors import RedraftError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.host_verifier import open_host_verifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
@@ -194,10 +193,9 @@ def _continued(model: torch.nn.Module, prompt: list[int]) -> Text:
 def compared(bundle: Bundle, texts: Sequence[Text], special: frozenset[int] = frozenset()) -> Finding:
     """Run plainly, with n-grams and with trees of known tokens, one text and two."""
     found = Comparison(texts, special)
-    single = names.VERIFIER_SINGLE if names.VERIFIER_SINGLE in bundle.manifest.graphs else names.VERIFIER
-    for graph, some in ((single, texts[:1]), (names.VERIFIER, texts)):
-        shape = bundle.manifest.shape
-        verifier = HostVerifier(open_engine(bundle, graph, 1), shape, bundle.manifest.context, len(some))
+    for some in (texts[:1], texts):
+        verifier = open_host_verifier(bundle, bundle.host_graph(len(some)), bundle.manifest.context, len(some), 1)
+        verifier.take_branches()
         known = KnownText(verifier)
         known.texts = texts
         none = load_drafter("none", verifier)

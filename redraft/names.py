@@ -18,9 +18,13 @@ Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
 VERIFIER = "verifier"
-"""The verifier's graph, any batch, standard operators only."""
+"""The verifier's graph, any batch, standard operators only: what engines of GPUs are made of."""
+VERIFIER_BATCH = "verifier.batch"
+"""The same graph lowered to ONNX Runtime's CPU kernels, any batch (absent in halves)."""
 VERIFIER_SINGLE = "verifier.single"
-"""The same graph lowered for one sequence on ONNX Runtime's CPU kernels (absent where they do not fit the model)."""
+"""The same, to the bit, for chains of one sequence (absent where the kernel does not fit the model)."""
+VERIFIER_FAST = "verifier.fast"
+"""As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
 
 LYANNA = "lyanna"
 """The drafting method: on the command line, in a drafter's configuration and in a bundle."""

@@ -93,6 +93,8 @@ class Choice:
     tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now, or since the batch has one.
     found:  what the lookup had.   whole: all that could be verified, of which `rate` decides how much is.
     shares: of a tree that stayed on a device, how often the nodes after the root are kept, by which that was decided.
+    table_ms: what verifying so many nodes was believed to cost.
+    probed: nodes are verified that do not seem to pay, to learn what they cost.
     """
 
     rate: float
@@ -101,6 +103,8 @@ class Choice:
     found: DraftTree
     whole: DraftTree
     shares: Sequence[float] | None = None
+    table_ms: Sequence[float] = ()
+    probed: bool = False
 
 
 class Outcome(NamedTuple):

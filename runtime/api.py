@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from redraft import names
-from redraft.engines import Bundle, open_bundle, open_device, open_engine
+from redraft.engines import Bundle, open_bundle, open_device
 from redraft.engines.device import Device
 from redraft.engines.tensorrt.profiles import check_slots, check_tree, largest_call
 from redraft.errors import UsageError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
-from redraft.runtime.cost import CostCurve, cached_costs, cached_curve
+from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.exactness import settle_exactness
+from redraft.runtime.host_verifier import BLOCK_ROWS, HostVerifier, open_host_verifier
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampler import Greedy, Sampler, make_sampler
@@ -68,19 +69,20 @@ class Runtime:
     """An open engine bundle. Not for several threads at once; one generation runs at a time."""
 
     def __init__(
-        self, verifier: Verifier, text: Text, curve: CostCurve, context: int, eos_token_ids: Sequence[int] = (),
+        self, verifier: Verifier, text: Text, costs: VerifyCosts, context: int, eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
-        identity: Mapping[str, str | int] | None = None,
+        identity: Mapping[str, str | int] | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
         self.verifier = verifier
         self.text = text
-        self.curve = curve
+        self.costs = costs
         self.context = context
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
         self._engines = engines
         self._identity = identity or {}
+        self._exact = exact
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -88,7 +90,7 @@ class Runtime:
     @classmethod
     def open(
         cls, path: Path | str, threads: int | None = None, slots: int = 1, verify: bool = True,
-        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None,
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`, checking every byte of it with `verify`.
 
@@ -96,6 +98,9 @@ class Runtime:
         drafter_options: settings by method, for example {"ngram": {"prompt_lookup_max": 3}}.
         device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
                 engines, and else the CPU by a path of its own, the faster one there.
+        exact:  whether a text is the same to the bit whatever is computed with it: alone, in a batch, with any method
+                (`exactness`). False computes single tokens of one sequence a few percent faster, by kernels that
+                round otherwise than those for several: in 8 and 4 bits most longer texts then part somewhere.
         The first opening on a machine takes a second longer, to measure what verification costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, or an unknown device.
         """
@@ -104,7 +109,7 @@ class Runtime:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
-        graph = names.VERIFIER_SINGLE if slots == 1 and names.VERIFIER_SINGLE in manifest.graphs else names.VERIFIER
+        graph = bundle.host_graph(slots, exact)
         if device is None and manifest.backend == "tensorrt":
             device = "cuda"
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
@@ -113,14 +118,15 @@ class Runtime:
         if device is not None:
             verifier: Verifier = _on_device(bundle, open_device(bundle, device, threads), slots, largest)
         else:
-            engine = open_engine(bundle, graph, threads)
-            verifier = HostVerifier(engine, manifest.shape, manifest.context, slots, manifest.taps)
+            verifier = open_host_verifier(bundle, graph, manifest.context, slots, threads)
         text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         identity = _identity(bundle, graph, threads, slots, device)
-        curve = cached_curve(verifier, identity)
+        if exact and isinstance(verifier, HostVerifier):
+            settle_exactness(verifier, identity)
+        costs = load_costs(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
-        return cls(verifier, text, curve, manifest.context, manifest.eos_token_ids, options, engines, identity)
+        return cls(verifier, text, costs, manifest.context, manifest.eos_token_ids, options, engines, identity, exact)
 
     @property
     def default_method(self) -> str:
@@ -139,6 +145,8 @@ class Runtime:
         self._adaptive.clear()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             verifier.close()
+            if self._identity:
+                keep_costs(self.costs, self._identity)
 
     def _check_open(self) -> None:
         """Raises UsageError once the runtime is closed."""
@@ -235,7 +243,7 @@ class Runtime:
         """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
         cycle = self._planned(method, budget, forced)
         if trace is not None:
-            cycle.record = TraceWriter(trace, cycle.controller.explain, self.curve.table_ms)
+            cycle.record = TraceWriter(trace, cycle.controller.explain, self.costs.table_ms(1))
         return cycle
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
@@ -247,18 +255,23 @@ class Runtime:
                 "lower the budget's depth",
             )
         drafter = self._drafter(method)
+        if not self.verifier.branches and (drafter.has_engines or (budget is not None and budget.width > 1)):
+            self.verifier.take_branches()
+            if isinstance(self.verifier, HostVerifier) and self._exact:
+                settle_exactness(self.verifier, self._identity)
         self.verifier.warm()
         if method == "none":
-            return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION))
+            return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION), costs=self.costs)
         if forced is not None:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
-            adaptive: Controller = Adaptive(self.curve)
+            adaptive: Controller = Adaptive(self.costs)
         else:
             drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
         if budget is None:
-            return Cycle(self.verifier, drafter, adaptive, lookup)
-        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), None if drafter.drafts else lookup)
+            return Cycle(self.verifier, drafter, adaptive, lookup, self.costs)
+        alone = None if drafter.drafts else lookup
+        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), alone, self.costs)
 
     def _drafter(self, method: str) -> Drafter:
         if method not in self._drafters:
@@ -275,7 +288,7 @@ class Runtime:
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""
         costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
-        return Adaptive(self.curve, drafter.drafts, costs)
+        return Adaptive(self.costs, drafter.drafts, costs)
 
     def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
         if not isinstance(params, SamplingParams):
@@ -342,6 +355,8 @@ def _on_device(bundle: Bundle, device: Device, slots: int, largest: tuple[int, i
     """The verifier on a device. largest: sequences and nodes that engines take, if they say."""
     manifest = bundle.manifest
     verifier = DeviceVerifier(device, manifest.shape, manifest.context, slots, manifest.taps)
+    if device.name == "cpu" and names.VERIFIER_BATCH in manifest.graphs:
+        verifier.block_rows = BLOCK_ROWS
     if largest is not None:
         verifier.largest_tree = largest[1]
     return verifier

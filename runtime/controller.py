@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import merge, prune
 from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, Outcome, Source
@@ -29,10 +29,18 @@ _UNSEEN = 0.25
 """Share of kept nodes that is taken for granted where nothing was seen: enough for whole trees to be tried."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
+_FIRST_PROBE, _LONGEST_PROBE = 8, 256
+"""Steps between two probes of a size that does not seem to pay."""
+_HOPE = 0.25
+"""Share of what is believed that nodes cost, as a probe hopes."""
+_NEAR = 0.1
 
 
 class Controller(Protocol):
     """Decides for each sequence and step what may be drafted, where from, then what of it is verified."""
+
+    def begin(self, sequences: int) -> None:
+        """A step over so many sequences begins."""
 
     def budget(self, seq: Sequence) -> Budget:
         """What may be drafted now; nodes = 0 means: do not speculate."""
@@ -52,6 +60,9 @@ class Controller(Protocol):
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """`tree` was verified with this outcome. Called after plain steps too."""
 
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """The step has ended. host_ms: what it took besides the calls of verifier and drafter."""
+
 
 class FixedBudget:
     """The same budget at every step, resampling what can be; with NO_SPECULATION, plain decoding."""
@@ -59,6 +70,9 @@ class FixedBudget:
     def __init__(self, budget: Budget, drafts: bool = True) -> None:
         self._budget = budget
         self._drafts = drafts
+
+    def begin(self, sequences: int) -> None:
+        """See `Controller.begin`."""
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -83,18 +97,24 @@ class FixedBudget:
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
 
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """See `Controller.ended`."""
+
 
 @dataclass(slots=True)
 class Experience:
-    """Running means over the steps that speculated: tokens committed by a step, and what it cost."""
+    """Running means over the steps that speculated: tokens committed by a step, and its cost in plain steps.
+
+    In plain steps, since a machine that becomes busy or idle makes both slower or faster.
+    """
 
     tokens: float
-    ms: float
+    plain_steps: float
 
-    def update(self, tokens: int, ms: float, weight: float) -> None:
+    def update(self, tokens: int, plain_steps: float, weight: float) -> None:
         """Move the means by `weight` towards one step."""
         self.tokens += weight * (tokens - self.tokens)
-        self.ms += weight * (ms - self.ms)
+        self.plain_steps += weight * (plain_steps - self.plain_steps)
 
 
 class Record:
@@ -184,7 +204,7 @@ class Pace:
     found:    nodes of the lookup's tree that are worth verifying, and their gain, of this step.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.
-    rate, gains, tried: as in `Choice`, of this step.   weighed: its found, whole and shares.
+    rate, gains, tried, probed: as in `Choice`, of this step.   weighed: its found, whole and shares.
     waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
@@ -196,6 +216,7 @@ class Pace:
     rate: float = 0.0
     gains: dict[Source, float] = field(default_factory=dict)
     tried: bool = False
+    probed: bool = False
     weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
     plan: Source = Source.NONE
     remaining: int = 0
@@ -219,23 +240,38 @@ class Adaptive:
     what resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that
     has not paid is tried again after a while, and after twice as long each time.
 
-    When speculating steps yield less per millisecond than plain ones, speculation pauses, at first for a step and for
-    twice as long each time, and then tries again. A new request starts with the experience of all requests before it.
+    When speculating steps yield less per millisecond than plain ones, what the host does for them included, speculation
+    pauses, at first for a step and for twice as long each time, and then tries again. A new request starts with the
+    experience of all requests before it.
     """
 
-    def __init__(self, curve: CostCurve, drafts: bool = True, costs: Costs | None = None) -> None:
+    def __init__(self, verifying: VerifyCosts, drafts: bool = True, costs: Costs | None = None) -> None:
         """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
-        self._table = curve.table_ms
+        self._verifying = verifying
+        self._table: Several[float] = verifying.table_ms(1)
         self._drafts = drafts
         costs = costs or Costs()
         self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
         self._step_ms: dict[Source, float] = {}
-        self._full = Budget(nodes=curve.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
-        self._plain_rate = 1 / curve.table_ms[1]
-        self._all = Experience(tokens=1.0, ms=curve.table_ms[1])
+        self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
+        self._all = Experience(tokens=1.0, plain_steps=1.0)
+        self._host_ms: dict[bool, float] = {}
+        self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
+        self._probed: tuple[int, float] | None = None
         self._gain: dict[tuple[Source, int], float] = {}
         self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
         self._ranks: dict[tuple[Source, int], Ranks] = {}
+
+    def begin(self, sequences: int) -> None:
+        """See `Controller.begin`."""
+        self._steps += 1
+        table = self._verifying.table_ms(sequences)
+        if table is not self._table:
+            self._table = table
+            if self._probed is not None and not _near(table[self._probed[0]] / table[1], self._probed[1]):
+                self._probe_patience = _FIRST_PROBE
+                self._probe_at = self._steps
+                self._probed = None
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
@@ -249,7 +285,8 @@ class Adaptive:
     def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
         """See `Controller.plan`."""
         pace = self._pace(seq)
-        rate = pace.rate = max(pace.experience.tokens / pace.experience.ms, self._plain_rate)
+        lately = pace.experience
+        rate = pace.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
         pace.found = best_size(found.log_probs, rate, self._table)
         gains = pace.gains = {Source.LOOKUP: pace.found[1]}
         for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
@@ -276,7 +313,22 @@ class Adaptive:
         pace.weighed = found, tree, None
         if made is not None:
             self._learn_gain(pace, plan, gain)
-        return prune(tree, nodes)
+        pace.probed = nodes == 0 and len(tree) > 1 and self._steps >= self._probe_at
+        return prune(tree, self._probe(tree, pace.rate) if pace.probed else nodes)
+
+    def _probe(self, tree: DraftTree, rate: float) -> int:
+        """How many nodes to verify although they do not seem to pay: as many as would if they cost less than believed.
+
+        Sizes that are never verified are never timed, so a curve that says too much of them would stay. The next probe
+        comes after twice as many steps, unless this one finds the curve wrong.
+        """
+        table = self._table
+        hoped = [ms if n < 2 else table[1] + _HOPE * (ms - table[1]) for n, ms in enumerate(table)]
+        nodes, _ = best_size(tree.log_probs, rate, hoped)
+        self._probe_patience = min(2 * self._probe_patience, _LONGEST_PROBE)
+        self._probe_at = self._steps + self._probe_patience
+        self._probed = (nodes + 1, table[nodes + 1] / table[1]) if nodes else None
+        return nodes
 
     def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
@@ -300,7 +352,9 @@ class Adaptive:
     def explain(self, seq: Sequence) -> Choice | None:
         """See `Controller.explain`."""
         pace = self._pace(seq)
-        return Choice(pace.rate, pace.gains, pace.tried, *pace.weighed) if pace.weighed else None
+        if pace.weighed is None:
+            return None
+        return Choice(pace.rate, pace.gains, pace.tried, *pace.weighed, self._table, pace.probed)
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
@@ -324,16 +378,30 @@ class Adaptive:
                 self._records[source].judge(made, outcome.tokens)
             pace.offered = None
         lately = pace.experience
-        ms = self._table[len(tree)] + self._step_ms.get(Source.LOOKUP, 0.0)
+        ms = self._table[len(tree)] + self._extra_ms()
         if pace.plan is not Source.LOOKUP:
             ms += self._step_ms.get(pace.plan, 0.0)
-        lately.update(len(outcome.path) + 1, ms, _FAST)
-        self._all.update(len(outcome.path) + 1, ms, _SLOW)
-        if lately.tokens < _TOLERANCE * self._plain_rate * lately.ms:
+        steps = ms / self._table[1]
+        if not pace.probed:
+            lately.update(len(outcome.path) + 1, steps, _FAST)
+            self._all.update(len(outcome.path) + 1, steps, _SLOW)
+        if lately.tokens < _TOLERANCE * lately.plain_steps:
             pace.pause = min(max(2 * pace.pause, 1), LONGEST_PAUSE)
             pace.waiting = pace.pause
         else:
             pace.pause = 0
+
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """See `Controller.ended`."""
+        known_ms = self._host_ms.setdefault(speculated, host_ms)
+        self._host_ms[speculated] += _FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
+
+    def _extra_ms(self) -> float:
+        """What the host does for a step that speculates beyond what it does for a plain one, the lookup at least."""
+        looked_up = self._step_ms.get(Source.LOOKUP, 0.0)
+        if len(self._host_ms) < 2:
+            return looked_up
+        return max(self._host_ms[True] - self._host_ms[False], looked_up)
 
     def _learn_gain(self, pace: Pace, plan: Source, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
@@ -348,8 +416,12 @@ class Adaptive:
     def _pace(self, seq: Sequence) -> Pace:
         pace: Pace | None = seq.control
         if pace is None:
-            pace = seq.control = Pace(Experience(self._all.tokens, self._all.ms), dict(self._gain))
+            pace = seq.control = Pace(Experience(self._all.tokens, self._all.plain_steps), dict(self._gain))
         return pace
+
+
+def _near(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) < _NEAR
 
 
 def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> tuple[int, float]:

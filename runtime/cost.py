@@ -1,24 +1,23 @@
-"""What verification costs on this machine: milliseconds by the number of nodes verified at once."""
+"""What verification costs on this machine: milliseconds by sequences and nodes, measured first, then corrected.
+
+A curve taken while something else ran is wrong, and a machine is not always as busy as at the first opening. So every
+real call corrects what is believed, its level and its shape (`VerifyCosts`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import platform
-import tempfile
+import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
 import numpy as np
 
-from redraft.engines.tensorrt.driver import find_gpu
-from redraft.errors import BackendError
 from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
@@ -26,9 +25,18 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Tree sizes that are measured, root included."""
 MEASURED_LIVE = 256
 """Rows live while measuring."""
+SETTLED_STEPS = 16
+"""Calls after which what is believed is corrected, by the median of each size."""
 _SECONDS = 1.2
 _ROUNDS = range(3, 40)
 _TURNS, _TYPICAL_NODES, _TYPICAL_ROWS = 60, 6, 2
+_CLIP = math.log(4)
+"""A correction at most: nothing real is further from what was measured but a call that was interrupted."""
+_FORGET = 0.8
+"""Share of a size's own calls that still counts after another correction."""
+_KEPT_DRIFT = 0.05
+"""Relative change of a time from which on the new one is written."""
+_LOG = logging.getLogger("redraft.costs")
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,121 @@ class CostCurve:
         return len(self.table_ms) - 1
 
 
-def measure_curve(verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: float = _SECONDS) -> CostCurve:
-    """Time `verifier` at full batch, the sizes taking turns: the least time of each. Takes about `seconds`.
+class VerifyCosts:
+    """t(B, n): milliseconds of a verification of n nodes for each of B sequences, as measured and as believed.
 
-    Overwrites KV rows, so no request may be running.
+    What is believed of a size is what was measured, times a factor. Real calls move the factors, `SETTLED_STEPS` of
+    them at a time. All move by how wrong the median call was: the level, which a busy machine changes. Then those of
+    the sizes called move by what is left, and others with them, the less the further their size is away and the more
+    calls of their own they had: the shape.
     """
+
+    def __init__(self, curves: Mapping[int, CostCurve], believed: Mapping[int, CostCurve] | None = None) -> None:
+        """curves: measured, by sequences, all of one length.   believed: the same, where it is known from before."""
+        self.measured = dict(sorted(curves.items()))
+        self.steps = 0
+        self._tables: dict[int, list[float]] = {}
+        self._logs: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._known: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._calls: list[tuple[int, int, float]] = []
+        for sequences, curve in (believed or self.measured).items():
+            self._add(sequences, np.log(curve.table_ms[1:]))
+
+    @classmethod
+    def of(cls, curve: CostCurve, sequences: int = 1) -> Self:
+        """Costs of which one curve is known."""
+        return cls({sequences: curve})
+
+    @property
+    def largest(self) -> int:
+        """Largest number of nodes of a sequence that is covered, root included."""
+        return next(iter(self.measured.values())).largest
+
+    @property
+    def believed(self) -> dict[int, CostCurve]:
+        """What is believed, by sequences."""
+        return {sequences: CostCurve(tuple(self.table_ms(sequences))) for sequences in sorted(self._logs)}
+
+    def table_ms(self, sequences: int) -> list[float]:
+        """Milliseconds by nodes, entry 0 is 0. It never falls. The list is another after a correction."""
+        table = self._tables.get(sequences)
+        if table is None:
+            if sequences not in self._logs:
+                self._add(sequences, self._between(sequences))
+            times = np.exp(np.maximum.accumulate(self._logs[sequences]))
+            table = self._tables[sequences] = [0.0, *times.tolist()]
+        return table
+
+    def observe(self, sequences: int, nodes: int, ms: float) -> bool:
+        """A call over `sequences` trees of at most `nodes` nodes took `ms`. True if what is believed has changed."""
+        self._calls.append((sequences, nodes, ms))
+        if len(self._calls) < SETTLED_STEPS:
+            return False
+        self._settle()
+        return True
+
+    def drift(self, kept: Mapping[int, CostCurve]) -> float:
+        """The largest relative difference between what is believed and `kept`."""
+        pairs = [
+            (new, old)
+            for sequences, curve in kept.items()
+            for new, old in zip(self.table_ms(sequences)[1:], curve.table_ms[1:], strict=True)
+        ]
+        return max(abs(new / old - 1) for new, old in pairs)
+
+    def _settle(self) -> None:
+        self.steps += len(self._calls)
+        by_size: dict[tuple[int, int], list[float]] = {}
+        for sequences, nodes, ms in self._calls:
+            if 1 <= nodes <= self.largest and ms > 0:
+                by_size.setdefault((sequences, nodes), []).append(ms)
+        self._calls.clear()
+        wrong = {
+            size: min(max(math.log(median(times) / self.table_ms(size[0])[size[1]]), -_CLIP), _CLIP)
+            for size, times in by_size.items()
+        }
+        if not wrong:
+            return
+        level = median([wrong[size] for size, times in by_size.items() for _ in times])
+        for number, logs in self._logs.items():
+            logs += level
+            self._known[number] *= _FORGET
+        for (sequences, nodes), times in by_size.items():
+            self._reshape(sequences, nodes, wrong[sequences, nodes] - level, len(times))
+        self._tables.clear()
+
+    def _reshape(self, sequences: int, nodes: int, wrong: float, calls: int) -> None:
+        """Move the logarithm of t(sequences, nodes) by most of `wrong`, and those of the others by less."""
+        sizes = np.log2(np.arange(1, self.largest + 1))
+        for other, logs in self._logs.items():
+            away = np.abs(sizes - math.log2(nodes)) + 2 * abs(math.log2(other / sequences))
+            free = 1 / (1 + self._known[other])
+            logs += wrong * calls / (calls + 0.5) * (free * np.exp2(-away) + (1 - free) * np.exp2(-6 * away))
+        self._known[sequences][nodes - 1] += calls
+
+    def _add(self, sequences: int, logs: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        self._logs[sequences] = logs.copy()
+        self._known[sequences] = np.zeros(len(logs))
+
+    def _between(self, sequences: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Interpolated between the numbers of sequences that are known, both as logarithms."""
+        known = sorted(self._logs)
+        below = max([number for number in known if number <= sequences], default=known[0])
+        above = min([number for number in known if number >= sequences], default=known[-1])
+        if below == above:
+            return self._logs[below]
+        share = math.log(sequences / below) / math.log(above / below)
+        return (1 - share) * self._logs[below] + share * self._logs[above]
+
+
+def measure_curve(
+    verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: float = _SECONDS, sequences: int | None = None
+) -> CostCurve:
+    """Time `verifier` over so many sequences, or full batch, the sizes taking turns: the least time of each.
+
+    Takes about `seconds`. Overwrites KV rows, so no request may be running.
+    """
+    batch = sequences or verifier.slots
     fitting = [size for size in sizes if size <= min(verifier.capacity, verifier.largest_tree)]
     best = dict.fromkeys(fitting, float("inf"))
     start = time.perf_counter()
@@ -68,102 +186,78 @@ def measure_curve(verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: f
         if done >= _ROUNDS.start and time.perf_counter() - start > seconds:
             break
         for size in fitting:
-            taken = verifier.measure_ms(verifier.slots, size, MEASURED_LIVE)
+            taken = verifier.measure_ms(batch, size, MEASURED_LIVE)
             best[size] = min(best[size], taken) if done else best[size]
     return CostCurve.from_points(best)
 
 
-def cached_curve(verifier: Verifier, identity: Mapping[str, str | int]) -> CostCurve:
-    """The curve measured before under this `identity` on this machine, else measured now and kept.
-
-    Of the device `cuda` the machine's GPU is part of what it is kept under. A cache that cannot be read or written is
-    done without, and so is one for a GPU that nobody can name.
-    """
-    path = _file(identity)
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        return CostCurve.from_points({int(n): float(ms) for n, ms in _read(path).items()})
-    curve = measure_curve(verifier)
-    with contextlib.suppress(OSError):
-        _write(path, {str(size): ms for size, ms in enumerate(curve.table_ms) if size})
-    return curve
+def measure_costs(verifier: Verifier) -> VerifyCosts:
+    """The curves of one sequence and of full batch."""
+    batches = sorted({1, verifier.slots})
+    return VerifyCosts({n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches})
 
 
-def cached_costs(verifier: Verifier, drafter: Drafter, identity: Mapping[str, str | int]) -> Costs:
+def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
+    """What was believed when this `identity` last ran on this machine, else what is measured now, and kept."""
+    path = kept_file({**identity, "live": MEASURED_LIVE})
+    if path is not None and path.exists():
+        costs = parse_costs(read_kept(path), verifier)
+        if costs is not None:
+            return costs
+        _LOG.warning("%s holds no costs of these engines: they are measured again", path)
+    costs = measure_costs(verifier)
+    keep_costs(costs, identity)
+    return costs
+
+
+def keep_costs(costs: VerifyCosts, identity: Identity) -> None:
+    """Keep what was measured and what is believed, unless it is nearly what is kept already."""
+    path = kept_file({**identity, "live": MEASURED_LIVE})
+    kept = _curves((read_kept(path) or {}).get("believed"))
+    if kept and set(kept) <= set(costs.measured) and _same_length(kept, costs) and costs.drift(kept) < _KEPT_DRIFT:
+        return
+    believed = {sequences: CostCurve(tuple(costs.table_ms(sequences))) for sequences in costs.measured}
+    parts = {"measured": costs.measured, "believed": believed}
+    write_kept(path, {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()})
+
+
+def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
+    """The costs that a kept file says; None if it does not fit the verifier or says anything else."""
+    measured, believed = (_curves((values or {}).get(name)) for name in ("measured", "believed"))
+    if measured is None or believed is None or set(measured) != set(believed) or set(measured) != {1, verifier.slots}:
+        return None
+    lengths = {curve.largest for curve in (*measured.values(), *believed.values())}
+    return VerifyCosts(measured, believed) if len(lengths) == 1 else None
+
+
+def _curves(part: Any) -> dict[int, CostCurve] | None:
+    try:
+        return {int(n): CostCurve.from_points(dict(enumerate(map(float, ms), 1))) for n, ms in part.items()} or None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _same_length(kept: Mapping[int, CostCurve], costs: VerifyCosts) -> bool:
+    return all(curve.largest == costs.largest for curve in kept.values())
+
+
+def cached_costs(verifier: Verifier, drafter: Drafter, identity: Identity) -> Costs:
     """What a drafter's calls cost under this `identity` on this machine, measured once and kept, like the curve.
 
     Calls take turns with the verifier's, as in decoding, where each finds the other's weights in the caches.
     """
     if not drafter.has_engines:
         return Costs()
-    path = _file(identity)
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-        values = _read(path)
+    path = kept_file({**identity, "live": MEASURED_LIVE})
+    values = read_kept(path) or {}
+    try:
         return Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
+    except (KeyError, TypeError, ValueError):
+        pass
     taken = []
     for _ in range(_TURNS):
         verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_LIVE)
         taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_LIVE))
     fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects what is too low
-    with contextlib.suppress(OSError):
-        _write(path, {"fresh_ms": fresh, "resample_ms": resampled})
+    write_kept(path, {"fresh_ms": fresh, "resample_ms": resampled})
     return Costs(fresh, resampled)
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "curves"
-
-
-def _file(identity: Mapping[str, str | int]) -> Path | None:
-    """Where what was measured under `identity` here is kept; None where the GPU cannot be named."""
-    try:
-        return _cache_folder() / f"{_key(identity)}.json"
-    except BackendError:
-        return None
-
-
-def _key(identity: Mapping[str, str | int]) -> str:
-    """Names everything that a time depends on. Raises BackendError where the device is a GPU that has no name."""
-    machine = {
-        "machine": platform.machine(),
-        "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "live": MEASURED_LIVE,
-        **(_gpu() if identity.get("device") == "cuda" else {}),
-    }
-    return hashlib.sha256(json.dumps({**identity, **machine}, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _gpu() -> dict[str, object]:
-    """The GPU that engines run on: the first visible one."""
-    found = find_gpu()
-    return {"gpu": found.name, "compute_capability": found.compute_capability}
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _read(path: Path | None) -> Any:
-    """The JSON value in a file. Raises OSError, ValueError."""
-    if path is None:
-        raise FileNotFoundError
-    return json.loads(path.read_bytes())
-
-
-def _write(path: Path | None, values: Mapping[str, float]) -> None:
-    """Write all or nothing, so that a reader never sees half a curve."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(values, file)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

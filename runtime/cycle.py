@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Controller
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
-from redraft.runtime.tree import prune, root_only
+from redraft.runtime.tree import exact_part, prune, root_only
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome, Source
 
@@ -21,16 +22,18 @@ _MAKING = (Source.RESAMPLE, Source.FRESH)
 class Cycle:
     """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i.
 
-    `lookup` drafts without an engine, beside or in place of `drafter`.
+    `lookup` drafts without an engine, beside or in place of `drafter`. `costs` learn from every verification.
     """
 
     def __init__(
-        self, verifier: Verifier, drafter: Drafter, controller: Controller, lookup: Drafter | None = None
-    ) -> None:
+        self, verifier: Verifier, drafter: Drafter, controller: Controller, lookup: Drafter | None = None,
+        costs: VerifyCosts | None = None,
+    ) -> None:  # fmt: skip
         self.verifier = verifier
         self.drafter = drafter
         self.controller = controller
         self.lookup = lookup
+        self.costs = costs
         self.clock = verifier.clock
         self.ranges = verifier.ranges
         self.record: Recorder = no_record
@@ -53,7 +56,18 @@ class Cycle:
             self.controller.timed(self._spent(plans))
             with self.ranges.stage("commit"):
                 self.commit(batch, plans, trees, outcomes)
+        self._learn(len(batch), plans, trees)
         self.ranges.count(trees, outcomes)
+
+    def _learn(self, sequences: int, plans: list[Source], trees: list[DraftTree]) -> None:
+        """Tell what the step took: the verifier's call, and the host's work around calls."""
+        stage = self.ranges.stage
+        verified = stage("verify").latest
+        if self.costs is not None:
+            self.costs.observe(sequences, max(map(len, trees)), verified * 1e3)
+        made = sum([stage(_STAGES[source]).latest for source in _MAKING if source in plans])
+        speculated = any(plan is not Source.NONE for plan in plans)
+        self.controller.ended(speculated, (stage(STEP).latest - verified - made) * 1e3)
 
     def commit(
         self, batch: Several[Sequence], plans: list[Source], trees: list[DraftTree], outcomes: list[Outcome]
@@ -70,8 +84,9 @@ class Cycle:
     def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
         """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
         stage = self.ranges.stage
+        self.controller.begin(len(batch))
         room = min(self.verifier.capacity - max([seq.past_len for seq in batch]), self.verifier.largest_tree)
-        budgets = [fit(self.controller.budget(seq), seq, room) for seq in batch]
+        budgets = [fit(self.controller.budget(seq), seq, room, self.verifier.branches) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
         with stage("lookup"):
@@ -90,7 +105,8 @@ class Cycle:
                 if plan is Source.NONE:
                     continue
                 tree = self.controller.choose(seq, plan, found[slot], made[plan][slot] if plan in made else None)
-                trees[slot] = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
+                tree = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
+                trees[slot] = exact_part(tree, seq.past_len, self.verifier.branches, self.verifier.block_rows)
         return plans, trees
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:
@@ -117,11 +133,13 @@ class Cycle:
             method.move(seq, source, target)
 
 
-def fit(budget: Budget, seq: Sequence, room: int) -> Budget:
-    """`budget` cut to the tokens that `seq` may still commit and to the rows that its slot still has."""
-    depth, nodes = seq.remaining - 1, room - 1
-    if depth >= budget.depth and nodes >= budget.nodes:
+def fit(budget: Budget, seq: Sequence, room: int, branches: bool = True) -> Budget:
+    """`budget` cut to the tokens that `seq` may still commit, to the rows that its slot still has, and to a chain if
+    trees must not branch.
+    """
+    depth, nodes, width = seq.remaining - 1, room - 1, budget.width if branches else 1
+    if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
     if depth < 1 or nodes < 1:
         return NO_SPECULATION
-    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), budget.width)
+    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), min(width, budget.width))

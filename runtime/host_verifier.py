@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from redraft import names
+from redraft.engines import open_engine
 from redraft.engines.base import Array, Call, Engine
+from redraft.engines.bundle import Bundle
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import Layout, layout, root_only
+from redraft.runtime.tree import Layout, is_chain, layout, root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
 
+BLOCK_ROWS = 128
+"""Rows that the CPU's products add up at a time, or a part of them (`redraft.engines.lowering.order`)."""
+
+
+def open_host_verifier(
+    bundle: Bundle, graph: str, capacity: int, slots: int = 1, threads: int | None = None
+) -> HostVerifier:
+    """The verifier over one of the bundle's graphs (`Bundle.host_graph`). Raises BundleError and BackendError."""
+    manifest = bundle.manifest
+    engine = open_engine(bundle, graph, threads)
+    trees = partial(open_engine, bundle, names.VERIFIER_BATCH, threads)
+    verifier = HostVerifier(engine, manifest.shape, capacity, slots, manifest.taps, trees)
+    verifier.block_rows = BLOCK_ROWS if graph in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE) else None
+    return verifier
+
 
 class HostVerifier(Verifier):
-    """See `Verifier`: an engine of `redraft.engines.base`, over arrays of the host."""
+    """See `Verifier`: engines of `redraft.engines.base`, over arrays of the host.
+
+    An engine without a mask takes chains only; trees that branch go to the one that `tree_engine` opens when
+    `take_branches` is called, over the same arrays.
+    """
 
     def __init__(
-        self, engine: Engine, shape: VerifierShape, capacity: int, slots: int = 1, taps: tuple[str, ...] = ()
-    ) -> None:
+        self, engine: Engine, shape: VerifierShape, capacity: int, slots: int = 1, taps: tuple[str, ...] = (),
+        tree_engine: Callable[[], Engine] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(shape, capacity, slots, taps)
         self._engine = engine
-        self._symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
-        self._frames: dict[tuple[int, int, int], _Frame] = {}
+        self._frames: dict[tuple[int, int, int, bool], _Frame] = {}
+        self._layers = shape.layers
+        self._open_trees = tree_engine
+        self._trees = engine if any(spec.name == names.TREE_MASK for spec in engine.inputs) else None
+        self.branches = self._trees is not None
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
         self._kv = np.zeros((2 * shape.layers, slots, shape.kv_heads, capacity, shape.head_dim), dtype=shape.dtype)
-        for layer in range(shape.layers):
+        self._bind(engine)
+
+    def _bind(self, engine: Engine) -> None:
+        for layer in range(self._layers):
             engine.bind(names.key_cache(layer), self._kv[2 * layer])
             engine.bind(names.value_cache(layer), self._kv[2 * layer + 1])
+
+    def take_branches(self) -> None:
+        """See `Verifier.take_branches`."""
+        if self._trees is None and self._open_trees is not None:
+            self._trees = self._open_trees()
+            self._bind(self._trees)
+            self.branches = True
 
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """See `Verifier.verify`."""
         with self.ranges.stage("fill"):
-            frame = self._frame(len(batch), width := max(map(len, trees)), width)
-            for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-                frame.place(slot, tree, seq.past_len)
-            frame.live[0] = max([seq.past_len for seq in batch]) + width
+            frame = self._filled(trees, [seq.past_len for seq in batch])
         self._run(frame)
         outcomes = []
         with self.ranges.stage("judge"):
@@ -71,15 +104,28 @@ class HostVerifier(Verifier):
 
     def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
         """See `Verifier.measure_ms`."""
-        frame = self._frame(sequences, nodes, nodes)
         chain = DraftTree(np.zeros(nodes, np.int64), np.arange(-1, nodes - 1), np.zeros(nodes, np.float32))
-        past_len = min(live, self.capacity - nodes)
-        for slot in range(sequences):
-            frame.place(slot, chain, past_len)
-        frame.live[0] = past_len + nodes
+        frame = self._filled([chain] * sequences, [min(live, self.capacity - max(nodes, 2))] * sequences)
         start = time.perf_counter()
         frame.call.run()
         return (time.perf_counter() - start) * 1e3
+
+    def logits(self, trees: Sequence[DraftTree], past_lens: Sequence[int]) -> list[FloatArray]:
+        """Logits [nodes, V] of one tree a slot, from slot 0 on, after so many rows. Rows of KV are overwritten."""
+        frame = self._filled(trees, past_lens)
+        frame.call.run()
+        return [frame.logits[slot, : len(tree)].copy() for slot, tree in enumerate(trees)]
+
+    def _filled(self, trees: Sequence[DraftTree], past_lens: Sequence[int]) -> _Frame:
+        width = max(map(len, trees))
+        if width * len(trees) < self.fewest_rows:
+            width = self.fewest_rows
+        branched = self._trees is not self._engine and not all(map(is_chain, trees))
+        frame = self._frame(len(trees), width, width, branched)
+        for slot, (tree, past_len) in enumerate(zip(trees, past_lens, strict=True)):
+            frame.place(slot, tree, past_len)
+        frame.live[0] = max(past_lens) + width
+        return frame
 
     def _run(self, frame: _Frame) -> None:
         with self.ranges.stage("verify"), self.ranges.call(names.VERIFIER):
@@ -95,12 +141,15 @@ class HostVerifier(Verifier):
             rows = self._kv[:, slot, :, past_len:]  # [2 layers, H_kv, C - past_len, D]
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
 
-    def _frame(self, sequences: int, width: int, rows: int) -> _Frame:
-        frame = self._frames.get((sequences, width, rows))
+    def _frame(self, sequences: int, width: int, rows: int, branched: bool = False) -> _Frame:
+        frame = self._frames.get((sequences, width, rows, branched))
         if frame is None:
+            engine = self._trees if branched else self._engine
+            assert engine is not None, "trees that branch were not asked for: take_branches"
+            symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
             sizes = {"B": sequences, "T": width, "R": rows}
-            call = self._engine.prepare(**{symbol: size for symbol, size in sizes.items() if symbol in self._symbols})
-            frame = self._frames[sequences, width, rows] = _Frame(call, width, rows, self._taps)
+            call = engine.prepare(**{symbol: size for symbol, size in sizes.items() if symbol in symbols})
+            frame = self._frames[sequences, width, rows, branched] = _Frame(call, width, rows, self._taps)
         return frame
 
 
@@ -113,7 +162,7 @@ class _Frame:
         inputs = call.inputs
         self.ids: IntArray = inputs[names.TOKEN_IDS]  # [B, T]
         self.positions: IntArray = inputs[names.POSITIONS]  # [B, T]
-        self.mask: BoolArray = inputs[names.TREE_MASK]  # [B, T, T]
+        self.mask: BoolArray | None = inputs.get(names.TREE_MASK)  # [B, T, T]
         self.past_len: IntArray = inputs[names.PAST_LEN]  # [B]
         self.live: IntArray = inputs[names.LIVE]  # [1]
         self.output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
@@ -124,7 +173,7 @@ class _Frame:
         self._layouts: list[Layout | None] = [None] * len(self.ids)
 
     def place(self, slot: int, tree: DraftTree, past_len: int) -> None:
-        """Put a tree into `slot`; rows past its nodes are padding, which sees only itself."""
+        """Put a tree into `slot`; rows past its nodes are padding, in the places that a chain's would have."""
         nodes = len(tree.tokens)
         shape = layout(tree.parents)
         self.ids[slot, :nodes] = tree.tokens
@@ -132,17 +181,20 @@ class _Frame:
         np.add(shape.depths, past_len, out=self.positions[slot, :nodes])
         if nodes < self.width:
             self.ids[slot, nodes:] = 0
-            self.positions[slot, nodes:] = past_len
+            self.positions[slot, nodes:] = np.arange(past_len + nodes, past_len + self.width)
         if self._layouts[slot] is not shape:
             self._layouts[slot] = shape
-            self.mask[slot, :nodes, :nodes] = shape.mask
-            self.mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones only: right of them nothing is set
+            if self.mask is not None:
+                self.mask[slot, :nodes, :nodes] = shape.mask
+                self.mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones: right of them nothing is set
 
     def place_chunk(self, tokens: IntArray, start: int) -> None:
         """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""
         if self._layouts[0] is None:
-            self.mask[0] = np.tri(self.width, dtype=np.bool_)
-            self._layouts[0] = Layout(self.mask[0], np.arange(self.width))
+            chain = np.tri(self.width, dtype=np.bool_)
+            self._layouts[0] = Layout(chain, np.arange(self.width))
+            if self.mask is not None:
+                self.mask[0] = chain
         self.ids[0, : len(tokens)] = tokens
         self.ids[0, len(tokens) :] = 0
         self.positions[0] = np.arange(start, start + self.width)

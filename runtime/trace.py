@@ -39,13 +39,13 @@ def no_record(seq: Sequence, plan: Source, tree: DraftTree, outcome: Outcome) ->
 class TraceWriter:
     """A recorder that writes to `file`; give it to a cycle as `record`.
 
-    explain: as `Controller.explain`.   table_ms: of the cost curve.
+    explain: as `Controller.explain`.   table_ms: what verification is believed to cost at first.
     """
 
     def __init__(self, file: IO[str], explain: Callable[[Sequence], Choice | None], table_ms: Several[float]) -> None:
         self._file = file
         self._explain = explain
-        self._table_ms = table_ms
+        self._table_ms = list(table_ms)
         self._numbers: dict[int, int] = {}
         self._count = itertools.count()
 
@@ -56,6 +56,9 @@ class TraceWriter:
             begun = {"prompt": seq.tokens[: seq.prompt_length], "first": seq.tokens[seq.prompt_length]}
             self._write({"request": self._numbers[id(seq)], **begun, "table_ms": self._table_ms})
         choice = self._explain(seq)
+        if choice and choice.table_ms and list(choice.table_ms) != self._table_ms:
+            self._table_ms = list(choice.table_ms)
+            self._write({"table_ms": self._table_ms})
         self._write(
             {
                 "request": self._numbers[id(seq)],
@@ -81,6 +84,7 @@ def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
         "rate": choice.rate,
         "gains": choice.gains,
         "tried": choice.tried,
+        **({"probed": True} if choice.probed else {}),
         "log_probs": choice.whole.log_probs.tolist(),
         **({"shares": choice.shares} if choice.shares is not None else {}),
         "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
@@ -99,12 +103,13 @@ def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
 class Replay:
     """What a trace says when it is played again.
 
-    requests: prompt and committed tokens by request.   table_ms: its cost curve.   steps: by source of their tree.
+    requests: prompt and committed tokens by request.   table_ms: what verification is believed to cost by now.
+    steps: by source of their tree.
     nodes, accepted: by source, those that the lookup had being its own in every tree.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
-    table_ms: dict[int, list[float]] = field(default_factory=dict)
+    table_ms: list[float] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)
     nodes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -122,6 +127,8 @@ def replay(lines: Iterable[str]) -> Replay:
             values = json.loads(line)
             if "prompt" in values:
                 _begin(played, values)
+            elif "table_ms" in values:
+                played.table_ms = [float(ms) for ms in values["table_ms"]]
             else:
                 _play(played, values)
         except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -134,7 +141,7 @@ def _begin(played: Replay, values: dict[str, Any]) -> None:
     if number in played.requests:
         raise ValueError(f"request {number} begins a second time")
     played.requests[number] = [*map(int, values["prompt"]), int(values["first"])]
-    played.table_ms[number] = [float(ms) for ms in values["table_ms"]]
+    played.table_ms = [float(ms) for ms in values["table_ms"]]
 
 
 def _play(played: Replay, values: dict[str, Any]) -> None:
@@ -150,7 +157,7 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
     source = str(Source(values["source"]))
     looked_up: set[int] = set()
     if choice := values.get("choice"):
-        _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms[values["request"]])
+        _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms)
         looked_up = set(choice["looked_up"])
     played.steps[source] += 1
     for node in range(1, len(values["tokens"])):
@@ -168,5 +175,5 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
         most, _ = best_first(choice["shares"], choice["rate"], table_ms)
     else:
         most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
-    if nodes > most:
+    if nodes > most and not choice.get("probed"):
         raise ValueError(f"{most} nodes were worth verifying, the trace has {nodes}")

@@ -15,6 +15,8 @@ from redraft.types import BoolArray, DraftTree, IntArray
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
+_CHAIN = np.arange(-1, 1023)
+"""Parents of a chain, longer than any that is drafted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,3 +120,39 @@ def merge(first: DraftTree, second: DraftTree) -> DraftTree:
             log_probs[same] = log_prob
         place[node] = same
     return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+
+
+def is_chain(tree: DraftTree) -> bool:
+    """Whether every node but the first follows the one before it."""
+    return len(tree) < 3 or tree.parents.tobytes() == _CHAIN[: len(tree)].tobytes()
+
+
+def exact_part(tree: DraftTree, past_len: int, branches: bool, block_rows: int | None) -> DraftTree:
+    """The part of a tree that a verifier computes to the bit as it would a chain: all of it, unless it branches.
+
+    branches: whether the verifier takes such trees; otherwise the likeliest chain is left.
+    block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row past_len + i of
+    the KV buffers, and of a tree whose rows would lie in two blocks the nodes in the first are left.
+    """
+    within = block_rows is None or past_len % block_rows + len(tree) <= block_rows
+    if branches and within:
+        return tree
+    if tree.unread:
+        assert block_rows is not None
+        return tree.first(block_rows - past_len % block_rows - 1)
+    if is_chain(tree):
+        return tree
+    if not branches:
+        return likeliest_chain(tree)
+    assert block_rows is not None
+    return tree.first(block_rows - past_len % block_rows - 1)
+
+
+def likeliest_chain(tree: DraftTree) -> DraftTree:
+    """The root, its likeliest child, the likeliest child of that one, and so on."""
+    parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
+    path = [0]
+    while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
+        path.append(max(children, key=log_probs.__getitem__))
+    draft_probs = None if tree.draft_probs is None else tree.draft_probs[path]
+    return DraftTree(tree.tokens[path], _CHAIN[: len(path)], tree.log_probs[path], draft_probs)

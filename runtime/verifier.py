@@ -38,6 +38,12 @@ class Verifier(ABC):
     """Where its buffers are, if the host cannot read them."""
     largest_tree: int = sys.maxsize
     """Nodes of a tree that a call takes at most, root included; what `capacity` leaves is another limit."""
+    block_rows: int | None = None
+    """A tree that branches must not cross a multiple of this row, for its numbers to be those of a chain to the bit."""
+    fewest_rows: int = 1
+    """Rows of a call at least, padding included, if kernels round fewer otherwise (`redraft.runtime.exactness`)."""
+    branches: bool = True
+    """Whether it takes trees that branch."""
 
     def __init__(self, shape: VerifierShape, capacity: int, slots: int, taps: tuple[str, ...]) -> None:
         self.capacity = capacity
@@ -54,6 +60,9 @@ class Verifier(ABC):
         """Run each shape of a call until no request has to wait for it to be made. Overwrites KV rows: only while no
         request runs.
         """
+
+    def take_branches(self) -> None:  # noqa: B027 (most take them anyway)
+        """Make ready for trees that branch, if it can. Raises BackendError where memory does not allow it."""
 
     @abstractmethod
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:

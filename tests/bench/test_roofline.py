@@ -35,6 +35,7 @@ from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, UsageError
 from redraft.runtime import api
+from redraft.runtime.cost import VerifyCosts
 from redraft.signatures import LyannaShape
 
 DECODER = Decoder()
@@ -140,7 +141,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, and no cost curve, which a roofline does not need."""
     monkeypatch.setattr(roofline, "_BLOCKS", 2)
     monkeypatch.setattr(roofline, "_RUNS", 3)
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from redraft.cli.nsys import parse, profile_options
 from redraft.cli.profile import Asked, decode
 from redraft.engines import open_bundle
 from redraft.runtime import api
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.watchers import Recorded, Recording
 
 Refused = Callable[..., str]
@@ -178,7 +179,7 @@ def test_on_a_device_nothing_is_captured_while_it_is_recorded(
     watch, cuda = Watch(), Cuda()
     device = tensorrt_device(open_bundle(bundle, verify=False), tmp_path, cuda=cuda).device
     monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: device)
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     asked = Asked(bundle, "abc abc abc", method, 12, "nodes=3,depth=3,width=1", 1, "cuda")
     with ExitStack() as stack:
         assert decode(asked, stack, watch).device == "cuda"

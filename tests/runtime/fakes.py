@@ -15,7 +15,7 @@ from redraft import names, signatures
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.chat import DEFAULT, ChatTemplates
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.text import Text
 from redraft.signatures import VerifierShape
@@ -148,7 +148,7 @@ def make_runtime(
     """A runtime over the fake; with one slot, over the fake whose B is fixed."""
     engine = FakeEngine(rule, single=slots == 1)
     verifier = HostVerifier(engine, SHAPE, context, slots)
-    return Runtime(verifier, byte_text(**text), curve, context, (EOS,))
+    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, slots), context, (EOS,))
 
 
 def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import fit
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
@@ -25,7 +25,7 @@ LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
 
 def lookup_only(curve: CostCurve) -> Adaptive:
     """The controller of n-grams alone."""
-    return Adaptive(curve, drafts=False)
+    return Adaptive(VerifyCosts.of(curve), drafts=False)
 
 
 def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
@@ -85,7 +85,7 @@ def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
 
 
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
-    controller = Adaptive(CURVE)
+    controller = Adaptive(VerifyCosts.of(CURVE))
     for _ in range(60):
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
     fresh = sequence()
@@ -94,7 +94,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
 
 
 def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
-    controller, seq = Adaptive(FREE), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
     controller._table = CURVE.table_ms
@@ -143,7 +143,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
     """A controller that has seen two-token drafts of a good drafter and one-token ones resampled from it, one left."""
-    controller, seq = Adaptive(FREE, costs=costs), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE), costs=costs), sequence()
     for plan, remaining, tree in ((Source.RESAMPLE, 1, chain(0.5)), (Source.FRESH, 0, chain(0.9, 0.9))):
         controller.plan(seq, root_only(0), remaining)
         controller.choose(seq, plan, root_only(0), tree)
@@ -176,7 +176,7 @@ def test_without_a_drafter_nothing_is_drafted_afresh() -> None:
 
 
 def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
-    controller, seq = Adaptive(FREE, costs=Costs(fresh_ms=10.0)), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=10.0)), sequence()
     tried = []
     for step in range(200):
         if controller.plan(seq, root_only(0), 0) is Source.FRESH:
@@ -198,7 +198,7 @@ def test_gains_of_one_request_serve_the_next() -> None:
 
 
 def test_what_was_made_is_merged_with_what_was_found() -> None:
-    controller, seq = Adaptive(FREE), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     controller.plan(seq, root_only(0), 0)
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     assert controller.choose(seq, Source.FRESH, found, made).tokens.tolist() == [0, 7, 8]
@@ -229,7 +229,7 @@ def step(controller: Adaptive, batch: list[Sequence], ms: dict[Source, float]) -
 def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
     known = []
     for sequences in (1, 4):
-        controller = Adaptive(FREE, costs=Costs(fresh_ms=1.0))
+        controller = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=1.0))
         step(controller, [sequence() for _ in range(sequences)], {Source.LOOKUP: 0.5, Source.FRESH: 2.0})
         known.append(controller._made_ms[Source.FRESH])
     assert known[0] == known[1] == pytest.approx(1.0 + 1 / 32)
@@ -237,23 +237,23 @@ def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
 
 def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
     """A fresh draft of another sequence of the batch says nothing of what looking up is worth here."""
-    controller, seq, other = Adaptive(FREE, costs=Costs(fresh_ms=100.0)), sequence(), sequence()
+    controller, seq, other = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=100.0)), sequence(), sequence()
     for one, plan in ((seq, Source.LOOKUP), (other, Source.FRESH)):
         controller.budget(one)
         controller.plan(one, root_only(0), 0)
         one.control.plan = plan
-    before = seq.control.experience.ms
+    before, plain = seq.control.experience.plain_steps, FREE.table_ms[1]
     controller.timed({Source.LOOKUP: 1.0, Source.FRESH: 100.0})
     for one in (seq, other):
         controller.observe(one, chain(0.9), outcome(chain(0.9), 1))
-    assert seq.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 1.0 - before) / 32)
-    assert other.control.experience.ms == pytest.approx(before + (FREE.table_ms[2] + 101.0 - before) / 32)
+    for one, ms in ((seq, FREE.table_ms[2] + 1.0), (other, FREE.table_ms[2] + 101.0)):
+        assert one.control.experience.plain_steps == pytest.approx(before + (ms / plain - before) / 32)
 
 
 @pytest.mark.parametrize("source", [Source.LOOKUP, Source.FRESH])
 def test_a_call_that_was_interrupted_once_does_not_end_speculation(source: Source) -> None:
     """As by a garbage collection in the middle of it, a hundred times as long as the call."""
-    controller, seq = Adaptive(CURVE, costs=Costs(fresh_ms=0.1)), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(CURVE), costs=Costs(fresh_ms=0.1)), sequence()
     tries = 0
     for turn in range(40):
         budget = controller.budget(seq)
@@ -267,9 +267,9 @@ def test_a_call_that_was_interrupted_once_does_not_end_speculation(source: Sourc
 
 def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
     """The controller would have speculated; the end of the text or of the buffer left no room, so nothing was made."""
-    controller, seq = Adaptive(FREE), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     step(controller, [seq], {Source.LOOKUP: 0.1, Source.FRESH: 0.1})
-    before = (seq.control.experience.tokens, seq.control.experience.ms, dict(controller._made_ms))
+    before = (seq.control.experience.tokens, seq.control.experience.plain_steps, dict(controller._made_ms))
     assert controller.budget(seq).nodes
     controller.observe(seq, chain(), outcome(chain(), 0))
-    assert (seq.control.experience.tokens, seq.control.experience.ms, controller._made_ms) == before
+    assert (seq.control.experience.tokens, seq.control.experience.plain_steps, controller._made_ms) == before

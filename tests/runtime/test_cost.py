@@ -1,4 +1,4 @@
-"""The cost curve: interpolated, never falling, measured once, and done without where its cache cannot be used."""
+"""The cost of verification: measured once, corrected by every call, kept for the next opening, refused if damaged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import cost
-from redraft.runtime.cost import CostCurve, cached_costs, cached_curve, measure_curve
+from redraft.runtime import cost, kept
+from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.types import Costs
@@ -71,11 +71,11 @@ def test_what_is_timed_is_a_call_over_live_rows(slots: int) -> None:
 
 
 def test_a_curve_is_measured_once_for_the_same_engine(verifier: Timed, cache: Path) -> None:
-    first = cached_curve(verifier, {"build": "a", "threads": 2})
+    first = load_costs(verifier, {"build": "a", "threads": 2})
     calls = Timed.calls
-    assert cached_curve(verifier, {"build": "a", "threads": 2}) == first
+    assert load_costs(verifier, {"build": "a", "threads": 2}).measured == first.measured
     assert Timed.calls == calls
-    cached_curve(verifier, {"build": "a", "threads": 1})
+    load_costs(verifier, {"build": "a", "threads": 1})
     assert Timed.calls > calls
     assert len(list(cache.iterdir())) == 2
 
@@ -89,8 +89,8 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
     drafter, identity = TimedDrafter(verifier), {"build": "a", "device": "cuda"}
     calls = []
     for gpu in (Gpu("One", (9, 0), 1, 1), Gpu("One", (9, 0), 2, 2), other):
-        monkeypatch.setattr(cost, "find_gpu", lambda gpu=gpu: gpu)
-        cached_curve(verifier, identity)
+        monkeypatch.setattr(kept, "find_gpu", lambda gpu=gpu: gpu)
+        load_costs(verifier, identity)
         cached_costs(verifier, drafter, {**identity, "method": "x"})
         calls.append((Timed.calls, drafter.calls))
     assert calls[0] == calls[1]  # only its free memory is another
@@ -103,9 +103,9 @@ def test_a_runtime_says_which_device_it_is_on(
     lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
-    monkeypatch.setattr(cost, "measure_curve", lambda verifier: curves.append(CURVE) or CURVE)
+    monkeypatch.setattr(cost, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
     for name in ("One", "Other", "One"):
-        monkeypatch.setattr(cost, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
+        monkeypatch.setattr(kept, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
         opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device
         open_over(opened, lyanna_bundle).close()
     assert len(curves) == measured == len(list(cache.iterdir()))
@@ -115,8 +115,8 @@ def test_a_runtime_says_which_device_it_is_on(
 def test_no_driver_is_asked_where_no_gpu_computes(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(cost, "find_gpu", lambda: pytest.fail("the driver was asked"))
-    cached_curve(verifier, {"build": "a", **device})
+    monkeypatch.setattr(kept, "find_gpu", lambda: pytest.fail("the driver was asked"))
+    load_costs(verifier, {"build": "a", **device})
     assert len(list(cache.iterdir())) == 1
 
 
@@ -126,20 +126,34 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
     def absent() -> Gpu:
         raise BackendError("no CUDA driver")
 
-    monkeypatch.setattr(cost, "find_gpu", absent)
+    monkeypatch.setattr(kept, "find_gpu", absent)
     identity = {"build": "a", "device": "cuda"}
-    assert cached_curve(verifier, identity).largest == 24
+    assert load_costs(verifier, identity).largest == 24
     assert cached_costs(verifier, TimedDrafter(verifier), identity) == Costs(0.5, 0.125)
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"1": -1}', b'{"x": 1}', b"\xff", b'{"1": null}'])
-def test_a_damaged_cache_is_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
-    first = cached_curve(verifier, {"build": "a"})
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"[1]", b'{"1": -1}', b"\xff", b'{"measured": {"1": [1.0]}}', b'{"measured": null, "believed": null}',
+        b'{"measured": {"1": [1, "x"]}, "believed": {"1": [1, 2]}}',
+        b'{"measured": {"1": [1]}, "believed": {"1": [1, 2]}}', b'{"measured": {"3": [1, 2]}, "believed": {"3": [1]}}',
+        b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}',
+    ],
+)  # fmt: skip
+def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
+    verifier: Timed, cache: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = load_costs(verifier, {"build": "a"})
+    assert not caplog.records
     (file,) = cache.iterdir()
     file.write_bytes(damage)
-    assert cached_curve(verifier, {"build": "a"}).table_ms == pytest.approx(first.table_ms, abs=0.03)
-    assert json.loads(file.read_bytes())["1"] == pytest.approx(first.table_ms[1], abs=0.03)
+    assert load_costs(verifier, {"build": "a"}).table_ms(1) == pytest.approx(first.table_ms(1), abs=0.03)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file} holds no costs of these engines: they are measured again"
+    ]
+    assert json.loads(file.read_bytes())["believed"]["1"] == pytest.approx(first.table_ms(1)[1:], abs=0.03)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -148,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert cached_curve(verifier, {"build": "a"}).largest == 24
+    assert load_costs(verifier, {"build": "a"}).largest == 24
 
 
 def test_a_write_that_fails_leaves_no_file_behind(
@@ -157,8 +171,8 @@ def test_a_write_that_fails_leaves_no_file_behind(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cost.json, "dump", fail)
-    cached_curve(verifier, {"build": "a"})
+    monkeypatch.setattr(kept.json, "dump", fail)
+    load_costs(verifier, {"build": "a"})
     assert list(cache.iterdir()) == []
 
 
@@ -202,3 +216,75 @@ def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: b
     file.write_bytes(damage)
     assert cached_costs(verifier, drafter, {"build": "a"}) == first
     assert json.loads(file.read_bytes()) == {"fresh_ms": 0.5, "resample_ms": 0.125}
+
+
+SIZES = (1, 2, 4, 8, 16)
+TRUE = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0})
+
+
+def called(costs: VerifyCosts, sizes: list[int], true: CostCurve = TRUE, sequences: int = 1) -> None:
+    """So many calls of these sizes, one after the other, each of which takes what `true` says."""
+    for size in sizes:
+        costs.observe(sequences, size, true.table_ms[size])
+
+
+def test_a_level_that_is_wrong_is_corrected_for_all_sizes_by_calls_of_one() -> None:
+    """As after a first opening while a compiler ran."""
+    costs = VerifyCosts.of(CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}))
+    called(costs, [1] * 64)
+    assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=0.02)
+    assert costs.measured[1].table_ms[1] == pytest.approx(30.0)
+
+
+def test_a_shape_that_is_wrong_is_corrected_by_the_sizes_that_are_called() -> None:
+    costs = VerifyCosts.of(CostCurve.from_points({1: 10.0, 2: 30.0, 4: 60.0, 8: 90.0, 16: 99.0}))
+    called(costs, [1, 1, 1, 8] * 40)
+    assert costs.table_ms(1)[1] == pytest.approx(10.0, rel=0.02)
+    assert costs.table_ms(1)[8] == pytest.approx(13.5, rel=0.02)
+    called(costs, [1, 2, 4, 8, 16] * 32)
+    assert [costs.table_ms(1)[n] for n in SIZES] == pytest.approx([TRUE.table_ms[n] for n in SIZES], rel=0.03)
+
+
+def test_a_call_that_was_interrupted_corrects_nothing() -> None:
+    costs = VerifyCosts.of(TRUE)
+    called(costs, [1] * 10)
+    costs.observe(1, 1, 5000.0)
+    called(costs, [1] * 5)
+    assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=1e-9)
+
+
+def test_what_was_true_while_the_machine_was_busy_is_forgotten() -> None:
+    """Sizes that are not called after the load ends follow the ones that are."""
+    costs, busy = VerifyCosts.of(TRUE), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
+    called(costs, [1, 8] * 64, busy)
+    assert costs.table_ms(1)[8] == pytest.approx(54.0, rel=0.02)
+    called(costs, [1] * 200)
+    assert costs.table_ms(1)[8] < 1.25 * 13.5
+
+
+def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
+    costs = VerifyCosts({1: TRUE, 16: CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})})
+    assert costs.table_ms(4) == pytest.approx([2 * ms for ms in TRUE.table_ms])
+    called(costs, [8] * 64, CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}), sequences=4)
+    assert costs.table_ms(4)[8] == pytest.approx(3 * 13.5, rel=0.02)
+    assert set(costs.believed) == {1, 4, 16}
+
+
+def test_what_is_believed_is_kept_beside_what_was_measured(verifier: Timed, cache: Path) -> None:
+    costs = load_costs(verifier, {"build": "a"})
+    called(costs, [1] * 64)
+    keep_costs(costs, {"build": "a"})
+    again = load_costs(verifier, {"build": "a"})
+    assert again.table_ms(1) == pytest.approx(costs.table_ms(1))
+    assert again.measured == costs.measured
+    assert again.table_ms(1)[1] > 5 * again.measured[1].table_ms[1]
+
+
+def test_a_change_that_matters_little_is_not_written(verifier: Timed, cache: Path) -> None:
+    costs = load_costs(verifier, {"build": "a"})
+    (file,) = cache.iterdir()
+    before = file.stat().st_mtime_ns, file.read_bytes()
+    slightly = CostCurve(tuple(1.01 * ms for ms in costs.table_ms(1)))
+    called(costs, [1] * 64, slightly)
+    keep_costs(costs, {"build": "a"})
+    assert (file.stat().st_mtime_ns, file.read_bytes()) == before

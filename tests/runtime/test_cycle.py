@@ -11,7 +11,7 @@ import pytest
 
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, FixedBudget
-from redraft.runtime.cost import CostCurve
+from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
@@ -103,7 +103,7 @@ def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypat
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     verifier = HostVerifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
-    cycle = Cycle(verifier, Wide(verifier), Adaptive(free), NgramDrafter(verifier))
+    cycle = Cycle(verifier, Wide(verifier), Adaptive(VerifyCosts.of(free)), NgramDrafter(verifier))
     prompt = [97 + i % 3 for i in range(30)]
     request = Sequence(list(prompt), 30, 80, frozenset(), Greedy())
     for _ in scheduler.run(cycle, [request]):

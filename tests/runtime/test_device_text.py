@@ -20,7 +20,7 @@ from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
-from redraft.runtime.cost import measure_curve
+from redraft.runtime.cost import VerifyCosts, measure_curve
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.trace import replay
 from redraft.types import Budget, Costs
@@ -42,7 +42,7 @@ ALL = [*PROMPTS, *LONG]
 
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)  # so that shapes come up in between
@@ -72,7 +72,7 @@ def opened(
 def plain(lyanna_bundle: Path) -> list[list[int]]:
     """What the host path says without drafting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
             return [list(g.token_ids) for g in runtime.generate(ALL, PARAMS, "none")]
 

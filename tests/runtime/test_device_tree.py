@@ -19,6 +19,7 @@ from redraft.engines.device import Buffer
 from redraft.engines.onnxruntime_device import HostBuffer, HostDevice
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, api, device_verifier
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceTree, DeviceTrees, one_source
 from redraft.runtime.device_verifier import DeviceVerifier
@@ -37,7 +38,7 @@ SHORT = prompts(4, seed=3, longest=12)
 
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 

@@ -22,6 +22,7 @@ from redraft.engines.device import Device
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
 from redraft.runtime import Generation, Runtime, SamplingParams, api
+from redraft.runtime.cost import VerifyCosts
 from redraft.types import Budget, Costs
 from tests.engines.bundles import build_tiny
 from tests.engines.test_gpu_attention import lower, native_missing
@@ -78,7 +79,7 @@ def check_captured(device: Device) -> None:
 
 @pytest.fixture
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
 
 

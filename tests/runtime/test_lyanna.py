@@ -20,6 +20,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.token_tree import lookup, resample
 from redraft.runtime import Runtime, SamplingParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaDrafter
 from redraft.runtime.sampler import Greedy
@@ -43,7 +44,7 @@ def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
 @pytest.fixture
 def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens the bundle without measuring anything."""
-    monkeypatch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
@@ -61,7 +62,7 @@ PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
 def plain(lyanna_bundle: Path) -> list[list[int]]:
     """What the verifier says by itself after PROMPTS; some end early, at an end-of-sequence token or a full context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "cached_curve", lambda verifier, identity: CURVE)
+        patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
             texts = [list(g.token_ids) for g in runtime.generate(PROMPTS, PARAMS, "none")]
     assert len({len(text) for text in texts}) > 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime.controller import Adaptive, Ranks, Record
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import DraftTree, Outcome, Source
@@ -66,7 +67,7 @@ def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -
 
 
 def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
-    controller, seq = Adaptive(FREE), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     for _ in range(100):
         controller.budget(seq)
         drafted(controller, seq, chain(0.9))
@@ -139,14 +140,14 @@ def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
 
 def test_a_tree_that_stays_on_a_device_is_cut_where_its_ranks_stop_paying() -> None:
     """Nothing is copied: what is known is which nodes of those verified were kept."""
-    seq, controller = sequence(), Adaptive(CURVE)
+    seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
     sizes = settle(controller, seq, 13, (1, 3), 300)
     assert sizes[0] == 13
     assert np.mean(sizes[-100:]) == pytest.approx(4, abs=0.5)
 
 
 def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
-    seq, controller = sequence(), Adaptive(CURVE)
+    seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
     sizes = settle(controller, seq, 13, (), 400)
     assert sizes[0] == 13
     assert sum(size > 1 for size in sizes) < 30
@@ -154,7 +155,7 @@ def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
 
 def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole() -> None:
     """They cannot be merged without a copy."""
-    seq, controller = sequence(), Adaptive(FREE)
+    seq, controller = sequence(), Adaptive(VerifyCosts.of(FREE))
     good, poor = chain(*[0.99] * 12), chain(0.02)
     taken = []
     for found in (good, poor):

@@ -1,0 +1,11 @@
+"""The portable graphs lowered to ONNX Runtime's CPU kernels, so that a row's bits depend on its own sequence only.
+
+order.py    rows in the order of their positions: what makes a tree's numbers those of a chain
+batch.py    redraft::TreeAttention -> products and a softmax, any batch
+single.py   redraft::TreeAttention -> com.microsoft.GroupQueryAttention, one sequence, rotation inside it
+graphs.py   whole graphs: the attentions above, and Add with RMSNormalization fused
+"""
+
+from redraft.engines.lowering.graphs import lower_batch, lower_draft, lower_single
+
+__all__ = ["lower_batch", "lower_draft", "lower_single"]

@@ -1,0 +1,152 @@
+"""Whole graphs lowered for ONNX Runtime's CPU kernels. They share their weights with the portable graph.
+
+redraft::TreeAttention        -> see `batch` and `single`
+Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.convenience import replace_nodes_and_values
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    RemoveUnusedFunctionsPass,
+    RemoveUnusedNodesPass,
+    TopologicalSortPass,
+)
+
+from redraft import names
+from redraft.engines.bundle import single_chain, single_draft_outputs, single_sequence
+from redraft.engines.lowering.batch import BatchAttention
+from redraft.engines.lowering.nodes import MICROSOFT
+from redraft.engines.lowering.single import (
+    ChainAttention,
+    SingleAttention,
+    attribute,
+    fits_chain,
+    fits_single,
+    head_dim,
+)
+from redraft.engines.manifest import GraphRecord
+
+
+def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
+    """Write `folder`/verifier.batch.onnx, the lowered form of the graph `portable` there, for any batch.
+
+    Returns its record, or None, with nothing written, where the graph has no attention.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions:
+        return None
+    lowered = BatchAttention(model.graph, max(map(head_dim, attentions)))
+    for node in attentions:
+        lowered.lower(node)
+    return _save(model, folder, GraphRecord(f"{names.VERIFIER_BATCH}.onnx", portable.inputs, portable.outputs))
+
+
+def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> GraphRecord | None:
+    """Write `folder`/verifier.single.onnx, the lowered form of the graph `portable` there, for chains of one sequence.
+
+    exact: whether its logits are those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, faster by a
+    few percent for a single row. Returns its record, or None, with nothing written, where a layer of the model does not
+    fit the kernel.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_single, attentions)):
+        return None
+    _fix_batch(model.graph)
+    lowered = SingleAttention(model.graph, exact)
+    for node in attentions:
+        lowered.lower(node)
+    _drop_input(model.graph, names.TREE_MASK)
+    name = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
+    inputs, outputs = single_chain(portable.inputs), single_sequence(portable.outputs)
+    return _save(model, folder, GraphRecord(f"{name}.onnx", inputs, outputs))
+
+
+def lower_draft(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph; otherwise as `lower_single`.
+
+    Its rows are a causal chain. Every node after the first writes to the buffers where they are: an output of its own,
+    in place of the same input.
+    """
+    model = ir.load(folder / portable.file)
+    attentions = _attentions(model)
+    if not attentions or not all(map(fits_chain, attentions)):
+        return None
+    _fix_batch(model.graph)
+    lowered = ChainAttention(model.graph)
+    for number, node in enumerate(attentions):
+        _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
+    outputs = single_draft_outputs(portable.outputs, len(attentions))
+    return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
+
+
+def _attentions(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
+
+
+def _save(model: ir.Model, folder: Path, record: GraphRecord) -> GraphRecord:
+    for node in [node for node in model.graph if node.op_type == "RMSNormalization"]:
+        _fuse_residual(model.graph, node)
+    model.opset_imports[MICROSOFT] = 1
+    tidies = (RemoveUnusedNodesPass, RemoveUnusedFunctionsPass, TopologicalSortPass, CommonSubexpressionEliminationPass)
+    for tidy in tidies:
+        tidy()(model)
+    ir.save(model, folder / record.file)
+    return record
+
+
+def _drop_input(graph: ir.Graph, name: str) -> None:
+    graph.inputs.remove(next(value for value in graph.inputs if value.name == name))
+
+
+def _fix_batch(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([1 if dim == "B" else dim for dim in value.shape])
+
+
+def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) -> None:
+    """Let a node of a chain of updates read the graph's own buffers and give what it wrote as an output over them.
+
+    A chain of in-place updates through inner values would be copies: only the graph's inputs and outputs are bound.
+    """
+    caches = {value.name: value for value in graph.inputs}
+    for place, name in ((3, names.key_cache(0)), (4, names.value_cache(0))):
+        cache, written = caches[name], fused.outputs[place - 2]
+        fused.replace_input_with(place, cache)
+        if last:
+            continue
+        written.name = f"{names.present(name)}.{number}"
+        written.shape, written.type = cache.shape, cache.type
+        graph.outputs.append(written)
+
+
+def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
+    """Add, then RMSNormalization over the last axis: one node that gives the sum and its norm.
+
+    A bias or a scalar in place of a whole summand is left alone: the kernel takes summands of [B, T, n] only.
+    """
+    total = norm.inputs[0]
+    add = total.producer() if total is not None else None
+    if total is None or add is None or add.op_type != "Add" or attribute(norm, "axis", -1) != -1:
+        return
+    if any(x is not None and x.shape is not None and x.shape.rank() != 3 for x in add.inputs):
+        return
+    epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
+    fused = ir.node(
+        "SkipSimplifiedLayerNormalization",
+        [*add.inputs, norm.inputs[1]],
+        {"epsilon": epsilon},
+        domain=MICROSOFT,
+        num_outputs=4,
+    )
+    for unused in fused.outputs[1:3]:
+        unused.name = ""
+    normed, _, _, summed = fused.outputs
+    replace_nodes_and_values(graph, norm, [norm, add], [fused], [norm.outputs[0], total], [normed, summed])

@@ -1,0 +1,70 @@
+"""Nodes and constants added to a graph, or to a branch of an If. They are sorted afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from redraft import names
+
+MICROSOFT = "com.microsoft"
+
+
+class Nodes:
+    """Adds nodes to `graph`; `prefix` begins the names of their values. The graph must be sorted afterwards."""
+
+    def __init__(self, graph: ir.Graph, prefix: str) -> None:
+        self.inputs = {value.name: value for value in graph.inputs}
+        self._graph = graph
+        self._prefix = prefix
+        self._count = 0
+        self._branches: list[list[ir.Node]] = []
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def constant(self, values: object) -> ir.Value:
+        """An initializer; equal values share one. Integers are int64."""
+        array = np.asarray(values)
+        key = (str(array.dtype), array.shape, array.tobytes())
+        if key not in self._constants:
+            name = f"{self._prefix}.constant.{len(self._constants)}"
+            value = ir.Value(name=name, const_value=ir.tensor(array))
+            self._graph.register_initializer(value)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def node(self, op: str, inputs: list[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
+        """The only output of a new node."""
+        return self._added(ir.node(op, inputs, attributes, domain=domain))[0]
+
+    def choose(
+        self, condition: ir.Value, then: Callable[[], list[ir.Value]], otherwise: Callable[[], list[ir.Value]]
+    ) -> list[ir.Value]:
+        """The values that `then` makes where `condition`, a bool scalar, holds, else those of `otherwise`.
+
+        Both return values of nodes that they add here, which become the branches of an If.
+        """
+        branches = {"then_branch": self._branch(then), "else_branch": self._branch(otherwise)}
+        return self._added(ir.node("If", [condition], branches, num_outputs=len(branches["then_branch"].outputs)))
+
+    def capacity(self) -> ir.Value:
+        """Rows of a KV buffer, int64 [1]."""
+        return self.node("Shape", [self.inputs[names.key_cache(0)]], start=2, end=3)
+
+    def _branch(self, make: Callable[[], list[ir.Value]]) -> ir.Graph:
+        self._branches.append([])
+        outputs = make()
+        self._count += 1
+        return ir.Graph([], outputs, nodes=self._branches.pop(), name=f"{self._prefix}.branch.{self._count}")
+
+    def _added(self, node: ir.Node) -> list[ir.Value]:
+        self._count += 1
+        for place, output in enumerate(node.outputs):
+            output.name = f"{self._prefix}.{node.op_type.lower()}.{self._count}.{place}"
+        if self._branches:
+            self._branches[-1].append(node)
+        else:
+            self._graph.insert_before(self._graph[0], node)
+        return list(node.outputs)

@@ -1,0 +1,181 @@
+"""`redraft::TreeAttention` by com.microsoft.GroupQueryAttention, for the chains of one sequence.
+
+The kernel reads the buffers where they are and rotates queries and keys itself, where nothing else reads them. It takes
+several new rows over a past in batches of one only, and its sums are in the order of the rows: for a chain the order of
+positions, for a tree that branches another (`redraft.engines.lowering.order`), so it is given no tree.
+
+It has two ways to compute: tile by tile, and a plain one, which it takes where its scores are asked for. The plain one
+computes what `redraft.engines.lowering.batch` does, to the bit, if the products have more than one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.convenience import replace_nodes_and_values
+
+from redraft import names
+from redraft.engines.lowering.nodes import MICROSOFT, Nodes
+from redraft.engines.lowering.order import HIDDEN, Columns, twice
+
+_ROTARY_MULTIPLE = 16
+"""Head sizes that the kernel rotates."""
+_HEAD_MULTIPLE = 8
+_LARGEST_HEAD = 128
+"""Larger heads are multiplied in parts that depend on the number of keys."""
+_BEFORE_SOFTMAX = 1
+
+
+class SingleAttention:
+    """Lowers the attentions of a verifier's graph.
+
+    The kernel takes its own positions instead of ours where the total equals T, that is with no rows live; so the total
+    is one more than what is written, a column that nothing reads, except in a full buffer. With `exact` a single row is
+    taken twice, and its copy written behind it, so past_len + max(T, 2) rows must fit.
+    """
+
+    def __init__(self, graph: ir.Graph, exact: bool) -> None:
+        self._graph = graph
+        self._exact = exact
+        self._nodes = nodes = Nodes(graph, "single")
+        make, one = nodes.node, nodes.constant([1])
+        self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.LIVE]
+        self._biases: dict[tuple[int, int], ir.Value] = {}
+        if exact:
+            self._tokens, rows, self._twice = twice(nodes)
+            self._positions = make("Gather", [self._positions, self._twice], axis=1)
+            written = make("Add", [written, make("Sub", [rows, self._tokens])])
+        total = make("Min", [make("Add", [written, one]), nodes.capacity()])
+        self._columns_count = total
+        self._total = make("Cast", [total], to=ir.DataType.INT32)
+        self._last = make("Cast", [make("Sub", [written, one])], to=ir.DataType.INT32)
+
+    def lower(self, node: ir.Node) -> None:
+        """Put the kernel in the place of a TreeAttention node."""
+        source, rotary, attributes = fused_inputs(node)
+        tables: list[ir.Value | None] = [*rotary, self._positions] if rotary else [None, None, None]
+        if self._exact:
+            attributes["qk_output"] = _BEFORE_SOFTMAX
+            source = tuple(value and self._nodes.node("Gather", [value, self._twice], axis=1) for value in source)
+        fused = ir.node(
+            "GroupQueryAttention",
+            [*source, *node.inputs[3:5], self._last, self._total, *tables, self._bias(node)],
+            attributes,
+            domain=MICROSOFT,
+            num_outputs=4 if self._exact else 3,
+        )
+        for value, name in zip(fused.outputs, ("rows", "keys", "values", "scores"), strict=False):
+            value.name = f"{node.outputs[0].name}.{name}"
+        self._graph.insert_before(node, fused)
+        out, keys, values = fused.outputs[:3]
+        if self._exact:
+            out = self._nodes.node("Slice", [out, self._nodes.constant([0]), self._tokens, self._nodes.constant([1])])
+        replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
+
+    def _bias(self, node: ir.Node) -> ir.Value | None:
+        """Added to the scores, float32 [1, 1, U, total]: 0 within window and chunk. The kernel hides later rows."""
+        key = attribute(node, "window", 0), attribute(node, "chunk", 0)
+        if not any(key):
+            return None
+        if key not in self._biases:
+            nodes = self._nodes
+            visible = Columns(nodes, self._columns_count).visible(self._positions, *key)
+            shown = nodes.constant(np.zeros((1, 1, 1, 1), np.float32))
+            self._biases[key] = nodes.node("Where", [visible, shown, nodes.constant(HIDDEN)])
+        return self._biases[key]
+
+
+def fits_single(node: ir.Node) -> bool:
+    """Whether the kernel computes this layer, and what the graph for batches does, to the bit."""
+    plain = not node.attributes["softcap"].as_float() and len(node.inputs) == names.TREE_ATTENTION_INPUTS
+    return plain and head_dim(node) % _HEAD_MULTIPLE == 0 and head_dim(node) <= _LARGEST_HEAD
+
+
+class ChainAttention:
+    """Lowers the attentions of a drafter's chain, where row r of the KV holds position r: no mask, no positions."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._nodes = Nodes(graph, "single")
+
+    def lower(self, node: ir.Node) -> ir.Node:
+        """Put the kernel in the place of a TreeAttention node, and return it."""
+        make, one = self._nodes.node, self._nodes.constant([1])
+        past, positions = node.inputs[7], node.inputs[6]
+        assert past is not None
+        assert positions is not None
+        if positions.shape is not None and positions.shape[1] == 1:
+            total, last = make("Add", [past, one]), past
+        else:
+            total = make("Add", [past, make("Shape", [positions], start=1, end=2)])
+            last = make("Sub", [total, one])
+        last, total = (make("Cast", [rows], to=ir.DataType.INT32) for rows in (last, total))
+        source, rotary, attributes = fused_inputs(node)
+        tables = [*rotary, None] if rotary else [None, None, None]
+        sinks = node.inputs[names.TREE_ATTENTION_INPUTS :]
+        fused = ir.node(
+            "GroupQueryAttention",
+            [*source, *node.inputs[3:5], last, total, *tables, None, *sinks],
+            attributes,
+            domain=MICROSOFT,
+            num_outputs=3,
+        )
+        replace_nodes_and_values(self._graph, node, [node], [fused], node.outputs, fused.outputs)
+        return fused
+
+
+def fits_chain(node: ir.Node) -> bool:
+    """Whether the kernel takes this layer."""
+    return head_dim(node) % _HEAD_MULTIPLE == 0
+
+
+def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.Value, ...], dict[str, Any]]:
+    """What the kernel reads in place of q, k and v, cosines and sines if it rotates, and its attributes."""
+    attributes: dict[str, Any] = {
+        "num_heads": attribute(node, "q_heads", 0),
+        "kv_num_heads": attribute(node, "kv_heads", 0),
+        "scale": node.attributes["scale"].as_float(),
+        "softcap": node.attributes["softcap"].as_float(),
+    }
+    packed = _packed_rotary(node) if head_dim(node) % _ROTARY_MULTIPLE == 0 else None
+    if packed is None:
+        return tuple(node.inputs[:3]), (), attributes
+    qkv, rotary = packed
+    attributes |= {"do_rotary": 1, "rotary_interleaved": attribute(rotary, "interleaved", 0)}
+    return (qkv, None, None), tuple(table for table in rotary.inputs[1:3] if table is not None), attributes
+
+
+def head_dim(node: ir.Node) -> int:
+    """Numbers of a head."""
+    cache = node.inputs[3]
+    size = cache.shape[3] if cache is not None and cache.shape is not None else 0
+    return size if isinstance(size, int) else 0
+
+
+def attribute(node: ir.Node, name: str, default: int) -> int:
+    """An integer attribute."""
+    return node.attributes[name].as_int() if name in node.attributes else default
+
+
+def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and only for it."""
+    q, k, v = node.inputs[:3]
+    rotated = [value.producer() if value is not None else None for value in (q, k)]
+    first, second = rotated
+    if first is None or second is None or any(r.op_type != "RotaryEmbedding" for r in (first, second)):
+        return None
+    split = v.producer() if v is not None else None
+    whole = (
+        split is not None
+        and split.op_type == "Split"
+        and (first.inputs[0], second.inputs[0], v) == tuple(split.outputs)
+        and all(len(value.uses()) == 1 for value in (*split.outputs, q, k) if value is not None)
+    )
+    same = all(a is b for a, b in zip(first.inputs[1:], second.inputs[1:], strict=True))
+    plain = all(attribute(r, "rotary_embedding_dim", 0) == 0 for r in (first, second))
+    packed = split.inputs[0] if split is not None else None
+    if packed is None or not (whole and same and plain and first.inputs[3] is node.inputs[6]):
+        return None
+    return packed, first
