@@ -105,8 +105,7 @@ class VerifyCosts:
         if table is None:
             if sequences not in self._logs:
                 self._add(sequences, self._between(sequences))
-            times = np.exp(np.maximum.accumulate(self._logs[sequences]))
-            table = self._tables[sequences] = [0.0, *times.tolist()]
+            table = self._tables[sequences] = [0.0, *np.exp(self._logs[sequences]).tolist()]
         return table
 
     def observe(self, sequences: int, nodes: int, ms: float) -> bool:
@@ -145,6 +144,8 @@ class VerifyCosts:
             self._known[number] *= _FORGET
         for (sequences, nodes), times in by_size.items():
             self._reshape(sequences, nodes, wrong[sequences, nodes] - level, len(times))
+        for logs in self._logs.values():
+            np.maximum.accumulate(logs, out=logs)
         self._tables.clear()
 
     def _reshape(self, sequences: int, nodes: int, wrong: float, calls: int) -> None:

@@ -1,4 +1,4 @@
-"""The graph lowered for one sequence computes what the portable one does."""
+"""The lowered graphs compute what the portable one does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import pytest
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_single
+from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, open_engine
-
-from .bundles import manifest_of
-from .graphs import Decoder, save_verifier
+from tests.engines.bundles import manifest_of
+from tests.engines.graphs import Decoder, save_verifier
 
 CAPACITY = 32
-CASES = [(1, 0), (6, 0), (1, 9), (7, 9), (3, 20), (2, CAPACITY - 2), (1, CAPACITY - 1)]
+CASES = [(1, 0), (6, 0), (1, 9), (7, 9), (3, 20), (2, CAPACITY - 2), (1, CAPACITY - 2)]
 DECODERS = {
     "plain": Decoder(),
     "multi-query": Decoder(kv_heads=1),
@@ -28,20 +27,25 @@ DECODERS = {
     "q/k norm": Decoder(qk_norm=True),
     "windows": Decoder(windows=(0, 5)),
     "one window": Decoder(windows=(4, 4)),
-    "softcap": Decoder(softcap=5.0),
     "swish": Decoder(swish=True),
     "norm of a biased product": Decoder(biased_norm=True),
     "taps": Decoder(taps=("last", "0", "1")),
 }
 
 
-def engines(decoder: Decoder, folder) -> tuple[OnnxRuntimeEngine, OnnxRuntimeEngine]:
+LARGE = {"head size 12": Decoder(head_dim=12), "head size 256": Decoder(head_dim=256), "softcap": Decoder(softcap=5.0)}
+"""Decoders that have no graph for one sequence: the kernel refuses them, or rounds otherwise than the batch's."""
+FORMS = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
+
+
+def lowered(decoder: Decoder, folder) -> Bundle:
+    """A bundle of the portable graph and of all that it lowers to."""
     save_verifier(decoder, folder)
     manifest = manifest_of(decoder)
-    single = lower_single(folder, manifest.graphs[names.VERIFIER])
-    assert single is not None
-    bundle = Bundle(folder, replace(manifest, graphs={**manifest.graphs, names.VERIFIER_SINGLE: single}))
-    return open_engine(bundle, threads=1), open_engine(bundle, names.VERIFIER_SINGLE, threads=1)
+    portable = manifest.graphs[names.VERIFIER]
+    made = (lower_batch(folder, portable), lower_single(folder, portable), lower_single(folder, portable, exact=False))
+    forms = {name: record for name, record in zip(FORMS, made, strict=True) if record}
+    return Bundle(folder, replace(manifest, graphs={**manifest.graphs, **forms}))
 
 
 def random_tree(nodes: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -54,8 +58,13 @@ def random_tree(nodes: int, random: np.random.Generator) -> tuple[np.ndarray, np
     return depths, mask
 
 
-def run(engine: OnnxRuntimeEngine, decoder: Decoder, nodes: int, past: int) -> dict[str, np.ndarray]:
-    """Outputs and live cache rows after verifying one random tree over random rows, with garbage in the dead ones."""
+def run(
+    engine: OnnxRuntimeEngine, decoder: Decoder, nodes: int, past: int, chain: bool = False
+) -> dict[str, np.ndarray]:
+    """Outputs and live cache rows after verifying one random tree over random rows, with garbage in the dead ones.
+
+    chain: in place of a tree. All rows but the live ones, and one more that a single row may be copied to, must stay.
+    """
     random = np.random.default_rng(nodes * 100 + past)
     caches = {}
     for spec in engine.inputs:
@@ -67,28 +76,37 @@ def run(engine: OnnxRuntimeEngine, decoder: Decoder, nodes: int, past: int) -> d
     batch = {"B": 1} if engine.inputs[0].shape[0] == "B" else {}
     call = engine.prepare(T=nodes, R=nodes, **batch)
     depths, mask = random_tree(nodes, random)
+    if chain:
+        depths, mask = np.arange(nodes), np.tri(nodes, dtype=bool)
     call.inputs[names.TOKEN_IDS][:] = random.integers(0, decoder.vocabulary, nodes)
     call.inputs[names.POSITIONS][:] = past + depths
-    call.inputs[names.TREE_MASK][:] = mask
+    if names.TREE_MASK in call.inputs:
+        call.inputs[names.TREE_MASK][:] = mask
     call.inputs[names.PAST_LEN][:] = past
     call.inputs[names.LIVE][:] = past + nodes
     call.inputs[names.OUTPUT_ROWS][:] = random.permutation(nodes)
     call.run()
     live = {name: cache[:, :, : past + nodes] for name, cache in caches.items()}
-    dead = {name: np.unique(cache[:, :, past + nodes :]) for name, cache in caches.items()}
+    dead = {name: np.unique(cache[:, :, past + max(nodes, 2) :]) for name, cache in caches.items()}
     assert all(set(values.tolist()) <= {float(np.float32(1e30))} for values in dead.values())
     return {name: array.copy() for name, array in {**call.outputs, **live}.items()}
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_lowered_graph_equals_the_portable_one(name, tmp_path):
-    decoder = DECODERS[name]
-    portable, single = engines(decoder, tmp_path)
-    for nodes, past in CASES:
-        expected, found = run(portable, decoder, nodes, past), run(single, decoder, nodes, past)
-        assert set(found) == set(expected)
-        for output, array in expected.items():
-            np.testing.assert_allclose(found[output], array, atol=1e-4, err_msg=f"{output}, T={nodes}, past={past}")
+@pytest.mark.parametrize("name", [*DECODERS, *LARGE])
+def test_lowered_graphs_equal_the_portable_one(name, tmp_path):
+    decoder = {**DECODERS, **LARGE}[name]
+    bundle = lowered(decoder, tmp_path)
+    assert set(bundle.manifest.graphs) == {names.VERIFIER, *(FORMS[:1] if name in LARGE else FORMS)}
+    portable = open_engine(bundle, threads=1)
+    for form in list(bundle.manifest.graphs)[1:]:
+        engine = open_engine(bundle, form, threads=1)
+        for nodes, past in CASES:
+            chain = form != names.VERIFIER_BATCH
+            expected, found = (run(one, decoder, nodes, past, chain) for one in (portable, engine))
+            assert set(found) == set(expected)
+            for output, array in expected.items():
+                message = f"{form}, {output}, T={nodes}, past={past}"
+                np.testing.assert_allclose(found[output], array, atol=1e-4, err_msg=message)
 
 
 def operators(path) -> Counter[str]:
@@ -97,26 +115,27 @@ def operators(path) -> Counter[str]:
 
 def test_a_plain_layer_becomes_the_fewest_nodes(tmp_path):
     decoder = Decoder(layers=3)
-    engines(decoder, tmp_path)
+    lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.single.onnx")
     assert found["GroupQueryAttention"] == decoder.layers
     assert found["SkipSimplifiedLayerNormalization"] == 2 * decoder.layers
     assert found["RMSNormalization"] == 1
     assert found["Split"] == decoder.layers
+    assert found["Gather"] == decoder.layers + 2  # a row taken twice; positions of it, and the embedding
     assert not {"RotaryEmbedding", names.TREE_ATTENTION} & set(found)
     assert not onnx.load(tmp_path / "verifier.single.onnx").functions
 
 
 def test_what_stands_between_split_and_attention_stays(tmp_path):
     decoder = Decoder(qk_norm=True)
-    engines(decoder, tmp_path)
+    lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.single.onnx")
     assert found["RotaryEmbedding"] == 2 * decoder.layers
     assert found["Split"] == 2 * decoder.layers
 
 
-def test_a_head_size_that_the_kernel_refuses_gives_no_graph(tmp_path):
-    decoder = Decoder(head_dim=12)
-    save_verifier(decoder, tmp_path)
-    assert lower_single(tmp_path, manifest_of(decoder).graphs[names.VERIFIER]) is None
-    assert not (tmp_path / "verifier.single.onnx").exists()
+def test_chains_need_no_mask(tmp_path):
+    bundle = lowered(Decoder(), tmp_path)
+    for form in (names.VERIFIER_SINGLE, names.VERIFIER_FAST):
+        assert names.TREE_MASK not in [value.name for value in onnx.load(tmp_path / f"{form}.onnx").graph.input]
+        assert names.TREE_MASK not in [spec.name for spec in bundle.graph(form).inputs]

@@ -1,0 +1,158 @@
+"""A sequence's logits and KV rows are the same, to the bit, whatever is computed with them, in every lowered graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines.bundle import Bundle
+from redraft.engines.onnxruntime_backend import open_engine
+from redraft.runtime.exactness import measure_exactness
+from redraft.runtime.host_verifier import BLOCK_ROWS, HostVerifier, open_host_verifier
+from redraft.runtime.tree import exact_part
+from redraft.types import DraftTree
+from tests.engines.graphs import Decoder
+
+from .test_graphs import DECODERS, LARGE, lowered
+
+LONG = Decoder(max_positions=400)
+ALL = {**DECODERS, **LARGE}
+
+
+def chain(tokens: np.ndarray) -> DraftTree:
+    return DraftTree(tokens, np.arange(-1, len(tokens) - 1), np.zeros(len(tokens), np.float32))
+
+
+def open_verifier(decoder: Decoder, bundle: Bundle, form: str, slots: int) -> HostVerifier:
+    verifier = open_host_verifier(bundle, form, decoder.max_positions, slots, threads=2)
+    verifier.take_branches()
+    return verifier
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_trees_slots_and_batches_change_no_bit(name, tmp_path):
+    bundle = lowered(ALL[name], tmp_path)
+    for form, slots in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1)):
+        if form in bundle.manifest.graphs:
+            found = measure_exactness(open_verifier(ALL[name], bundle, form, slots))
+            assert found.holds, (form, found.differences)
+            assert found.compared > 1000
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_graph_for_one_sequence_is_that_for_batches(name, tmp_path):
+    bundle = lowered(ALL[name], tmp_path)
+    if names.VERIFIER_SINGLE not in bundle.manifest.graphs:
+        pytest.skip("has no graph for one sequence")
+    text = np.random.default_rng(1).integers(0, ALL[name].vocabulary, 40)
+    verifiers = [
+        HostVerifier(open_engine(bundle, form, 2), bundle.manifest.shape, 64, 1, bundle.manifest.taps)
+        for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
+    ]
+    for start, end in ((0, 30), (30, 31), (31, 37), (37, 40)):
+        one, other = (verifier.logits([chain(text[start:end])], [start])[0] for verifier in verifiers)
+        assert one.tobytes() == other.tobytes()
+    one, other = (verifier._kv[:, :, :, :40].tobytes() for verifier in verifiers)
+    assert one == other
+
+
+@pytest.mark.parametrize("form", [names.VERIFIER, names.VERIFIER_FAST])
+def test_graphs_that_round_otherwise_are_found_out(form, tmp_path):
+    """The check above can fail: it does on the portable graph, and on the faster one."""
+    bundle = lowered(Decoder(), tmp_path)
+    found = measure_exactness(open_verifier(Decoder(), bundle, form, 3 if form == names.VERIFIER else 1))
+    assert {"one row in a call", "a tree's branch"} <= set(found.differences)
+    assert not found.holds
+
+
+@pytest.fixture(scope="module")
+def long_bundle(tmp_path_factory):
+    return lowered(LONG, tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
+@pytest.mark.parametrize("past", [1, 100, 125, 126, 127, 128, 129, 200, 250, 255, 256, 257, 300, 370])
+def test_the_number_of_live_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
+    """Over multiples of the rows that products add up at a time."""
+    verifier = open_verifier(LONG, long_bundle, form, 1)
+    text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
+    (whole,) = verifier.logits([chain(text)], [0])
+    kept = verifier._kv[:, :, :, :390].copy()
+    verifier._kv[:] = 7
+    for start in range(0, past, 48):
+        (rows,) = verifier.logits([chain(text[start : min(start + 48, past)])], [start])
+        assert rows.tobytes() == whole[start : min(start + 48, past)].tobytes()
+    for rows in (1, 2, 7, 16):
+        (found,) = verifier.logits([chain(text[past : past + rows])], [past])
+        assert found.tobytes() == whole[past : past + rows].tobytes(), rows
+    assert verifier._kv[:, :, :, :past].tobytes() == kept[:, :, :, :past].tobytes()
+
+
+def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]]:
+    """A tree of three branches; the text is the last of them. Its nodes and those that carry the text."""
+    parents = np.array([-1, 0, 1, 0, 3, 0, 5, 6, 7], dtype=np.int64)
+    path = [0, 5, 6, 7, 8]
+    tokens = others[: len(parents)].copy()
+    tokens[path] = text[: len(path)]
+    return DraftTree(tokens, parents, -np.arange(9, dtype=np.float32)), path
+
+
+@pytest.mark.parametrize("past", [1, 60, 119, 120, 123, 127, 128, 250, 254, 300])
+def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, past):
+    """Where it would, the part is verified that does not: `exact_part`, as the cycle does."""
+    verifier = open_verifier(LONG, long_bundle, names.VERIFIER_SINGLE, 1)
+    generator = np.random.default_rng(3)
+    text, others = generator.integers(0, LONG.vocabulary, (2, 390))
+    (whole,) = verifier.logits([chain(text)], [0])
+    tree, path = branched(text[past:], others)
+    part = exact_part(tree, past, verifier.branches, verifier.block_rows)
+    assert (len(part) == len(tree)) == (past % BLOCK_ROWS <= BLOCK_ROWS - len(tree))
+    (found,) = verifier.logits([part], [past])
+    seen = [node for node in path if node < len(part)]
+    assert found[seen].tobytes() == whole[past : past + len(seen)].tobytes()
+
+
+@pytest.mark.parametrize("slot", range(8))
+def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
+    verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
+    generator = np.random.default_rng(4)
+    text, *others = generator.integers(0, LONG.vocabulary, (8, 60))
+    others.insert(slot, text)
+    (whole,) = verifier.logits([chain(text)], [0])
+    pasts = [30 if other is text else 3 + 5 * number for number, other in enumerate(others)]
+    verifier.logits([chain(other[:40]) for other in others], [0] * 8)
+    trees = [
+        chain(other[past : past + 1 + number]) for number, (other, past) in enumerate(zip(others, pasts, strict=True))
+    ]
+    for tree, nodes in (
+        (chain(text[30:31]), [0]),
+        (chain(text[30:36]), list(range(6))),
+        branched(text[30:], others[0]),
+    ):
+        trees[slot] = tree
+        found = verifier.logits(trees, pasts)[slot]
+        assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
+
+
+def test_a_tree_that_branches_needs_its_engine(tmp_path):
+    bundle = lowered(Decoder(), tmp_path)
+    verifier = open_host_verifier(bundle, names.VERIFIER_SINGLE, 64, threads=1)
+    assert not verifier.branches
+    tree, _ = branched(*np.random.default_rng(5).integers(0, 61, (2, 20)))
+    part = exact_part(tree, 0, verifier.branches, verifier.block_rows)
+    assert part.parents.tolist() == [-1, 0, 1]
+    verifier.take_branches()
+    assert verifier.branches
+    assert exact_part(tree, 0, verifier.branches, verifier.block_rows) is tree
+
+
+def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
+    bundle = lowered(Decoder(), tmp_path)
+    only = Bundle(tmp_path, replace(bundle.manifest, graphs={names.VERIFIER: bundle.graph(names.VERIFIER)}))
+    assert {only.host_graph(slots, exact) for slots in (1, 2) for exact in (True, False)} == {names.VERIFIER}
+    assert [bundle.host_graph(1), bundle.host_graph(1, exact=False), bundle.host_graph(2, exact=False)] == [
+        names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH,
+    ]  # fmt: skip

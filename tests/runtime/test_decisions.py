@@ -1,0 +1,136 @@
+"""Decisions from costs that are wrong at first: after 200 steps they are those of a runtime opened at rest.
+
+Time is a clock of the test's own, which every engine call moves by what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from redraft.runtime import ranges, scheduler
+from redraft.runtime.api import GREEDY
+from redraft.runtime.controller import Adaptive, Controller, FixedBudget
+from redraft.runtime.cost import CostCurve, VerifyCosts
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters.ngram import NgramDrafter
+from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.sampler import make_sampler
+from redraft.runtime.sequence import Sequence
+from redraft.types import NO_SPECULATION
+
+from .fakes import SHAPE, FakeCall, FakeEngine
+
+CHEAP = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0, 32: 30.0})
+DEAR = CostCurve.from_points({1: 10.0, 2: 19.0, 4: 37.0, 8: 73.0, 16: 145.0, 32: 289.0})
+PLANTED: dict[str, Callable[[CostCurve], CostCurve]] = {
+    "three times as slow": lambda true: CostCurve(tuple(3 * ms for ms in true.table_ms)),
+    "three times as fast": lambda true: CostCurve(tuple(ms / 3 for ms in true.table_ms)),
+    "one row slow": lambda true: CostCurve(tuple(max(ms, 30.0) if n else 0.0 for n, ms in enumerate(true.table_ms))),
+    "the other's": lambda true: DEAR if true is CHEAP else CHEAP,
+    "flat": lambda true: CostCurve(tuple(10.0 if n else 0.0 for n in range(len(true.table_ms)))),
+}
+STEPS = 200
+PLAIN_MS = 1.05 * CHEAP.table_ms[1]
+"""A call of one row on average: every twentieth takes twice as long."""
+
+
+class Clock:
+    """Seconds that pass only when an engine runs, and a little whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 2e-6
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(ranges, "time", clock)
+    return clock
+
+
+class Costly(FakeEngine):
+    """Calls take what a curve says, and every twentieth twice that."""
+
+    def __init__(self, clock: Clock, true: CostCurve, rule: Callable[[list[int]], int]) -> None:
+        super().__init__(rule)
+        self.clock = clock
+        self.true = true
+        self.random = np.random.default_rng(0)
+
+    def prepare(self, **sizes: int) -> FakeCall:
+        call, run = super().prepare(**sizes), FakeCall.run
+
+        def timed() -> None:
+            run(call)
+            noise = self.random.uniform(0.95, 1.05) * (2 if self.random.random() < 0.05 else 1)
+            self.clock.now += self.true.table_ms[min(sizes["T"], 32)] * 1e-3 * noise
+
+        call.run = timed  # type: ignore[method-assign]
+        return call
+
+
+def sometimes_repeating(tokens: list[int]) -> int:
+    """A phrase of eight tokens, over and over, every third of them another word now and then."""
+    place = len(tokens)
+    return 97 + (place % 8 if place // 24 % 3 else (place * 2654435761 >> 7) % 23)
+
+
+def milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, tokens: int = 400) -> float:
+    """What a token costs after the first STEPS steps of a runtime that believes in a curve at first."""
+    engine = Costly(clock, true, sometimes_repeating)
+    verifier = HostVerifier(engine, SHAPE, 2000)
+    costs = VerifyCosts.of(believed)
+    lookup = NgramDrafter(verifier)
+    cycle = Cycle(verifier, NoDrafter(verifier), Adaptive(costs, drafts=False), lookup, costs)
+    prompt = [97 + n % 8 for n in range(30)]
+    request = Sequence(list(prompt), len(prompt), 1900, frozenset(), make_sampler(GREEDY, False))
+    began = 0, 0.0
+    for steps, _ in enumerate(scheduler.run(cycle, [request])):
+        if steps == STEPS:
+            began = len(request.tokens), clock.now
+        elif steps > STEPS and len(request.tokens) - began[0] >= tokens:
+            break
+    return (clock.now - began[1]) * 1e3 / (len(request.tokens) - began[0])
+
+
+@pytest.mark.parametrize("true", [CHEAP, DEAR], ids=["cheap", "dear"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_curve_is_corrected_within_200_steps(clock: Clock, true: CostCurve, planted: str) -> None:
+    at_rest = milliseconds_a_token(clock, true, true)
+    wrong = milliseconds_a_token(clock, true, PLANTED[planted](true))
+    assert wrong < 1.05 * at_rest
+    assert at_rest < 1.05 * PLAIN_MS
+
+
+def test_where_drafting_takes_longer_than_it_saves_plain_decoding_is_left_alone(clock: Clock) -> None:
+    """Steps of a tenth of a millisecond, a lookup that takes half as long in Python, and an eighth of its tokens true.
+
+    By what verification costs alone, speculating would seem to pay.
+    """
+    true = CostCurve(tuple(ms / 100 for ms in CHEAP.table_ms))
+
+    class Slow(NgramDrafter):
+        def draft(self, *arguments: object) -> object:
+            clock.now += 50e-6
+            return super().draft(*arguments)  # type: ignore[arg-type]
+
+    def spent(controller: Controller, lookup: type[NgramDrafter] | None) -> float:
+        engine = Costly(clock, true, lambda tokens: 97 + int(np.random.default_rng(len(tokens)).integers(8)))
+        verifier = HostVerifier(engine, SHAPE, 2000)
+        cycle = Cycle(verifier, NoDrafter(verifier), controller, lookup and lookup(verifier))
+        request = Sequence([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY, False))
+        began = clock.now
+        for _ in scheduler.run(cycle, [request]):
+            pass
+        return clock.now - began
+
+    plain = spent(FixedBudget(NO_SPECULATION), None)
+    assert spent(Adaptive(VerifyCosts.of(true), drafts=False), Slow) < 1.05 * plain
