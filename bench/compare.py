@@ -1,26 +1,43 @@
 """Plain and speculative decoding of the same prompts, taking turns in one process.
 
 Every prompt is decoded by every method before the next prompt, in an order that flips from prompt to prompt, so that a
-slow minute of the machine, and the caches that one method warms for the next, fall on all alike.
+slow minute of the machine, and the caches that one method warms for the next, fall on all alike. A chat is decoded turn
+by turn. All methods continue the same messages: the assistant's are the plain answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from redraft.bench.prompts import Prompt
+from redraft.bench.statistics import loops
+from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime.conversation import Conversation
 
 PLAIN = "none"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded by every method: `generations` by method, PLAIN among them."""
+    """One prompt, or one turn of a chat, decoded by every method.
+
+    token_ids:   that every method continued: of the prompt, or of the chat until here.
+    generations: by method, PLAIN among them.
+    turn:        of the prompt, counted from 1.
+    """
 
     prompt: Prompt
+    token_ids: Sequence[int]
     generations: dict[str, Generation]
+    turn: int = 1
+
+    @property
+    def loops(self) -> bool:
+        """True if the plain output ends in a loop."""
+        return loops(self.generations[PLAIN].token_ids)
 
 
 @dataclass(frozen=True)
@@ -28,11 +45,15 @@ class Settings:
     """What every generation of a comparison shares.
 
     acceptance: forced by depth on every method but PLAIN; speeds are real then, texts are not.
+    chat:       every prompt is a conversation of all its turns. Otherwise its first turn is the whole prompt.
+    system:     message that begins every conversation, None for no such message.
     """
 
     params: SamplingParams
     budget: Budget | None = None
     acceptance: tuple[float, ...] | None = None
+    chat: bool = False
+    system: str | None = None
 
 
 def compare(
@@ -42,21 +63,55 @@ def compare(
     settings: Settings,
     report: Callable[[str], None] = lambda message: None,
 ) -> list[Run]:
-    """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted."""
+    """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted.
+
+    Raises UsageError naming the prompt if it cannot be decoded; for a first turn, before anything is decoded.
+    """
     order = list(dict.fromkeys((PLAIN, *methods)))
+    first_turns = [_first_turn(runtime, prompt, settings) for prompt in prompts]
     for method in order:
         report(f"warming up {method}")
-        decode(runtime, prompts[0], method, settings)
-    runs = []
+        decode(runtime, first_turns[0], method, settings)
+    runs: list[Run] = []
     for index, prompt in enumerate(prompts):
         report(f"prompt {index + 1} of {len(prompts)}")
-        turn = order if index % 2 == 0 else order[::-1]
-        runs.append(Run(prompt, {method: decode(runtime, prompt, method, settings) for method in turn}))
+        runs += _decode_turns(runtime, prompt, order if index % 2 == 0 else order[::-1], settings)
     return runs
 
 
-def decode(runtime: Runtime, prompt: Prompt, method: str, settings: Settings) -> Generation:
+def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
     """One generation; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     budget = None if method == PLAIN else settings.budget
-    return runtime.generate([prompt.text], settings.params, method, budget, forced)[0]
+    return runtime.generate([prompt], settings.params, method, budget, forced)[0]
+
+
+def _first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:
+    """Token ids of a prompt, or of the first turn of a chat."""
+    conversation = Conversation(runtime, settings.system) if settings.chat else None
+    with _named(f"prompt {prompt.id}"):
+        return conversation.ask(prompt.text) if conversation else runtime.encode(prompt.text)
+
+
+def _decode_turns(runtime: Runtime, prompt: Prompt, order: Sequence[str], settings: Settings) -> Iterator[Run]:
+    """A run of a prompt, or of every turn of a chat."""
+    if not settings.chat:
+        ids = _first_turn(runtime, prompt, settings)
+        yield Run(prompt, ids, {method: decode(runtime, ids, method, settings) for method in order})
+        return
+    conversation = Conversation(runtime, settings.system)
+    for turn, text in enumerate(prompt.turns, start=1):
+        with _named(f"prompt {prompt.id}, turn {turn}"):
+            ids = conversation.ask(text)
+        run = Run(prompt, ids, {method: decode(runtime, ids, method, settings) for method in order}, turn)
+        conversation.answer(run.generations[PLAIN].text)
+        yield run
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Begin the message of a UsageError with the name of the prompt."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", error.mend) from error

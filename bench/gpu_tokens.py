@@ -50,7 +50,8 @@ def said(
     """What the device says, over trees of one size; nothing where weights are random."""
     methods = [] if manifest.model.random_weights else [PLAIN, "ngram", *(["lyanna"] if manifest.lyanna else [])]
     settings = Settings(params, size)
-    return {method: [decode(runtime, prompt, method, settings).token_ids for prompt in prompts] for method in methods}
+    texts = [prompt.text for prompt in prompts]
+    return {method: [decode(runtime, text, method, settings).token_ids for text in texts] for method in methods}
 
 
 def compared(

@@ -1,4 +1,4 @@
-"""Prompts to measure on: JSON lines with `id`, `category` (the kind) and `turns` (the first is used)."""
+"""Prompts to measure on: JSON lines with `id`, `category` (the kind) and `turns`, the user's messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,20 @@ FORM = 'expected an object such as {"id": "p1", "category": "code", "turns": ["d
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and the kind of text it asks for."""
+    """One prompt and the kind of text it asks for.
+
+    text: the first turn, and all of the prompt outside a chat.   later_turns: of the user, in a chat.
+    """
 
     id: str
     kind: str
     text: str
+    later_turns: tuple[str, ...] = ()
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The user's messages of a chat, at least one."""
+        return self.text, *self.later_turns
 
 
 def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Prompt, ...]:
@@ -62,6 +71,9 @@ def _prompt(line: str, where: str, default_kind: str) -> Prompt:
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})", FORM) from error
     turns = value.get("turns") if isinstance(value, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+    if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: no text in `turns`", FORM)
-    return Prompt(str(value.get("id", where)), str(value.get("category", default_kind)), turns[0])
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, str) or not turn:
+            raise DataError(f"{where}: no text in `turns`, turn {number}", FORM)
+    return Prompt(str(value.get("id", where)), str(value.get("category", default_kind)), turns[0], tuple(turns[1:]))

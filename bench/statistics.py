@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LOOPING_SHARE = 0.2
-"""An output counts as looping when more than this share of its 4-grams occurred earlier in it."""
+LOOP_TOKENS, LONGEST_PERIOD = 64, 16
+REPETITIVE_SHARE = 0.2
+"""An output counts as repetitive when more than this share of its 4-grams occurred earlier in it."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -41,9 +42,18 @@ def repeated_share(token_ids: Sequence[int], size: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def is_looping(token_ids: Sequence[int]) -> bool:
-    """Whether an output repeats itself so much that it flatters speculation."""
-    return repeated_share(token_ids) > LOOPING_SHARE
+def is_repetitive(token_ids: Sequence[int]) -> bool:
+    """True if more than REPETITIVE_SHARE of the 4-grams of an output occurred earlier in it."""
+    return repeated_share(token_ids) > REPETITIVE_SHARE
+
+
+def loops(token_ids: Sequence[int]) -> bool:
+    """True if an output ends in a loop: its last LOOP_TOKENS tokens repeat a period of at most LONGEST_PERIOD tokens.
+
+    Outputs of fewer tokens do not loop. Speculation predicts a loop almost without error, which flatters its figures.
+    """
+    end = token_ids[-LOOP_TOKENS:]
+    return len(end) == LOOP_TOKENS and any(end[p:] == end[:-p] for p in range(1, LONGEST_PERIOD + 1))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

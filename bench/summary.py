@@ -1,21 +1,31 @@
-"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness, share of repetition."""
+"""Runs of a comparison to figures: speed from pairs, acceptance, losslessness; over all outputs and without loops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from redraft.bench.compare import PLAIN, Run
-from redraft.bench.statistics import LOOPING_SHARE, first_difference, is_looping, median_estimate, repeated_share
+from redraft.bench.statistics import REPETITIVE_SHARE, first_difference, is_repetitive, median_estimate, repeated_share
 from redraft.runtime import Generation
 
 NEAR_TIE = 1e-4
 """Two logits closer than this may change places between two kernels of one product."""
 FEWEST_TOKENS = 8
 """Shorter outputs say nothing about speed and take no part in ratios."""
+HEADER = ("method", "kind", "tokens/s", "speed", "95 % interval", "τ", "overhead", "timed", "looping", "same as plain")
 GapOf = Callable[[Run, int], float | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, and where one method's output in it leaves the plain one: None if nowhere, or if forced to."""
+
+    run: Run
+    difference: Mapping[str, Any] | None = None
 
 
 def summarise(runs: Sequence[Run], gap_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
@@ -29,20 +39,38 @@ def summarise(runs: Sequence[Run], gap_of: GapOf, synthetic: bool = False) -> di
 
 
 def _method(runs: Sequence[Run], method: str, gap_of: GapOf, synthetic: bool) -> dict[str, Any]:
-    figures = _figures(runs, method)
     if synthetic:
-        return {"synthetic_acceptance": True, **figures, "identical_to_plain": None}
+        return {"synthetic_acceptance": True, **_sections([Outcome(run) for run in runs], method, compared=False)}
+    outcomes = [Outcome(run, _difference(run, method, gap_of)) for run in runs]
     kinds = sorted({run.prompt.kind for run in runs})
     return {
-        **figures,
-        **_identity(runs, method, gap_of),
-        "kinds": {kind: _figures([run for run in runs if run.prompt.kind == kind], method) for kind in kinds},
+        **_sections(outcomes, method),
+        "differences": [each.difference for each in outcomes if each.difference],
+        "kinds": {kind: _sections([o for o in outcomes if o.run.prompt.kind == kind], method) for kind in kinds},
         "repetition": _repetition(runs, method),
     }
 
 
+def _sections(outcomes: Sequence[Outcome], method: str, compared: bool = True) -> dict[str, Any]:
+    """Figures over all outcomes and, as `not_looping`, over those whose plain output does not loop."""
+    steady = [each for each in outcomes if not each.run.loops]
+    return {
+        **_section(outcomes, method, compared),
+        "looping_outputs": len(outcomes) - len(steady),
+        "not_looping": _section(steady, method, compared),
+    }
+
+
+def _section(outcomes: Sequence[Outcome], method: str, compared: bool) -> dict[str, Any]:
+    identity = _identity(outcomes) if compared else {"identical_to_plain": None}
+    return {**_figures([each.run for each in outcomes], method), **identity, "outputs": len(outcomes)}
+
+
 def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
-    """Speed, acceptance and overhead over the runs that are long enough to say something."""
+    """Speed, acceptance and overhead over the runs that are long enough to say something.
+
+    `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there.
+    """
     timed = [run for run in runs if min(_length(g) for g in run.generations.values()) >= FEWEST_TOKENS]
     if not timed:
         return {"prompts": 0, "tokens": 0}
@@ -68,48 +96,68 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     }
 
 
-def _identity(runs: Sequence[Run], method: str, gap_of: GapOf) -> dict[str, Any]:
-    """Whether every output equals the plain one; where one does not, the token and the gap it turned on."""
-    differences = []
-    for run in runs:
-        place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
-        if place is not None:
-            gap = gap_of(run, place)
-            near = gap is not None and gap < NEAR_TIE
-            differences.append({"prompt": run.prompt.id, "token": place, "gap": gap, "near_tie": near})
+def _difference(run: Run, method: str, gap_of: GapOf) -> dict[str, Any] | None:
+    """The first token that differs from plain decoding, and the gap it turned on; None if all are equal."""
+    place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
+    if place is None:
+        return None
+    gap = gap_of(run, place)
+    near = gap is not None and gap < NEAR_TIE
+    return {"prompt": run.prompt.id, "turn": run.turn, "token": place, "gap": gap, "near_tie": near}
+
+
+def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Whether every output equals the plain one, or differs at a near-tie; None without outputs."""
+    if not outcomes:
+        return {"identical_to_plain": None, "lossless": None, "differing_outputs": 0}
+    differences = [each.difference for each in outcomes if each.difference]
     lossless = all(difference["near_tie"] for difference in differences)
-    return {"identical_to_plain": not differences, "lossless": lossless, "differences": differences}
+    return {"identical_to_plain": not differences, "lossless": lossless, "differing_outputs": len(differences)}
 
 
 def _repetition(runs: Sequence[Run], method: str) -> dict[str, Any]:
-    """Share of repeated 4-grams in the plain outputs, and the figures again without the outputs that loop."""
+    """Share of repeated 4-grams in the plain outputs, and the figures again without the most repetitive outputs."""
     outputs = [run.generations[PLAIN].token_ids for run in runs]
-    steady = [run for run, output in zip(runs, outputs, strict=True) if not is_looping(output)]
+    varied = [run for run, output in zip(runs, outputs, strict=True) if not is_repetitive(output)]
     return {
         "repeated_4gram_share": float(np.mean([repeated_share(output) for output in outputs])),
-        "looping_above_share": LOOPING_SHARE,
-        "looping_outputs": len(runs) - len(steady),
-        "without_looping": _figures(steady, method),
+        "looping_above_share": REPETITIVE_SHARE,
+        "looping_outputs": len(runs) - len(varied),
+        "without_looping": _figures(varied, method),
     }
 
 
 def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Rows for reading: a header, then a line a method and kind."""
-    rows = [["method", "kind", "tokens/s", "speed", "95 % interval", "τ", "overhead", "prompts", "same as plain"]]
+    """Rows for reading: a header, then for each method and kind all outputs, and those that do not loop.
+
+    A kind without looping outputs has one row.
+    """
+    rows = [list(HEADER)]
     for method, figures in methods.items():
         name = f"{method} (synthetic)" if figures.get("synthetic_acceptance") else method
-        same = "not compared" if figures["identical_to_plain"] is None else _same(figures)
-        rows.append([name, "all", *_cells(figures), same])
-        rows += [[name, kind, *_cells(part), ""] for kind, part in figures.get("kinds", {}).items()]
-        if "repetition" in figures and method != PLAIN:
-            rows.append([name, "not looping", *_cells(figures["repetition"]["without_looping"]), ""])
+        rows += _rows(name, "all", figures)
+        for kind, part in figures.get("kinds", {}).items():
+            rows += _rows(name, kind, part)[: 2 if part["looping_outputs"] else 1]
     return rows
 
 
+def _rows(method: str, kind: str, figures: Mapping[str, Any]) -> list[list[str]]:
+    """A row over all outputs, and one over those that do not loop."""
+    steady = figures["not_looping"]
+    looping = f"{figures['looping_outputs']} of {figures['outputs']}"
+    same = _same(steady) if steady["outputs"] else "every output loops"
+    return [
+        [method, kind, *_cells(figures), looping, _same(figures)],
+        [method, f"{kind}, not looping", *_cells(steady), f"0 of {steady['outputs']}", same],
+    ]
+
+
 def _same(figures: Mapping[str, Any]) -> str:
+    if figures["identical_to_plain"] is None:
+        return "not compared"
     if figures["identical_to_plain"]:
         return "yes"
-    count = len(figures["differences"])
+    count = figures["differing_outputs"]
     return f"but for {count} near-ties" if figures["lossless"] else f"NO, {count} differ"
 
 

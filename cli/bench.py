@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.console import print_json, progress
-from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_acceptance, parse_budget
+from redraft.cli.options import (
+    BudgetText,
+    Device,
+    Engines,
+    Json,
+    NewTokens,
+    System,
+    Threads,
+    check_system,
+    parse_acceptance,
+    parse_budget,
+)
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from redraft.bench.compare import Run, Settings
     from redraft.runtime import Runtime
@@ -21,6 +32,15 @@ if TYPE_CHECKING:
 def bench(
     engines: Engines,
     prompts: Annotated[list[Path], typer.Option(help="JSON lines with `turns`; may be given again.")],
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Wrap prompts in the bundle's chat template and decode all of their turns. The assistant's messages "
+            "are the plain answers, for every method. Without --chat only a prompt's first turn is decoded, as it is.",
+        ),
+    ] = False,
+    system: System = None,
     methods: Annotated[
         str | None, typer.Option(help="Methods to compare, separated by commas; all of the bundle's by default.")
     ] = None,
@@ -39,6 +59,7 @@ def bench(
     listed = [method.strip() for method in methods.split(",")] if methods is not None else []
     if methods is not None and not all(listed):
         raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
+    check_system(system, chat)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
     from redraft.bench.compare import Settings, compare
@@ -47,7 +68,8 @@ def bench(
     from redraft.runtime import SamplingParams
 
     loaded = load_prompts(prompts, limit)
-    settings = Settings(SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos), size, forced)
+    params = SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos)
+    settings = Settings(params, size, forced, chat, system)
     with progress(quiet=as_json) as report:
         report("opening the engines")
         with open_runtime(engines, threads=threads, device=device) as runtime:
@@ -82,6 +104,8 @@ def figures(
         "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
         "environment": {**environment(threads or usable_threads()), "device": _device(runtime), "model": model},
         "max_new_tokens": settings.params.max_tokens,
+        "chat": settings.chat,
+        "system": settings.system,
         "methods": summarise(runs, gap_finder(runtime, settings), synthetic),
     }
 
@@ -96,7 +120,7 @@ def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], flo
     from redraft.bench.compare import PLAIN
 
     def gap_of(run: Run, token: int) -> float | None:
-        again = runtime.generate([run.prompt.text], settings.params, PLAIN, record_gaps=True)[0]
+        again = runtime.generate([run.token_ids], settings.params, PLAIN, record_gaps=True)[0]
         return again.gaps[token] if again.gaps and token < len(again.gaps) else None
 
     return gap_of
@@ -126,9 +150,17 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
         for found in figures.get("differences", ()):
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"
             gap = "past the end" if found["gap"] is None else f"gap {found['gap']:.2g}"
-            yield f"{kind}: prompt {found['prompt']}, token {found['token']}, {gap}"
-    repetition = result["methods"]["none"].get("repetition")
-    if repetition:
-        share, loops = repetition["repeated_4gram_share"], repetition["looping_outputs"]
-        limit = f"more than {100 * repetition['looping_above_share']:.0f} % repeated"
-        yield f"repeated 4-grams in the plain outputs: {100 * share:.1f} %; outputs that loop ({limit}): {loops}"
+            turn = f", turn {found['turn']}" if result["chat"] else ""
+            yield f"{kind}: prompt {found['prompt']}{turn}, token {found['token']}, {gap}"
+    yield _loops_line(result["methods"]["none"])
+
+
+def _loops_line(plain: Mapping[str, Any]) -> str:
+    """How many plain outputs loop, and what share of them all is repetition."""
+    from redraft.bench.statistics import LONGEST_PERIOD, LOOP_TOKENS
+
+    share = plain["repetition"]["repeated_4gram_share"]
+    return (
+        f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "
+        f"{plain['looping_outputs']} of {plain['outputs']}; repeated 4-grams in all of them: {100 * share:.1f} %"
+    )

@@ -10,7 +10,17 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from redraft.cli.console import print_caveats, print_json
-from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.cli.options import (
+    BudgetText,
+    Device,
+    Engines,
+    Json,
+    NewTokens,
+    System,
+    Threads,
+    check_system,
+    parse_budget,
+)
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +35,8 @@ def generate(
         str | None, typer.Option(help="The prompt; `-` reads the standard input; empty is a bare BOS.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the bundle's chat template.")] = False,
+    system: System = None,
     method: Annotated[
         str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
     ] = None,
@@ -46,6 +57,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""
+    check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
 
     from redraft.cli.opening import open_runtime
@@ -62,7 +74,7 @@ def generate(
     )
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(engines, threads=threads, verify=verify, device=device))
-        ids = encode(runtime, text, chat)
+        ids = encode(runtime, text, chat, system)
         runtime.stream(ids, params, method, size)  # refuses what cannot be done, while the trace still holds another
         file = stack.enter_context(writable(trace)) if trace else None
         if as_json:
@@ -103,9 +115,11 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return prompt or ""
 
 
-def encode(runtime: Runtime, text: str, chat: bool) -> list[int]:
-    """Token ids of the prompt, as a conversation of one message with `chat`."""
+def encode(runtime: Runtime, text: str, chat: bool, system: str | None = None) -> list[int]:
+    """Token ids of the prompt; with `chat`, of a conversation whose first message of the user it is."""
     if not chat:
         return runtime.encode(text)
-    conversation = runtime.text.apply_chat_template([{"role": "user", "content": text}])
-    return runtime.encode(runtime.text.encode(conversation, special_tokens=False))
+
+    from redraft.runtime.conversation import Conversation
+
+    return Conversation(runtime, system).ask(text)

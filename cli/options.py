@@ -23,6 +23,7 @@ Device = Annotated[
     typer.Option("--device", help="cpu or cuda: all of a step stays there. By default TensorRT's GPU, else the host."),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+System = Annotated[str | None, typer.Option("--system", help="The system message that begins a chat; needs --chat.")]
 BudgetText = Annotated[
     str | None,
     typer.Option(
@@ -30,6 +31,12 @@ BudgetText = Annotated[
         help=f"Fixed size of the tree, such as {BUDGET_FORM}, without n-grams beside Lyanna; measured by default.",
     ),
 ]
+
+
+def check_system(system: str | None, chat: bool) -> None:
+    """Raises UsageError for a system message without a chat."""
+    if system is not None and not chat:
+        raise UsageError("--system needs --chat: a prompt without a template has no messages", "add --chat")
 
 
 def parse_budget(text: str | None, *methods: str | None) -> Budget | None:

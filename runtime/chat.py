@@ -52,8 +52,7 @@ class ChatTemplates:
         chat_template: name of the template to use.   variables: what else the template may read.
         Raises UsageError if there is no such template, if it does not compile, or if it refuses its input.
         """
-        name = self._choose(chat_template, tools is not None)
-        template = _compile(name, self.sources[name])
+        template = self._template(chat_template, tools is not None)
         values = {
             **self.special_tokens,
             **plain_objects("variables", [variables])[0],
@@ -69,10 +68,19 @@ class ChatTemplates:
         except Exception as error:
             raise UsageError(f"the chat template fails on these messages ({_reason(error)})", _CHECK) from error
 
+    def check(self) -> None:
+        """Raise UsageError if there is no default template, or if it does not compile."""
+        self._template(None, tools=False)
+
+    def _template(self, name: str | None, tools: bool) -> Template:
+        """The compiled template to use. Raises UsageError if there is none, or if it does not compile."""
+        chosen = self._choose(name, tools)
+        return _compile(chosen, self.sources[chosen])
+
     def _choose(self, name: str | None, tools: bool) -> str:
         """The name of the template to use. Raises UsageError if there is none."""
         if not self.sources:
-            raise UsageError("this model has no chat template", "give a plain prompt")
+            raise UsageError("this model has no chat template", "give a plain prompt, without --chat")
         wanted = name or (TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT)
         if wanted not in self.sources:
             raise UsageError(

@@ -87,6 +87,10 @@ class Text:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def check_chat_template(self) -> None:
+        """Raise UsageError if the model has no default chat template, or if it does not compile."""
+        self._chat.check()
+
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,

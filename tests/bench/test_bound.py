@@ -27,7 +27,7 @@ def test_bound_is_acceptance_over_relative_cost() -> None:
 def test_share_of_the_bound() -> None:
     """Three steps of 3 nodes and one of 1: t(n) is the mean of what they cost."""
     drafted = generation(4, 4, 150.0, 2.0, (0, 1, 0, 3))
-    runs = [Run(Prompt("1", "k", ""), {"none": generation(8, 0, 100.0, 0.0), METHOD: drafted})]
+    runs = [Run(Prompt("1", "k", ""), [1], {"none": generation(8, 0, 100.0, 0.0), METHOD: drafted})]
     found = achieved(runs, METHOD, (0.0, 1.4, 2.0, 2.2))
     assert found["verification_ms"] == {"one": 1.4, "step": pytest.approx(2.0)}
     assert found["mean_acceptance_length"] == 2.0

@@ -62,7 +62,7 @@ def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[i
 def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path) -> None:
     """A step of 4 ms whose verification alone takes 2: half the share. 40 rows are live in the middle of a text."""
     opened = open_bundle(bundle, verify=False)
-    runs = [Run(Prompt("p", "letters", "abcd"), {"none": generation(41, 250.0)})]
+    runs = [Run(Prompt("p", "letters", "abcd"), [1], {"none": generation(41, 250.0)})]
     found = plain_share(opened, runs, 2.0, 1e9)
     step, alone = (traffic(opened, names.VERIFIER, 1, live).total for live in (40, CONTEXT - 1))
     assert step < alone
@@ -81,7 +81,7 @@ def test_the_bound_is_held_against_both_ways_to_judge() -> None:
     """
     sizes = (0, 0, 0, 0, 20)
     generations = {"none": generation(61, 250.0), "ngram": generation(61, 375.0, accepted=40, sizes=sizes)}
-    runs = [Run(Prompt("p", "letters", "abcd"), generations)]
+    runs = [Run(Prompt("p", "letters", "abcd"), [1], generations)]
     found = bounded(runs, [0.0, 3.0, 4.0, 4.5, 5.0], {"host": 8.1, "device": 7.5}, (0.9, 0.8))
     assert found["bound"] == pytest.approx(1.8)
     assert found["share_of_bound"] == pytest.approx(1.5 / 1.8)

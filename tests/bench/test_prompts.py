@@ -21,7 +21,8 @@ def test_kinds_take_turns_and_limit_counts_by_kind(tmp_path: Path) -> None:
     assert [p.id for p in load_prompts([code, prose], limit=1)] == ["c0", "p0"]
 
 
-def test_first_turn_is_taken_and_the_file_names_the_kind(tmp_path: Path) -> None:
+def test_first_turn_is_the_text_and_the_file_names_the_kind(tmp_path: Path) -> None:
     file = write(tmp_path / "essay.jsonl", {"turns": ["one\u2028still one", "two"]})
     (prompt,) = load_prompts([file])
     assert (prompt.kind, prompt.text) == ("essay", "one\u2028still one")
+    assert prompt.turns == ("one\u2028still one", "two")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from redraft.bench.statistics import first_difference, is_looping, median_estimate, repeated_share
+from redraft.bench.statistics import first_difference, is_repetitive, loops, median_estimate, repeated_share
 
 
 def test_median_and_interval_of_known_values() -> None:
@@ -35,9 +35,30 @@ def test_share_of_repeated_4_grams(tokens: list[int], share: float) -> None:
     assert repeated_share(tokens) == pytest.approx(share)
 
 
-def test_a_loop_is_looping_and_prose_is_not() -> None:
-    assert is_looping([1, 2, 3] * 20)
-    assert not is_looping(list(range(60)))
+def test_a_loop_is_repetitive_and_prose_is_not() -> None:
+    assert is_repetitive([1, 2, 3] * 20)
+    assert not is_repetitive(list(range(60)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], False),
+        ([1] * 63, False),
+        ([1] * 64, True),
+        (list(range(16)) * 4, True),
+        (list(range(17)) * 4, False),
+        ([5, 6, 7] * 22, True),
+        ([*range(100, 200), *[1, 2] * 32], True),
+        ([*range(100, 200), *[1, 2] * 31, 1], False),
+        ([1] * 63 + [2], False),
+        ([1] * 70 + [2], False),
+        ([2] + [1] * 63, False),
+    ],
+)
+def test_a_loop_repeats_a_short_period_over_the_last_64_tokens(tokens: list[int], expected: bool) -> None:
+    assert loops(tokens) is expected
+    assert loops(tuple(tokens)) is expected
 
 
 @pytest.mark.parametrize(

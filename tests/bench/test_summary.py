@@ -11,6 +11,7 @@ from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
 
 TOKENS = tuple(range(11))
+LOOP = (1, 2) * 32
 
 
 def generation(tokens: tuple[int, ...] = TOKENS, rate: float = 100.0, steps: int = 10, accepted: int = 0) -> Generation:
@@ -22,7 +23,8 @@ def generation(tokens: tuple[int, ...] = TOKENS, rate: float = 100.0, steps: int
 def runs(*pairs: tuple[Generation, Generation], kinds: str = "aaab") -> list[Run]:
     """A run a pair of plain and n-gram generations."""
     return [
-        Run(Prompt(str(i), kinds[i], ""), {"ngram": other, "none": plain}) for i, (plain, other) in enumerate(pairs)
+        Run(Prompt(str(i), kinds[i], ""), [1], {"ngram": other, "none": plain})
+        for i, (plain, other) in enumerate(pairs)
     ]
 
 
@@ -47,24 +49,74 @@ def test_a_difference_is_named_with_its_gap() -> None:
     pair = (generation(), generation(other))
     near = summarise(runs(pair), lambda run, place: 5e-5)["ngram"]
     far = summarise(runs(pair), lambda run, place: 0.3)["ngram"]
-    assert near["differences"] == [{"prompt": "0", "token": 5, "gap": 5e-5, "near_tie": True}]
+    assert near["differences"] == [{"prompt": "0", "turn": 1, "token": 5, "gap": 5e-5, "near_tie": True}]
     assert (near["identical_to_plain"], near["lossless"]) == (False, True)
     assert (far["identical_to_plain"], far["lossless"]) == (False, False)
 
 
 def test_an_output_that_goes_on_past_the_plain_one_is_no_near_tie() -> None:
     figures = summarise(runs((generation(), generation((*TOKENS, 99)))), lambda run, place: None)["ngram"]
-    assert figures["differences"] == [{"prompt": "0", "token": 11, "gap": None, "near_tie": False}]
+    assert figures["differences"] == [{"prompt": "0", "turn": 1, "token": 11, "gap": None, "near_tie": False}]
     assert figures["lossless"] is False
 
 
-def test_looping_outputs_are_counted_and_left_out() -> None:
-    loop = (1, 2) * 10
-    pairs = [(generation(), generation(rate=200.0)), (generation(loop), generation(loop, rate=900.0))]
+def test_outputs_that_loop_are_counted_and_apart() -> None:
+    """By the plain output: the last pair loops, whatever the other method wrote."""
+    pairs = [
+        (generation(), generation(rate=200.0, steps=5, accepted=5)),
+        (generation(LOOP), generation(LOOP, rate=800.0)),
+        (generation(LOOP), generation((*TOKENS, *LOOP[11:]), rate=900.0)),
+    ]
+    figures = summarise(runs(*pairs, kinds="aab"), lambda run, place: 0.3)
+    fast = figures["ngram"]
+    assert (fast["speedup"], fast["outputs"], fast["looping_outputs"], fast["prompts"]) == (8.0, 3, 2, 3)
+    assert (fast["identical_to_plain"], fast["differing_outputs"]) == (False, 1)
+    steady = fast["not_looping"]
+    assert (steady["speedup"], steady["tokens_per_second"], steady["mean_acceptance_length"]) == (2.0, 200.0, 2.0)
+    assert (steady["identical_to_plain"], steady["outputs"], steady["prompts"]) == (True, 1, 1)
+    assert figures["none"]["looping_outputs"] == 2
+    assert {kind: (part["speedup"], part["not_looping"]["prompts"]) for kind, part in fast["kinds"].items()} == {
+        "a": (5.0, 1), "b": (9.0, 0),
+    }  # fmt: skip
+
+
+def test_the_table_has_a_row_without_loops_for_all_and_for_kinds_with_loops() -> None:
+    pairs = [(generation(), generation()), (generation(LOOP), generation(LOOP)), (generation(), generation())]
+    rows = table(summarise(runs(*pairs, kinds="aab"), unused))
+    found = [(row[1], row[-3], row[-2], row[-1]) for row in rows if row[0] == "ngram"]
+    assert found == [
+        ("all", "3", "1 of 3", "yes"),
+        ("all, not looping", "2", "0 of 2", "yes"),
+        ("a", "2", "1 of 2", "yes"),
+        ("a, not looping", "1", "0 of 1", "yes"),
+        ("b", "1", "0 of 1", "yes"),
+    ]
+    assert len({len(row) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_where_every_output_loops_the_table_says_so(synthetic: bool) -> None:
+    figures = summarise(runs((generation(LOOP), generation(LOOP))), unused, synthetic)
+    steady = figures["ngram"]["not_looping"]
+    assert (steady["prompts"], steady["outputs"], steady["identical_to_plain"]) == (0, 0, None)
+    assert "speedup" not in steady
+    (row,) = (row for row in table(figures) if row[0].startswith("ngram") and row[1] == "all, not looping")
+    assert row[2:] == ["-", "-", "-", "-", "-", "0", "0 of 0", "every output loops"]
+
+
+def test_outputs_too_short_to_time_do_not_loop() -> None:
+    figures = summarise(runs((generation((1, 2)), generation((1, 2)))), unused)
+    (row,) = (row for row in table(figures) if row[:2] == ["ngram", "all, not looping"])
+    assert row[-3:] == ["0", "0 of 1", "yes"]
+
+
+def test_the_share_of_repeated_4_grams_has_figures_of_its_own() -> None:
+    repetitive = (1, 2) * 10
+    pairs = [(generation(), generation(rate=200.0)), (generation(repetitive), generation(repetitive, rate=900.0))]
     figures = summarise(runs(*pairs), unused)["ngram"]
     assert figures["repetition"]["looping_outputs"] == 1
     assert figures["repetition"]["without_looping"]["speedup"] == 2.0
-    assert figures["speedup"] == 5.5
+    assert (figures["speedup"], figures["looping_outputs"]) == (5.5, 0)
 
 
 def test_outputs_too_short_to_time_are_left_out() -> None:

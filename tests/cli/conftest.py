@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from redraft import names
+from redraft.engines.manifest import signed
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 WORDS = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", " ", ".", ","]
@@ -76,6 +81,27 @@ def bundle(checkpoint: Path, redraft: Redraft, tmp_path_factory: pytest.TempPath
     result = redraft("build", checkpoint, "-o", out, "--eval-text", "none")
     assert result.returncode == 0, result.stderr
     return out
+
+
+@pytest.fixture
+def with_template(bundle: Path, tmp_path: Path) -> Callable[[str | None], Path]:
+    """Copy the bundle with another chat template, or with none."""
+
+    def copy(template: str | None) -> Path:
+        folder = Path(shutil.copytree(bundle, tmp_path / "templated"))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        file = folder / names.CHAT_TEMPLATE_FILE
+        if template is None:
+            file.unlink()
+            del manifest["files"][file.name]
+        else:
+            file.write_text(template)
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": digest}
+        (folder / "manifest.json").write_text(json.dumps(signed(manifest)))
+        return folder
+
+    return copy
 
 
 @pytest.fixture

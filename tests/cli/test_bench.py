@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+from redraft.bench.compare import Run, Settings
+from redraft.bench.prompts import Prompt
+from redraft.cli.bench import gap_finder, warnings
+from redraft.runtime import Generation, Runtime, SamplingParams
+from redraft.runtime.metrics import Metrics
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,6 +48,84 @@ def test_json_gives_environment_and_figures_by_method(redraft: Redraft, bundle: 
     }  # fmt: skip
 
 
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Two conversations of two and of three turns."""
+    rows = [("1", "code", ["abc", "def"]), ("2", "prose", ["the", "cat", "sat"])]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "category": k, "turns": t}) + "\n" for i, k, t in rows))
+    return file
+
+
+def test_a_chat_is_measured_turn_by_turn(redraft: Redraft, bundle: Path, chats: Path) -> None:
+    arguments = ("bench", "--engines", bundle, "--prompts", chats, "--max-new-tokens", "8", "--ignore-eos",
+                 "--chat", "--system", "a")  # fmt: skip
+    measured = json.loads(redraft(*arguments, "--json").stdout)
+    assert (measured["chat"], measured["system"]) == (True, "a")
+    for figures in measured["methods"].values():
+        assert (figures["outputs"], figures["prompts"], figures["tokens"]) == (5, 5, 40)
+        assert {kind: part["outputs"] for kind, part in figures["kinds"].items()} == {"code": 2, "prose": 3}
+        assert figures["identical_to_plain"] is True
+        assert figures["looping_outputs"] == 0
+        assert set(figures["not_looping"]) >= FIGURES
+        assert figures["not_looping"]["outputs"] == 5
+    shown = redraft(*arguments, "--limit", "1").stdout
+    assert "all, not looping" in shown
+    assert "plain outputs that loop (the last 64 tokens repeat a period of at most 16): 0 of 5" in shown
+
+
+def test_without_chat_only_first_turns_are_measured(redraft: Redraft, bundle: Path, chats: Path) -> None:
+    arguments = ("bench", "--engines", bundle, "--prompts", chats, "--max-new-tokens", "8", "--ignore-eos", "--json")
+    measured = json.loads(redraft(*arguments).stdout)
+    assert (measured["chat"], measured["system"]) == (False, None)
+    assert measured["methods"]["ngram"]["outputs"] == 2
+
+
+def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
+    seen: list[Sequence[int]] = []
+
+    class Again:
+        """Decodes any prompt with the same gaps."""
+
+        def generate(self, prompts: list[Sequence[int]], *_: object, **__: object) -> list[Generation]:
+            seen.extend(prompts)
+            return [
+                Generation("", (5, 6), "length", 2, Metrics(1, 0, 0, 0, 1.0, 0.0, (), 1.0, 1.0, 0.0, {}), (1.0, 2.0))
+            ]
+
+    run = Run(Prompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
+    gap_of = gap_finder(cast("Runtime", Again()), Settings(SamplingParams()))
+    assert (gap_of(run, 1), gap_of(run, 2)) == (2.0, None)
+    assert seen == [[7, 8, 9], [7, 8, 9]]
+    difference = {"prompt": "p", "turn": 2, "token": 1, "gap": 2.0, "near_tie": False}
+    plain = {"looping_outputs": 1, "outputs": 2, "repetition": {"repeated_4gram_share": 0.5}}
+    result = {"environment": {"model": {"caveats": []}}, "synthetic_acceptance": None, "chat": True,
+              "methods": {"none": plain, "ngram": {"differences": [difference]}}}  # fmt: skip
+    assert list(warnings(result)) == [
+        "DIFFERENT: prompt p, turn 2, token 1, gap 2",
+        "plain outputs that loop (the last 64 tokens repeat a period of at most 16): 1 of 2; "
+        "repeated 4-grams in all of them: 50.0 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        (None, "this model has no chat template; give a plain prompt, without --chat"),
+        ("{{ raise_exception('users only') }}", "prompt 1: the chat template refuses these messages: users only"),
+        ("{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}a", "prompt 1, turn 2: the chat template"),
+        ("{{ messages[0].content * 30 }}", "prompt 1: the conversation has 90 tokens and the context holds 64"),
+        ("{{ messages[0].content * (messages | length) ** 3 }}", "prompt 1, turn 2: the conversation has 81 tokens"),
+    ],
+)
+def test_chats_that_cannot_be_measured(
+    refused: Refused, with_template: Callable[[str | None], Path], chats: Path, template: str | None, word: str
+) -> None:
+    engines = with_template(template)
+    assert word in refused("bench", "--engines", engines, "--prompts", chats, "--max-new-tokens", "8", "--chat",
+                           status=2)  # fmt: skip
+
+
 def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Path, prompts: Path) -> None:
     arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--limit", "1", "--max-new-tokens", "31",
                  "--synthetic-acceptance", "1,1", "--budget", "nodes=2,depth=2,width=1")  # fmt: skip
@@ -69,6 +154,9 @@ def test_demo_says_that_both_wrote_the_same(redraft: Redraft, bundle: Path, opti
         ('{"turns": ["a"]}\n{"turns"', "line 2: not JSON"),
         ('{"turns": ["a"]}\n\n{"text": "b"}\n', "line 3: no text in `turns`"),
         ("[1]\n", "line 1: no text in `turns`"),
+        ('{"turns": []}\n', "line 1: no text in `turns`"),
+        ('{"turns": "abc"}\n', "line 1: no text in `turns`"),
+        ('{"turns": ["a", ""]}\n', "line 1: no text in `turns`, turn 2"),
         ("\n", "no prompts in"),
     ],
 )
@@ -84,6 +172,7 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--methods", "none,"], "--methods"),
         (["--methods", "none,magic"], "unknown method 'magic'"),
         (["--limit", "-1"], "--limit"),
+        (["--system", "b"], "--system needs --chat"),
         (["--synthetic-acceptance", "1.5"], "--synthetic-acceptance"),
         (["--synthetic-acceptance", "high"], "--synthetic-acceptance"),
         (["--methods", "none", "--budget", "nodes=4,depth=2,width=2"], "--budget would do nothing"),

@@ -75,6 +75,35 @@ def test_chat_wraps_the_prompt_in_the_template(redraft: Redraft, bundle: Path) -
     assert chat["token_ids"] == written_out["token_ids"]
 
 
+def test_a_system_message_begins_the_chat(redraft: Redraft, bundle: Path) -> None:
+    arguments = ("generate", "--engines", bundle, "--json", "--max-new-tokens", "4")
+    chat = json.loads(redraft(*arguments, "--prompt", "abc", "--chat", "--system", "the cat").stdout)
+    written_out = json.loads(redraft(*arguments, "--prompt", "the catabc.").stdout)
+    assert chat["usage"]["prompt_tokens"] == 11
+    assert chat["token_ids"] == written_out["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        (None, "this model has no chat template; give a plain prompt, without --chat"),
+        ("{{ raise_exception('users only') }}", "the chat template refuses these messages: users only"),
+        ("{{ messages[0].content.nothing() }}", "the chat template refuses these messages: UndefinedError"),
+        ("{% if %}", "does not compile"),
+    ],
+)
+def test_chats_that_the_template_refuses(
+    refused: Refused, with_template: Callable[[str | None], Path], template: str | None, word: str
+) -> None:
+    engines = with_template(template)
+    assert word in refused("generate", "--engines", engines, "--prompt", "a", "--chat", status=2)
+
+
+def test_a_chat_past_the_context(refused: Refused, bundle: Path) -> None:
+    line = refused("generate", "--engines", bundle, "--prompt", "a" * 40, "--chat", "--system", "b" * 23, status=2)
+    assert "the conversation has 64 tokens and the context holds 64" in line
+
+
 def test_empty_prompt_is_the_bare_bos_token(redraft: Redraft, bundle: Path) -> None:
     result = redraft("generate", "--engines", bundle, "--prompt", "", "--json")
     assert json.loads(result.stdout)["usage"]["prompt_tokens"] == 1
@@ -153,6 +182,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--method", "none", "--budget", "nodes=4,depth=2,width=2"], "--budget would do nothing"),
         (["--prompt", "a", "--stop", ""], "stop string"),
         (["--prompt", "a", "--threads", "0"], "--threads"),
+        (["--prompt", "a", "--system", "b"], "--system needs --chat"),
         (["--prompt", "a", "--seed", "x"], "--seed"),
     ],
 )

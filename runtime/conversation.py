@@ -1,0 +1,43 @@
+"""A chat with a model: messages in, the token ids of the prompt for the next answer out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.runtime.api import Runtime
+    from redraft.runtime.chat_data import Message
+
+
+class Conversation:
+    """The messages of one chat, which the model's default chat template turns into prompts.
+
+    system: the first message of the chat, by the role `system`. None begins with the user's.
+    Raises UsageError if the model has no default chat template, or if the template does not compile.
+    """
+
+    def __init__(self, runtime: Runtime, system: str | None = None) -> None:
+        runtime.text.check_chat_template()
+        self._runtime = runtime
+        self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    def ask(self, text: str) -> list[int]:
+        """Add a message of the user and return the token ids of the prompt for the answer.
+
+        Raises UsageError if the template refuses the messages, and if the context has no space for an answer.
+        """
+        self._messages.append({"role": "user", "content": text})
+        ids = self._runtime.text.encode(self._runtime.text.apply_chat_template(self._messages), special_tokens=False)
+        if len(ids) >= self._runtime.context:
+            raise UsageError(
+                f"the conversation has {len(ids)} tokens and the context holds {self._runtime.context}, a new token "
+                "included",
+                "shorten its messages, or let answers have fewer new tokens",
+            )
+        return self._runtime.encode(ids)
+
+    def answer(self, text: str) -> None:
+        """Add a message of the assistant."""
+        self._messages.append({"role": "assistant", "content": text})

@@ -1,0 +1,67 @@
+"""Comparisons over the toy verifier: which prompts every method continues, in a chat and without one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.runtime.fakes import make_runtime
+
+from redraft.bench.compare import PLAIN, Settings, compare
+from redraft.bench.prompts import Prompt
+from redraft.errors import UsageError
+from redraft.runtime import Runtime, SamplingParams
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+TURNS = Prompt("p", "k", "one", ("two", "three"))
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def letters(tokens: list[int]) -> int:
+    """A model that writes letters only, so that its answers are whole characters."""
+    return 97 + sum(tokens) % 26
+
+
+def chats(context: int = 200) -> Runtime:
+    """A runtime whose template shows roles and messages."""
+    return make_runtime(letters, context=context, template=TEMPLATE)
+
+
+def test_every_turn_continues_the_plain_answers() -> None:
+    """Forced acceptance makes the other method write other texts, which no prompt may show."""
+    settings = Settings(PARAMS, acceptance=(1.0, 1.0), chat=True, system="s")
+    runtime = chats()
+    runs = compare(runtime, [TURNS], ["ngram"], settings)
+    assert [run.turn for run in runs] == [1, 2, 3]
+    assert any(run.generations[PLAIN].text != run.generations["ngram"].text for run in runs)
+    expected = "s:s;"
+    for run, text in zip(runs, TURNS.turns, strict=True):
+        expected += f"u:{text};"
+        assert runtime.text.decode(run.token_ids) == expected
+        expected += f"a:{run.generations[PLAIN].text};"
+
+
+def test_without_chat_a_prompt_is_its_first_turn_as_it_is() -> None:
+    runtime = make_runtime()
+    (run,) = compare(runtime, [TURNS], ["ngram"], Settings(PARAMS))
+    assert (runtime.text.decode(run.token_ids), run.turn) == ("one", 1)
+    assert run.generations["ngram"].token_ids == run.generations[PLAIN].token_ids
+
+
+def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded() -> None:
+    reports: list[str] = []
+    for settings in (Settings(PARAMS), Settings(PARAMS, chat=True)):
+        with pytest.raises(UsageError, match=r"prompt long: the .* has .* tokens and the context holds 30"):
+            compare(chats(30), [TURNS, Prompt("long", "k", "a" * 30)], ["ngram"], settings, reports.append)
+    assert not reports
+
+
+def test_a_chat_that_outgrows_the_context_is_named_with_its_turn() -> None:
+    with pytest.raises(UsageError, match=r"prompt p, turn 2: the conversation has 23 tokens .* fewer new tokens"):
+        compare(chats(22), [TURNS], ["ngram"], Settings(PARAMS, chat=True))
+
+
+def test_a_run_loops_if_its_plain_output_does() -> None:
+    params = SamplingParams(max_tokens=64)
+    (run,) = compare(make_runtime(lambda tokens: 97), [TURNS], ["ngram"], Settings(params, acceptance=(0.5,)))
+    assert run.loops
+    (run,) = compare(make_runtime(letters), [TURNS], ["ngram"], Settings(params))
+    assert not run.loops
