@@ -1,0 +1,72 @@
+"""How many texts differ from plain decoding of one sequence, by method and batch size.
+
+    python -m experiments.exact_texts --chat --engines build/engines/smollm2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+
+Greedy, the first turn of every prompt, kinds taking turns. Prints one JSON object: for each batch size and method the number of outputs that differ, the first
+position where one does, and how many outputs loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from redraft.bench.prompts import load_prompts
+from redraft.bench.statistics import loops
+from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime.conversation import Conversation
+from redraft.types import Budget
+
+
+def main() -> None:
+    """See the module."""
+    arguments = _arguments()
+    texts = [prompt.text for prompt in load_prompts(arguments.prompts)[: arguments.limit]]
+    found: dict[str, Any] = {}
+    plain: list[tuple[int, ...]] = []
+    for slots in arguments.slots:
+        with Runtime.open(arguments.engines, slots=slots, verify=False, exact=not arguments.inexact) as runtime:
+            prompts = [Conversation(runtime).ask(text) if arguments.chat else text for text in texts]
+            for method in ["none", *arguments.methods]:
+                began = time.perf_counter()
+                outputs = _outputs(runtime, prompts, arguments.max_new_tokens, method)
+                plain = plain or outputs
+                found[f"{method}, {slots} at once"] = result = _compared(plain, outputs)
+                result["seconds"] = round(time.perf_counter() - began, 1)
+                print(method, slots, result, file=sys.stderr, flush=True)
+    print(json.dumps({"prompts": len(texts), "looping": sum(map(loops, plain)), "differing": found}))
+
+
+def _outputs(runtime: Runtime, prompts: list[Any], tokens: int, method: str) -> list[tuple[int, ...]]:
+    """`METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
+    name, _, size = method.partition(":")
+    budget = Budget(*map(int, size.split(","))) if size else None
+    made = runtime.generate(prompts, SamplingParams(max_tokens=tokens), name, budget)
+    return [generation.token_ids for generation in made]
+
+
+def _compared(plain: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> dict[str, Any]:
+    pairs = [pair for pair in zip(plain, outputs, strict=True) if pair[0] != pair[1]]
+    apart = [next((n for n, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), -1) for pair in pairs]
+    return {"differ": len(pairs), "differ_not_looping": sum(not loops(one) for one, _ in pairs), "first_at": apart[:5]}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--methods", nargs="+", default=["ngram"])
+    parser.add_argument("--limit", type=int, default=100)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--chat", action="store_true", help="through the bundle's chat template")
+    parser.add_argument("--inexact", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
