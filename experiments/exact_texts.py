@@ -1,9 +1,9 @@
 """How many texts differ from plain decoding of one sequence, by method and batch size.
 
-    python -m experiments.exact_texts --chat --engines build/engines/smollm2 --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+    python -m experiments.exact_texts --chat --engines build/engines/smollm2 --prompts mt_bench.jsonl humaneval.jsonl
 
-Greedy, the first turn of every prompt, kinds taking turns. Prints one JSON object: for each batch size and method the number of outputs that differ, the first
-position where one does, and how many outputs loop.
+Greedy, the first turn of every prompt, kinds taking turns. Prints one JSON object: for each batch size and method the
+number of outputs that differ, the first positions where they do, and how many outputs loop.
 """
 
 from __future__ import annotations
