@@ -12,6 +12,7 @@ from redraft.cli.options import (
     BudgetText,
     Device,
     Engines,
+    Inexact,
     Json,
     NewTokens,
     System,
@@ -53,6 +54,7 @@ def bench(
     ] = None,
     threads: Threads = None,
     device: Device = None,
+    inexact: Inexact = False,
     as_json: Json = False,
 ) -> None:
     """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
@@ -72,7 +74,7 @@ def bench(
     settings = Settings(params, size, forced, chat, system)
     with progress(quiet=as_json) as report:
         report("opening the engines")
-        with open_runtime(engines, threads=threads, device=device) as runtime:
+        with open_runtime(engines, threads=threads, device=device, exact=not inexact) as runtime:
             runs = compare(runtime, loaded, listed or ["ngram", *_best(runtime)], settings, report)
             result = figures(runtime, runs, settings, engines, threads)
     print_json(result) if as_json else print_table(result)

@@ -37,16 +37,32 @@ class Finding:
     mend: str | None = None
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def doctor(
+    engines: Annotated[
+        Path | None,
+        typer.Option(help="Also look at a bundle: whether its texts are exact here, and what verification costs."),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences at once, with --engines.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Check Python, packages, processor, memory, disk and engine libraries. Exit 1 when the CPU path cannot work."""
     findings = list(examine())
     works = all(finding.status != "broken" for finding in findings)
+    bundle = None
+    if engines is not None:
+        from redraft.cli.doctor_engines import examine_engines
+
+        bundle = examine_engines(engines, slots)
+        findings.append(bundle.exactness)
     if as_json:
-        print_json({"cpu_path_works": works, "findings": [asdict(finding) for finding in findings]})
+        costs = {} if bundle is None else {"costs_ms": bundle.costs_ms}
+        print_json({"cpu_path_works": works, "findings": [asdict(finding) for finding in findings], **costs})
     else:
         for finding in findings:
             mend = f"; {finding.mend}" if finding.mend else ""
             typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{mend}")
+        if bundle is not None:
+            typer.echo(bundle.table())
         typer.echo("the CPU path works" if works else "the CPU path cannot work: mend the lines marked XX")
     raise typer.Exit(0 if works else 1)
 

@@ -14,6 +14,7 @@ from redraft.cli.options import (
     BudgetText,
     Device,
     Engines,
+    Inexact,
     Json,
     NewTokens,
     System,
@@ -53,6 +54,7 @@ def generate(
     ] = None,
     threads: Threads = None,
     device: Device = None,
+    inexact: Inexact = False,
     verify: Annotated[bool, typer.Option(help="Check the bundle's digests first.")] = True,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +75,9 @@ def generate(
         seed=seed,
     )
     with ExitStack() as stack:
-        runtime = stack.enter_context(open_runtime(engines, threads=threads, verify=verify, device=device))
+        runtime = stack.enter_context(
+            open_runtime(engines, threads=threads, verify=verify, device=device, exact=not inexact)
+        )
         ids = encode(runtime, text, chat, system)
         runtime.stream(ids, params, method, size)  # refuses what cannot be done, while the trace still holds another
         file = stack.enter_context(writable(trace)) if trace else None

@@ -22,6 +22,15 @@ Device = Annotated[
     str | None,
     typer.Option("--device", help="cpu or cuda: all of a step stays there. By default TensorRT's GPU, else the host."),
 ]
+Inexact = Annotated[
+    bool,
+    typer.Option(
+        "--inexact",
+        help="Compute single tokens of one sequence on the CPU up to a tenth faster, by kernels that round otherwise "
+        "than those for several tokens. A text may then differ from the same one in a batch or by another method: "
+        "seldom in fp32, most longer ones in int8 and int4.",
+    ),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 System = Annotated[str | None, typer.Option("--system", help="The system message that begins a chat; needs --chat.")]
 BudgetText = Annotated[

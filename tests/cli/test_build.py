@@ -55,7 +55,7 @@ def test_second_build_is_a_no_op(redraft: Redraft, checkpoint: Path, bundle: Pat
 def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     step = {"step.layout", "step.accept", "step.keep", "step.move"}
-    assert set(manifest["graphs"]) == {"verifier", "verifier.single", *step}
+    assert set(manifest["graphs"]) == {"verifier", "verifier.batch", "verifier.single", "verifier.fast", *step}
     assert {"tokenizer.json", "chat_template.jinja", "verifier.onnx"} <= set(manifest["files"])
     assert (manifest["bos_token_id"], manifest["eos_token_ids"]) == (1, [2])
     assert manifest["context"] == 64

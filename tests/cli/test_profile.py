@@ -116,7 +116,7 @@ def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraf
     assert values["tokens"]["new"] > 1
     assert values["trace"] is None
     graphs = [(engine["graph"], engine["tokens"]) for engine in values["roofline"]["engines"]]
-    assert graphs == [("verifier", 1), ("verifier", 8), ("verifier.single", 1), ("verifier.single", 8)]
+    assert graphs == [(f"verifier{form}", nodes) for form in ("", ".batch", ".single") for nodes in (1, 8)]
     assert all(engine["traffic"]["weights"] > 0 for engine in values["roofline"]["engines"])
 
 

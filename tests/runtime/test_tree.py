@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from redraft.runtime.sampler import Greedy
-from redraft.runtime.tree import accepted_path, ancestor_mask, layout, make_tree, merge, prune
+from redraft.runtime.tree import accepted_path, ancestor_mask, exact_part, is_chain, layout, make_tree, merge, prune
 from redraft.types import DraftTree
 
 SMALL_TREES = [[-1, *parents] for n in range(5) for parents in product(*(range(i + 1) for i in range(n)))]
@@ -117,3 +117,31 @@ def test_merged_trees_have_every_path_once_as_likely_as_the_likelier(seed: int) 
     assert (tree.tokens[0], tree.parents[0], tree.log_probs[0]) == (9, -1, 0.0)
     for nodes in range(len(tree)):
         by_path(prune(tree, nodes))
+
+
+BRANCHED = DraftTree(
+    np.array([5, 6, 7, 8, 9]), np.array([-1, 0, 0, 2, 1]), np.array([0, -2.0, -1.0, -1.5, -2.5], np.float32)
+)
+
+
+def test_a_tree_within_a_block_or_a_chain_across_two_is_verified_whole() -> None:
+    chain = DraftTree(np.arange(5), np.arange(-1, 4), np.zeros(5, np.float32))
+    assert exact_part(BRANCHED, 123, True, 128) is BRANCHED
+    assert exact_part(BRANCHED, 128, True, 128) is BRANCHED
+    assert exact_part(chain, 126, True, 128) is chain
+    assert exact_part(chain, 126, False, 128) is chain
+    assert exact_part(BRANCHED, 126, True, None) is BRANCHED
+
+
+@pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 6]), (127, [5])])
+def test_of_a_tree_in_two_blocks_the_nodes_in_the_first_are_left(past: int, left: list[int]) -> None:
+    assert exact_part(BRANCHED, past, True, 128).tokens.tolist() == left
+
+
+def test_where_no_branches_are_taken_the_likeliest_chain_is_left() -> None:
+    left = exact_part(BRANCHED, 0, False, 128)
+    assert left.tokens.tolist() == [5, 7, 8]
+    assert left.parents.tolist() == [-1, 0, 1]
+    assert left.log_probs.tolist() == [0, -1.0, -1.5]
+    assert is_chain(left)
+    assert not is_chain(BRANCHED)

@@ -1,0 +1,94 @@
+"""What a machine's kernels do is found out once, acted on, and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.runtime.exactness import Exactness, measure_exactness, settle_exactness
+from redraft.runtime.host_verifier import HostVerifier
+
+from .fakes import SHAPE, FakeCall, FakeEngine
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "redraft" / "curves"
+
+
+class Rounding(FakeEngine):
+    """A fake whose logits are off by a bit in calls that `where` names, by sequences and rows."""
+
+    def __init__(self, where: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.where = where
+        self.calls = 0
+
+    def prepare(self, **sizes: int) -> FakeCall:
+        call, run = super().prepare(**sizes), FakeCall.run
+
+        def rounded() -> None:
+            run(call)
+            self.calls += 1
+            if self.where(sizes["B"], sizes["T"]):
+                call.outputs["logits"] += np.float32(1e-6)
+
+        call.run = rounded  # type: ignore[method-assign]
+        return call
+
+
+def verifier(where: Callable[[int, int], bool], slots: int = 3) -> HostVerifier:
+    return HostVerifier(Rounding(where), SHAPE, 200, slots)
+
+
+def test_kernels_that_never_differ_are_exact() -> None:
+    found = measure_exactness(verifier(lambda sequences, rows: False))
+    assert found.holds
+    assert found.compared > 10_000
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        (lambda sequences, rows: sequences == rows == 1, {"one row in a call"}),
+        (lambda sequences, rows: sequences > 1 and rows == 9, {"a tree's branch in a batch"}),
+        (lambda sequences, rows: sequences == 1 and rows == 9, {"a tree's branch"}),
+        (lambda sequences, rows: rows == 8, {"a few rows in a call"}),
+        (lambda sequences, rows: sequences == 3 and rows < 5, {"one token in a batch"}),
+    ],
+)
+def test_what_differs_is_named(where: Callable[[int, int], bool], named: set[str]) -> None:
+    found = measure_exactness(verifier(where))
+    assert set(found.differences) == named
+    assert max(found.differences.values()) == pytest.approx(1e-6, rel=0.2)
+
+
+def test_a_single_row_that_differs_is_computed_as_two_and_this_is_known_at_the_next_opening() -> None:
+    first = verifier(lambda sequences, rows: sequences == rows == 1)
+    assert settle_exactness(first, {"build": "a"}).holds
+    assert first.fewest_rows == 2
+    again = verifier(lambda sequences, rows: sequences == rows == 1)
+    assert settle_exactness(again, {"build": "a"}).holds
+    assert again.fewest_rows == 2
+    assert again._engine.calls == 0  # type: ignore[attr-defined]
+
+
+def test_what_two_rows_do_not_mend_is_left_as_it_is() -> None:
+    other = verifier(lambda sequences, rows: rows < 3)
+    found = settle_exactness(other, {"build": "a"})
+    assert not found.holds
+    assert other.fewest_rows == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"fewest_rows": 7, "compared": 1, "differences": {}}', b'{"x": 1}'])
+def test_a_damaged_file_is_found_out_anew(cache: Path, damage: bytes) -> None:
+    settle_exactness(verifier(lambda sequences, rows: False), {"build": "a"})
+    (file,) = cache.iterdir()
+    file.write_bytes(damage)
+    assert isinstance(settle_exactness(verifier(lambda sequences, rows: False), {"build": "a"}), Exactness)
+    assert json.loads(file.read_bytes())["fewest_rows"] == 1
