@@ -36,6 +36,8 @@ from redraft.types import NO_SPECULATION, Budget
 Prompt = str | Sequence[int]
 """Text, or token ids taken as they are."""
 GREEDY = SamplingParams()
+_KEPT_STEPS = 256
+"""Steps after which a generation's end keeps what is believed of costs."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Runtime:
         self._engines = engines
         self._identity = identity or {}
         self._exact = exact
+        self._kept_steps = 0
         self._drafters: dict[str, Drafter] = {}
         self._adaptive: dict[str, Controller] = {}
         self._busy = threading.Lock()
@@ -144,9 +147,14 @@ class Runtime:
         self._drafters.clear()
         self._adaptive.clear()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
+            self._keep_costs(1)
             verifier.close()
-            if self._identity:
-                keep_costs(self.costs, self._identity)
+
+    def _keep_costs(self, steps: int) -> None:
+        """Keep what is believed of costs for the next opening, if so many steps have corrected it since it was kept."""
+        if self._identity and self.costs.steps - self._kept_steps >= steps:
+            self._kept_steps = self.costs.steps
+            keep_costs(self.costs, self._identity)
 
     def _check_open(self) -> None:
         """Raises UsageError once the runtime is closed."""
@@ -183,6 +191,7 @@ class Runtime:
             requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
             for _ in scheduler.run(cycle, requests):
                 pass
+            self._keep_costs(_KEPT_STEPS)
         return [self._generation(request, forced is not None) for request in requests]
 
     def warm(self, method: str | None = None) -> None:
@@ -255,7 +264,8 @@ class Runtime:
                 "lower the budget's depth",
             )
         drafter = self._drafter(method)
-        if not self.verifier.branches and (drafter.has_engines or (budget is not None and budget.width > 1)):
+        wide = drafter.has_engines or (budget is not None and budget.width > 1 and method != "none")
+        if wide and not self.verifier.branches:
             self.verifier.take_branches()
             if isinstance(self.verifier, HostVerifier) and self._exact:
                 settle_exactness(self.verifier, self._identity)
