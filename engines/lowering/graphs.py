@@ -27,7 +27,6 @@ from redraft.engines.lowering.single import (
     attribute,
     fits_chain,
     fits_single,
-    head_dim,
 )
 from redraft.engines.manifest import GraphRecord
 
@@ -41,7 +40,7 @@ def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
     attentions = _attentions(model)
     if not attentions:
         return None
-    lowered = BatchAttention(model.graph, max(map(head_dim, attentions)))
+    lowered = BatchAttention(model.graph)
     for node in attentions:
         lowered.lower(node)
     return _save(model, folder, GraphRecord(f"{names.VERIFIER_BATCH}.onnx", portable.inputs, portable.outputs))

@@ -49,6 +49,23 @@ class Nodes:
         branches = {"then_branch": self._branch(then), "else_branch": self._branch(otherwise)}
         return self._added(ir.node("If", [condition], branches, num_outputs=len(branches["then_branch"].outputs)))
 
+    def loop(
+        self, first: ir.Value, last: ir.Value, carried: ir.Value, body: Callable[[ir.Value, ir.Value], ir.Value]
+    ) -> ir.Value:
+        """`carried` after body(number, carried) for each number first … last - 1, int64 scalars."""
+        self._count += 1
+        names_of = [f"{self._prefix}.loop.{self._count}.{name}" for name in ("turn", "go_on", "carried")]
+        turn, go_on, inside = (ir.Value(name=name) for name in names_of)
+        turn.type, go_on.type = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.BOOL)
+        inside.type = ir.TensorType(ir.DataType.FLOAT)
+        turn.shape, go_on.shape = ir.Shape([]), ir.Shape([])
+        self._branches.append([])
+        number = self.node("Add", [turn, first])
+        outputs = [self.node("Identity", [go_on]), body(number, inside)]
+        graph = ir.Graph([turn, go_on, inside], outputs, nodes=self._branches.pop(), name=f"{names_of[0]}.body")
+        count = self.node("Sub", [last, first])
+        return self._added(ir.node("Loop", [count, self.constant(np.array(True)), carried], {"body": graph}))[0]
+
     def capacity(self) -> ir.Value:
         """Rows of a KV buffer, int64 [1]."""
         return self.node("Shape", [self.inputs[names.key_cache(0)]], start=2, end=3)

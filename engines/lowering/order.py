@@ -6,8 +6,8 @@ lie in the order of their positions. A tree's do not, so its scores are put into
 probabilities back into the order of the rows before they meet the values.
 
 The sum of values is one chain of additions that a hidden key leaves alone, within each block of keys that the kernels
-multiply at a time; those end at multiples of `BLOCK`. A tree whose rows cross such a multiple is the one case left: the
-runtime verifies none (`redraft.runtime.tree.exact_part`).
+multiply at a time (`redraft.engines.lowering.batch.block_keys`, a multiple of 128). A tree whose rows lie in two blocks
+is the one case left: the runtime verifies none (`redraft.runtime.tree.exact_part`).
 
 ONNX Runtime multiplies the probabilities of a single row by another kernel, which rounds otherwise. So no product here
 has one row: a single query is taken twice.
