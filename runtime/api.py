@@ -14,6 +14,7 @@ from redraft.engines import Bundle, open_bundle, open_device
 from redraft.engines.device import Device
 from redraft.engines.tensorrt.profiles import check_slots, check_tree, largest_call
 from redraft.errors import UsageError
+from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
@@ -147,8 +148,10 @@ class Runtime:
         self._drafters.clear()
         self._adaptive.clear()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
-            self._keep_costs(1)
-            verifier.close()
+            try:
+                self._keep_costs(1)
+            finally:
+                verifier.close()
 
     def _keep_costs(self, steps: int) -> None:
         """Keep what is believed of costs for the next opening, if so many steps have corrected it since it was kept."""
@@ -265,6 +268,7 @@ class Runtime:
             )
         drafter = self._drafter(method)
         wide = drafter.has_engines or (budget is not None and budget.width > 1 and method != "none")
+        chains = self.verifier.prefers_chains and not wide
         if wide and not self.verifier.branches:
             self.verifier.take_branches()
             if isinstance(self.verifier, HostVerifier) and self._exact:
@@ -279,9 +283,9 @@ class Runtime:
             drafter, lookup = self._paired(drafter)
             adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
         if budget is None:
-            return Cycle(self.verifier, drafter, adaptive, lookup, self.costs)
+            return Cycle(self.verifier, drafter, adaptive, lookup, self.costs, chains)
         alone = None if drafter.drafts else lookup
-        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), alone, self.costs)
+        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), alone, self.costs, chains)
 
     def _drafter(self, method: str) -> Drafter:
         if method not in self._drafters:
@@ -378,6 +382,8 @@ def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int, devic
     return {
         "build": manifest.build_key,
         "graph": manifest.files[manifest.graphs[graph].file].sha256,
+        "graphs": " ".join(manifest.files[manifest.graphs[name].file].sha256[:16] for name in sorted(manifest.graphs)),
+        "library": package_version("onnxruntime") or "none",
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,
         "slots": slots,

@@ -31,8 +31,8 @@ _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 _FIRST_PROBE, _LONGEST_PROBE = 8, 256
 """Steps between two probes of a size that does not seem to pay."""
-_HOPE = 0.25
-"""Share of what is believed that nodes cost, as a probe hopes."""
+_PROBED = (8, 4, 2)
+"""Sizes that are probed, root included."""
 _NEAR = 0.1
 
 
@@ -255,9 +255,11 @@ class Adaptive:
         self._step_ms: dict[Source, float] = {}
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._all = Experience(tokens=1.0, plain_steps=1.0)
-        self._host_ms: dict[bool, float] = {}
+        self._host_ms: dict[tuple[int, bool], float] = {}
         self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
-        self._probed: tuple[int, float] | None = None
+        self._probed: dict[int, tuple[int, float]] = {}
+        self._probes = 0
+        self._sequences = 1
         self._gain: dict[tuple[Source, int], float] = {}
         self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
         self._ranks: dict[tuple[Source, int], Ranks] = {}
@@ -268,15 +270,16 @@ class Adaptive:
         table = self._verifying.table_ms(sequences)
         if table is not self._table:
             self._table = table
-            if self._probed is not None and not _near(table[self._probed[0]] / table[1], self._probed[1]):
+            probed = self._probed.pop(sequences, None)
+            if probed is not None and not _near(table[probed[0]] / table[1], probed[1]):
                 self._probe_patience = _FIRST_PROBE
                 self._probe_at = self._steps
-                self._probed = None
+        self._sequences = sequences
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         pace = self._pace(seq)
-        pace.plan, pace.weighed = Source.NONE, None
+        pace.plan, pace.weighed, pace.probed = Source.NONE, None, False
         if pace.waiting == 0:
             return self._full
         pace.waiting -= 1
@@ -313,22 +316,23 @@ class Adaptive:
         pace.weighed = found, tree, None
         if made is not None:
             self._learn_gain(pace, plan, gain)
-        pace.probed = nodes == 0 and len(tree) > 1 and self._steps >= self._probe_at
-        return prune(tree, self._probe(tree, pace.rate) if pace.probed else nodes)
+        if self._steps >= self._probe_at and len(tree) > nodes + 1:
+            wider = self._probe(min(len(tree), len(self._table) - 1))
+            pace.probed, nodes = wider > nodes, max(nodes, wider)
+        return prune(tree, nodes)
 
-    def _probe(self, tree: DraftTree, rate: float) -> int:
-        """How many nodes to verify although they do not seem to pay: as many as would if they cost less than believed.
+    def _probe(self, largest: int) -> int:
+        """How many nodes to verify although they do not seem to pay: sizes take turns, up to `largest` with the root.
 
         Sizes that are never verified are never timed, so a curve that says too much of them would stay. The next probe
         comes after twice as many steps, unless this one finds the curve wrong.
         """
-        table = self._table
-        hoped = [ms if n < 2 else table[1] + _HOPE * (ms - table[1]) for n, ms in enumerate(table)]
-        nodes, _ = best_size(tree.log_probs, rate, hoped)
+        size = min(_PROBED[self._probes % len(_PROBED)], largest)
+        self._probes += 1
         self._probe_patience = min(2 * self._probe_patience, _LONGEST_PROBE)
         self._probe_at = self._steps + self._probe_patience
-        self._probed = (nodes + 1, table[nodes + 1] / table[1]) if nodes else None
-        return nodes
+        self._probed[self._sequences] = size, self._table[size] / self._table[1]
+        return size - 1
 
     def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
@@ -393,15 +397,15 @@ class Adaptive:
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """See `Controller.ended`."""
-        known_ms = self._host_ms.setdefault(speculated, host_ms)
-        self._host_ms[speculated] += _FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
+        key = self._sequences, speculated
+        known_ms = self._host_ms.setdefault(key, host_ms)
+        self._host_ms[key] += _FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
 
     def _extra_ms(self) -> float:
         """What the host does for a step that speculates beyond what it does for a plain one, the lookup at least."""
         looked_up = self._step_ms.get(Source.LOOKUP, 0.0)
-        if len(self._host_ms) < 2:
-            return looked_up
-        return max(self._host_ms[True] - self._host_ms[False], looked_up)
+        plain, speculated = (self._host_ms.get((self._sequences, kind)) for kind in (False, True))
+        return looked_up if plain is None or speculated is None else max(speculated - plain, looked_up)
 
     def _learn_gain(self, pace: Pace, plan: Source, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""

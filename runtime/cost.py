@@ -6,6 +6,7 @@ real call corrects what is believed, its level and its shape (`VerifyCosts`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -202,7 +203,8 @@ def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
     """What was believed when this `identity` last ran on this machine, else what is measured now, and kept."""
     path = kept_file({**identity, "live": MEASURED_LIVE})
     if path is not None and path.exists():
-        costs = parse_costs(read_kept(path), verifier)
+        kept = read_kept(path)
+        costs = parse_costs(kept, verifier) if kept and kept.get("identity") == dict(identity) else None
         if costs is not None:
             return costs
         _LOG.warning("%s holds no costs of these engines: they are measured again", path)
@@ -219,7 +221,12 @@ def keep_costs(costs: VerifyCosts, identity: Identity) -> None:
         return
     believed = {sequences: CostCurve(tuple(costs.table_ms(sequences))) for sequences in costs.measured}
     parts = {"measured": costs.measured, "believed": believed}
-    write_kept(path, {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()})
+    curves = {name: {str(n): curve.table_ms[1:] for n, curve in part.items()} for name, part in parts.items()}
+    write_kept(path, {"identity": dict(identity), **curves})
+
+
+def _largest(verifier: Verifier) -> int:
+    return max(size for size in SIZES if size <= min(verifier.capacity, verifier.largest_tree))
 
 
 def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
@@ -228,7 +235,7 @@ def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCost
     if measured is None or believed is None or set(measured) != set(believed) or set(measured) != {1, verifier.slots}:
         return None
     lengths = {curve.largest for curve in (*measured.values(), *believed.values())}
-    return VerifyCosts(measured, believed) if len(lengths) == 1 else None
+    return VerifyCosts(measured, believed) if lengths == {_largest(verifier)} else None
 
 
 def _curves(part: Any) -> dict[int, CostCurve] | None:
@@ -251,10 +258,10 @@ def cached_costs(verifier: Verifier, drafter: Drafter, identity: Identity) -> Co
         return Costs()
     path = kept_file({**identity, "live": MEASURED_LIVE})
     values = read_kept(path) or {}
-    try:
-        return Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
-    except (KeyError, TypeError, ValueError):
-        pass
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        kept = Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
+        if all(math.isfinite(ms) and ms >= 0 for ms in (kept.fresh_ms, kept.resample_ms)):
+            return kept
     taken = []
     for _ in range(_TURNS):
         verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_LIVE)

@@ -22,18 +22,20 @@ _MAKING = (Source.RESAMPLE, Source.FRESH)
 class Cycle:
     """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i.
 
-    `lookup` drafts without an engine, beside or in place of `drafter`. `costs` learn from every verification.
+    `lookup` drafts without an engine, beside or in place of `drafter`. `costs` learn from every verification. With
+    `chains` no tree branches.
     """
 
     def __init__(
         self, verifier: Verifier, drafter: Drafter, controller: Controller, lookup: Drafter | None = None,
-        costs: VerifyCosts | None = None,
+        costs: VerifyCosts | None = None, chains: bool = False,
     ) -> None:  # fmt: skip
         self.verifier = verifier
         self.drafter = drafter
         self.controller = controller
         self.lookup = lookup
         self.costs = costs
+        self._branches = verifier.branches and not chains
         self.clock = verifier.clock
         self.ranges = verifier.ranges
         self.record: Recorder = no_record
@@ -86,7 +88,7 @@ class Cycle:
         stage = self.ranges.stage
         self.controller.begin(len(batch))
         room = min(self.verifier.capacity - max([seq.past_len for seq in batch]), self.verifier.largest_tree)
-        budgets = [fit(self.controller.budget(seq), seq, room, self.verifier.branches) for seq in batch]
+        budgets = [fit(self.controller.budget(seq), seq, room, self._branches) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
         with stage("lookup"):
@@ -106,7 +108,7 @@ class Cycle:
                     continue
                 tree = self.controller.choose(seq, plan, found[slot], made[plan][slot] if plan in made else None)
                 tree = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
-                trees[slot] = exact_part(tree, seq.past_len, self.verifier.branches, self.verifier.block_rows)
+                trees[slot] = exact_part(tree, seq.past_len, self._branches, self.verifier.block_rows)
         return plans, trees
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:

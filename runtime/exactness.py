@@ -16,10 +16,12 @@ import numpy as np
 
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
-from redraft.runtime.tree import is_chain
+from redraft.runtime.tree import chain, exact_part
+from redraft.runtime.verifier import PREFILL_CHUNK
 from redraft.types import DraftTree, FloatArray, IntArray
 
-_TOKENS = 48
+_TOKENS, _VARIED = 300, 16
+"""Length of the text, longer than a block of most kernels' sums, and how many of its last tokens are computed anew."""
 _ROW_COUNTS = (2, 3, 5, 8, 13, 16)
 _BRANCHED = np.array([-1, 0, 0, 1, 2, 4, 4, 3, 6], dtype=np.int64)
 """A tree whose path 0, 2, 4, 6, 8 carries the text: none of its nodes but the root has a chain's row."""
@@ -42,17 +44,12 @@ class Exactness:
         """Whether every bit agrees."""
         return not self.differences
 
-    @property
-    def only_single_rows(self) -> bool:
-        """Whether a call of a single row is all that differs."""
-        return set(self.differences) == {SINGLE_ROW}
-
 
 SINGLE_ROW = "one row in a call"
 
 
 def settle_exactness(verifier: HostVerifier, identity: Identity) -> Exactness:
-    """Have the verifier compute two rows at least if a single one is all that differs; what differs then still.
+    """Have the verifier compute two rows at least if a single one differs from several; what still differs then.
 
     Measured once under this `identity` on this machine and kept. Overwrites KV rows: only while no request runs.
     """
@@ -63,10 +60,9 @@ def settle_exactness(verifier: HostVerifier, identity: Identity) -> Exactness:
         verifier.fewest_rows = kept["fewest_rows"]
         return found
     found = measure_exactness(verifier)
-    if found.only_single_rows:
+    if SINGLE_ROW in found.differences:
         verifier.fewest_rows = 2
         found = measure_exactness(verifier)
-        verifier.fewest_rows = 2 if found.holds else 1
     write_kept(path, {"fewest_rows": verifier.fewest_rows, **asdict(found)})
     return found
 
@@ -80,61 +76,71 @@ def _parsed(kept: dict[str, Any]) -> Exactness | None:
 
 
 def measure_exactness(verifier: HostVerifier) -> Exactness:
-    """Compare the logits of one text, computed in many ways. Overwrites KV rows: only while no request runs."""
+    """Compare the logits of one text, computed in many ways. Overwrites KV rows: only while no request runs.
+
+    Computes some thousand tokens. A buffer too short for a text and a tree is not looked at.
+    """
     compared = 0
     differences: dict[str, float] = {}
-    for name, found, expected in _comparisons(verifier):
-        compared += found.size
-        if found.tobytes() != expected.tobytes():
-            differences[name] = max(differences.get(name, 0.0), float(np.abs(found - expected).max()))
+    if verifier.capacity >= _VARIED + 2 * len(_BRANCHED):
+        for name, found, expected in _comparisons(verifier):
+            compared += found.size
+            if found.tobytes() != expected.tobytes():
+                differences[name] = max(differences.get(name, 0.0), float(np.abs(found - expected).max()))
+        verifier.forget_calls()
     return Exactness(compared, differences)
 
 
 def _comparisons(verifier: HostVerifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
-    """What was done otherwise, the logits that came of it, and those of the text verified all at once."""
+    """What was done otherwise, the logits that came of it, and those of the text verified as prompts are."""
     count = min(_TOKENS, verifier.capacity - len(_BRANCHED))
+    base = count - _VARIED
     generator = np.random.default_rng(_SEED)
     text, other = generator.integers(0, verifier.vocabulary, (2, count))
-    (whole,) = verifier.logits([_chain(text)], [0])
-    for start in range(count // 2, count):
-        (alone,) = verifier.logits([_chain(text[start : start + 1])], [start])
-        yield SINGLE_ROW, alone, whole[start : start + 1]
+    for start in range(0, base, PREFILL_CHUNK):
+        verifier.chunk_logits(text[start : min(start + PREFILL_CHUNK, base)], start, min(PREFILL_CHUNK, base - start))
+
+    def anew() -> FloatArray:
+        (rows,) = verifier.logits([chain(text[base:])], [base])
+        return rows
+
+    last = anew()
+    for start in range(base, count):
+        (alone,) = verifier.logits([chain(text[start : start + 1])], [start])
+        yield SINGLE_ROW, alone, last[start - base :][:1]
+    anew()
     for rows in _ROW_COUNTS:
-        start = count - rows
-        if start > 0:
-            verifier.logits([_chain(text)], [0])
-            (some,) = verifier.logits([_chain(text[start:])], [start])
-            yield "a few rows in a call", some, whole[start:]
-    for start in range(max(0, count - 3 * len(_PATH)), count - len(_PATH) if verifier.branches else 0):
-        verifier.logits([_chain(text)], [0])
-        (tree,) = verifier.logits([_tree(text[start:], other)], [start])
-        yield "a tree's branch", tree[_PATH], whole[start : start + len(_PATH)]
-    for slots in range(2, verifier.slots + 1):
-        yield from _in_batches(verifier, slots, text, other, whole)
+        (some,) = verifier.logits([chain(text[count - rows :])], [count - rows])
+        yield "a few rows in a call", some, last[-rows:]
+        anew()
+    yield "the end of a prompt", verifier.chunk_logits(text[base:], base, _VARIED), last[-1:]
+    anew()
+    for start in range(base, count - len(_PATH)):
+        tree = _tree(text[start:], other)
+        if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
+            (found,) = verifier.logits([tree], [start])
+            yield "a tree's branch", found[_PATH], last[start - base :][: len(_PATH)]
+            anew()
+    for slot in range(1, verifier.slots):
+        verifier.move(0, slot, count)
+    for slots in sorted({2, verifier.slots} if verifier.slots > 1 else ()):  # each looks at a slot of its own
+        yield from _in_batches(verifier, slots, text, other, last)
 
 
 def _in_batches(
-    verifier: HostVerifier, slots: int, text: IntArray, other: IntArray, whole: FloatArray
+    verifier: HostVerifier, slots: int, text: IntArray, other: IntArray, last: FloatArray
 ) -> Iterator[tuple[str, FloatArray, FloatArray]]:
-    """The text in the last slot, in one call with others of another length."""
-    start = len(text) - len(_PATH)
-    shorter = start // 2
-    verifier.logits([_chain(other[:start])] * (slots - 1) + [_chain(text[:start])], [0] * slots)
-    pasts = [shorter] * (slots - 1) + [start]
+    """The end of the text in the last slot, in one call with slots that hold less of it."""
+    start, shorter = len(text) - _VARIED, len(text) // 3
     for name, tree, rows in (
-        ("one token in a batch", _chain(text[start : start + 1]), [0]),
-        ("several tokens in a batch", _chain(text[start:]), range(len(_PATH))),
+        ("one token in a batch", chain(text[start : start + 1]), [0]),
+        ("several tokens in a batch", chain(text[start : start + len(_PATH)]), range(len(_PATH))),
         ("a tree's branch in a batch", _tree(text[start:], other), _PATH),
     ):
-        if not (verifier.branches or is_chain(tree)):
-            continue
-        beside = _chain(other[shorter : shorter + len(tree) % 4 + 1])
-        found = verifier.logits([beside] * (slots - 1) + [tree], pasts)[-1]
-        yield name, found[list(rows)], whole[start : start + len(rows)]
-
-
-def _chain(tokens: IntArray) -> DraftTree:
-    return DraftTree(tokens, np.arange(-1, len(tokens) - 1), np.zeros(len(tokens), np.float32))
+        if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
+            rest = chain(text[shorter : shorter + len(tree) % 4 + 1])
+            found = verifier.logits([rest] * (slots - 1) + [tree], [shorter] * (slots - 1) + [start])[-1]
+            yield name, found[list(rows)], last[: len(rows)]
 
 
 def _tree(text: IntArray, other: IntArray) -> DraftTree:

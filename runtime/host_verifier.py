@@ -13,7 +13,7 @@ from redraft.engines import open_engine
 from redraft.engines.base import Array, Call, Engine
 from redraft.engines.bundle import Bundle
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import Layout, is_chain, layout, root_only
+from redraft.runtime.tree import Layout, chain, is_chain, layout, root_only
 from redraft.runtime.verifier import Features, Verifier
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
@@ -52,6 +52,7 @@ class HostVerifier(Verifier):
         self._open_trees = tree_engine
         self._trees = engine if any(spec.name == names.TREE_MASK for spec in engine.inputs) else None
         self.branches = self._trees is not None
+        self.prefers_chains = not self.branches
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
         self._kv = np.zeros((2 * shape.layers, slots, shape.kv_heads, capacity, shape.head_dim), dtype=shape.dtype)
         self._bind(engine)
@@ -83,9 +84,7 @@ class HostVerifier(Verifier):
 
     def prefill_chunk(self, seq: Request, tokens: IntArray, start: int, width: int) -> Features:
         """See `Verifier.prefill_chunk`."""
-        self._last = frame = self._frame(1, width, 1)
-        frame.place_chunk(tokens, start)
-        frame.live[0] = start + width
+        self._last = frame = self._filled_chunk(tokens, start, width)
         with self.ranges.stage("prefill"):
             frame.call.run()
         return frame.features(0, len(tokens))
@@ -104,8 +103,9 @@ class HostVerifier(Verifier):
 
     def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
         """See `Verifier.measure_ms`."""
-        chain = DraftTree(np.zeros(nodes, np.int64), np.arange(-1, nodes - 1), np.zeros(nodes, np.float32))
-        frame = self._filled([chain] * sequences, [min(live, self.capacity - max(nodes, 2))] * sequences)
+        frame = self._filled(
+            [chain(np.zeros(nodes, np.int64))] * sequences, [min(live, self.capacity - max(nodes, 2))] * sequences
+        )
         start = time.perf_counter()
         frame.call.run()
         return (time.perf_counter() - start) * 1e3
@@ -115,6 +115,22 @@ class HostVerifier(Verifier):
         frame = self._filled(trees, past_lens)
         frame.call.run()
         return [frame.logits[slot, : len(tree)].copy() for slot, tree in enumerate(trees)]
+
+    def chunk_logits(self, tokens: IntArray, start: int, width: int) -> FloatArray:
+        """Logits [1, V] after part of a prompt, computed as `prefill_chunk` does."""
+        frame = self._filled_chunk(tokens, start, width)
+        frame.call.run()
+        return frame.logits[0, :1].copy()
+
+    def forget_calls(self) -> None:
+        """Give the arrays of all calls back; those of the next ones are made anew."""
+        self._frames.clear()
+
+    def _filled_chunk(self, tokens: IntArray, start: int, width: int) -> _Frame:
+        frame = self._frame(1, width, self.fewest_rows)
+        frame.place_chunk(tokens, start)
+        frame.live[0] = start + width
+        return frame
 
     def _filled(self, trees: Sequence[DraftTree], past_lens: Sequence[int]) -> _Frame:
         width = max(map(len, trees))
@@ -191,15 +207,15 @@ class _Frame:
     def place_chunk(self, tokens: IntArray, start: int) -> None:
         """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""
         if self._layouts[0] is None:
-            chain = np.tri(self.width, dtype=np.bool_)
-            self._layouts[0] = Layout(chain, np.arange(self.width))
+            mask = np.tri(self.width, dtype=np.bool_)
+            self._layouts[0] = Layout(mask, np.arange(self.width))
             if self.mask is not None:
-                self.mask[0] = chain
+                self.mask[0] = mask
         self.ids[0, : len(tokens)] = tokens
         self.ids[0, len(tokens) :] = 0
         self.positions[0] = np.arange(start, start + self.width)
         self.past_len[0] = start
-        self.output_rows[0, 0] = len(tokens) - 1
+        self.output_rows[0] = len(tokens) - 1
 
     def features(self, slot: int, nodes: int) -> Features:
         """Feature rows of the first `nodes` nodes of `slot`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
 
+_LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
 """What figures depend on besides the machine: build, graph, threads, slots, device …"""
 
@@ -39,10 +41,10 @@ def read_kept(path: Path | None) -> dict[str, Any] | None:
 
 
 def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
-    """Write all or nothing, so that a reader never sees a part. Does without where the folder cannot be written."""
+    """Write all or nothing, so that a reader never sees a part. Logs one line if the folder cannot be written."""
     if path is None:
         return
-    with contextlib.suppress(OSError):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
@@ -52,6 +54,8 @@ def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
         except BaseException:
             os.unlink(name)
             raise
+    except OSError as error:
+        _LOG.warning("cannot keep what was measured in %s: %s; every opening measures again", path.parent, error)
 
 
 def cache_folder() -> Path:

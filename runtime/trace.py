@@ -4,11 +4,12 @@
     {"request": 0, "position": 41, "source": "fresh", "tokens": […], "parents": […], "log_probs": […],
      "said": [the verifier's token after every node], "path": [accepted nodes], "committed": [ids],
      "choice": {"rate": …, "gains": {source: …}, "tried": false, "log_probs": […], "looked_up": [nodes]}}    every step
+    {"table_ms": [of verifying n nodes]}                                  before a step, when the costs have changed
 
 Trees and answers are complete, so that acceptance can be computed again from the file alone. So can where a tree came
 from and how much of it was verified, where that was weighed: `choice` is `redraft.types.Choice`, its `log_probs` are
 those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. Of trees that stayed on a
-device there are `shares`, by which they were cut.
+device there are `shares`, by which they were cut. `probed` marks trees that are larger than what seems to pay.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from redraft.types import BoolArray, DraftTree, IntArray
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
 _CHAIN = np.arange(-1, 1023)
-"""Parents of a chain, longer than any that is drafted."""
+"""Parents of a chain as long as most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,15 @@ class Layout:
 def root_only(token: int) -> DraftTree:
     """The tree of plain decoding: nothing but the last committed token."""
     return DraftTree(np.array([token], dtype=np.int64), _ROOT_PARENT, _ROOT_LOG_PROB)
+
+
+def chain(tokens: IntArray) -> DraftTree:
+    """The tree in which every token follows the one before it, each of them certain."""
+    return DraftTree(tokens, _chain_parents(len(tokens)), np.zeros(len(tokens), dtype=np.float32))
+
+
+def _chain_parents(nodes: int) -> IntArray:
+    return _CHAIN[:nodes] if nodes <= len(_CHAIN) else np.arange(-1, nodes - 1)
 
 
 def make_tree(tokens: list[int], parents: list[int], probs: list[float]) -> DraftTree:
@@ -124,7 +133,7 @@ def merge(first: DraftTree, second: DraftTree) -> DraftTree:
 
 def is_chain(tree: DraftTree) -> bool:
     """Whether every node but the first follows the one before it."""
-    return len(tree) < 3 or tree.parents.tobytes() == _CHAIN[: len(tree)].tobytes()
+    return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
 def exact_part(tree: DraftTree, past_len: int, branches: bool, block_rows: int | None) -> DraftTree:
@@ -132,7 +141,8 @@ def exact_part(tree: DraftTree, past_len: int, branches: bool, block_rows: int |
 
     branches: whether the verifier takes such trees; otherwise the likeliest chain is left.
     block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row past_len + i of
-    the KV buffers, and of a tree whose rows would lie in two blocks the nodes in the first are left.
+    the KV buffers. Of a tree whose rows would lie in two blocks, the likeliest nodes that fit into the first are left,
+    or the likeliest chain, whichever promises more tokens.
     """
     within = block_rows is None or past_len % block_rows + len(tree) <= block_rows
     if branches and within:
@@ -142,10 +152,16 @@ def exact_part(tree: DraftTree, past_len: int, branches: bool, block_rows: int |
         return tree.first(block_rows - past_len % block_rows - 1)
     if is_chain(tree):
         return tree
+    longest = likeliest_chain(tree)
     if not branches:
-        return likeliest_chain(tree)
+        return longest
     assert block_rows is not None
-    return tree.first(block_rows - past_len % block_rows - 1)
+    return max(prune(tree, block_rows - past_len % block_rows - 1), longest, key=_promised)
+
+
+def _promised(tree: DraftTree) -> float:
+    """Tokens expected of a tree, the bonus included."""
+    return float(np.exp(tree.log_probs).sum())
 
 
 def likeliest_chain(tree: DraftTree) -> DraftTree:
@@ -155,4 +171,4 @@ def likeliest_chain(tree: DraftTree) -> DraftTree:
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
         path.append(max(children, key=log_probs.__getitem__))
     draft_probs = None if tree.draft_probs is None else tree.draft_probs[path]
-    return DraftTree(tree.tokens[path], _CHAIN[: len(path)], tree.log_probs[path], draft_probs)
+    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path], draft_probs)

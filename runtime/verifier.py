@@ -44,6 +44,8 @@ class Verifier(ABC):
     """Rows of a call at least, padding included, if kernels round fewer otherwise (`redraft.runtime.exactness`)."""
     branches: bool = True
     """Whether it takes trees that branch."""
+    prefers_chains: bool = False
+    """Whether trees that branch take another engine, so that a method without engines of its own drafts chains."""
 
     def __init__(self, shape: VerifierShape, capacity: int, slots: int, taps: tuple[str, ...]) -> None:
         self.capacity = capacity

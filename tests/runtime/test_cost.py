@@ -139,7 +139,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
         b"", b"[1]", b'{"1": -1}', b"\xff", b'{"measured": {"1": [1.0]}}', b'{"measured": null, "believed": null}',
         b'{"measured": {"1": [1, "x"]}, "believed": {"1": [1, 2]}}',
         b'{"measured": {"1": [1]}, "believed": {"1": [1, 2]}}', b'{"measured": {"3": [1, 2]}, "believed": {"3": [1]}}',
-        b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}',
+        b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}', b'{"measured": {"1": [1]}, "believed": {"1": [1]}}',
     ],
 )  # fmt: skip
 def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
@@ -156,13 +156,15 @@ def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
     assert json.loads(file.read_bytes())["believed"]["1"] == pytest.approx(first.table_ms(1)[1:], abs=0.03)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    verifier: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_cannot_be_written_is_done_without_and_said_in_a_line(
+    verifier: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert load_costs(verifier, {"build": "a"}).largest == 24
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"cannot keep what was measured in {blocked}")
 
 
 def test_a_write_that_fails_leaves_no_file_behind(
@@ -208,7 +210,18 @@ def test_a_drafter_without_engines_costs_nothing_and_is_not_measured(verifier: T
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("damage", [b"", b"[1]", b'{"fresh_ms": 1}', b'{"fresh_ms": "x", "resample_ms": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"[1]",
+        b'{"fresh_ms": 1}',
+        b'{"fresh_ms": "x", "resample_ms": 1}',
+        b"\xff",
+        b'{"fresh_ms": NaN, "resample_ms": 1}',
+        b'{"fresh_ms": 1, "resample_ms": -1}',
+    ],
+)
 def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
     drafter = TimedDrafter(verifier)
     first = cached_costs(verifier, drafter, {"build": "a"})
@@ -288,3 +301,18 @@ def test_a_change_that_matters_little_is_not_written(verifier: Timed, cache: Pat
     called(costs, [1] * 64, slightly)
     keep_costs(costs, {"build": "a"})
     assert (file.stat().st_mtime_ns, file.read_bytes()) == before
+
+
+def test_costs_of_another_build_are_measured_again(
+    verifier: Timed, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_costs(verifier, {"build": "a"})
+    load_costs(verifier, {"build": "b"})
+    assert not caplog.records
+    one, other = cache.iterdir()
+    one.write_bytes(other.read_bytes())
+    load_costs(verifier, {"build": "a"})
+    load_costs(verifier, {"build": "b"})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{one} holds no costs of these engines: they are measured again"
+    ]

@@ -31,8 +31,17 @@ PLANTED: dict[str, Callable[[CostCurve], CostCurve]] = {
     "three times as fast": lambda true: CostCurve(tuple(ms / 3 for ms in true.table_ms)),
     "one row slow": lambda true: CostCurve(tuple(max(ms, 30.0) if n else 0.0 for n, ms in enumerate(true.table_ms))),
     "the other's": lambda true: DEAR if true is CHEAP else CHEAP,
+    "six times as dear from four nodes on": lambda true: _dearer(true, 4, 6),
+    "six times as dear from six nodes on": lambda true: _dearer(true, 6, 6),
+    "a hundred times as dear from two nodes on": lambda true: _dearer(true, 2, 100),
     "flat": lambda true: CostCurve(tuple(10.0 if n else 0.0 for n in range(len(true.table_ms)))),
 }
+
+
+def _dearer(true: CostCurve, nodes: int, times: float) -> CostCurve:
+    return CostCurve(tuple(ms * times if n >= nodes else ms for n, ms in enumerate(true.table_ms)))
+
+
 STEPS = 200
 PLAIN_MS = 1.05 * CHEAP.table_ms[1]
 """A call of one row on average: every twentieth takes twice as long."""

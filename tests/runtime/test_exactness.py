@@ -59,7 +59,7 @@ def test_kernels_that_never_differ_are_exact() -> None:
         (lambda sequences, rows: sequences > 1 and rows == 9, {"a tree's branch in a batch"}),
         (lambda sequences, rows: sequences == 1 and rows == 9, {"a tree's branch"}),
         (lambda sequences, rows: rows == 8, {"a few rows in a call"}),
-        (lambda sequences, rows: sequences == 3 and rows < 5, {"one token in a batch"}),
+        (lambda sequences, rows: sequences == 3 and rows < 3, {"one token in a batch"}),
     ],
 )
 def test_what_differs_is_named(where: Callable[[int, int], bool], named: set[str]) -> None:
@@ -78,11 +78,17 @@ def test_a_single_row_that_differs_is_computed_as_two_and_this_is_known_at_the_n
     assert again._engine.calls == 0  # type: ignore[attr-defined]
 
 
-def test_what_two_rows_do_not_mend_is_left_as_it_is() -> None:
-    other = verifier(lambda sequences, rows: rows < 3)
+def test_what_two_rows_do_not_change_is_named() -> None:
+    other = verifier(lambda sequences, rows: sequences * rows < 3)
     found = settle_exactness(other, {"build": "a"})
-    assert not found.holds
-    assert other.fewest_rows == 1
+    assert "one row in a call" in found.differences
+
+
+@pytest.mark.parametrize("capacity", [2, 8, 12, 33])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_short_context_is_not_looked_at(capacity: int, slots: int) -> None:
+    found = measure_exactness(HostVerifier(FakeEngine(), SHAPE, capacity, slots))
+    assert found == Exactness(0, {})
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"fewest_rows": 7, "compared": 1, "differences": {}}', b'{"x": 1}'])

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from redraft.runtime.sampler import Greedy
-from redraft.runtime.tree import accepted_path, ancestor_mask, exact_part, is_chain, layout, make_tree, merge, prune
+from redraft.runtime.tree import (
+    accepted_path,
+    ancestor_mask,
+    chain,
+    exact_part,
+    is_chain,
+    layout,
+    likeliest_chain,
+    make_tree,
+    merge,
+    prune,
+)
 from redraft.types import DraftTree
 
 SMALL_TREES = [[-1, *parents] for n in range(5) for parents in product(*(range(i + 1) for i in range(n)))]
@@ -125,16 +136,18 @@ BRANCHED = DraftTree(
 
 
 def test_a_tree_within_a_block_or_a_chain_across_two_is_verified_whole() -> None:
-    chain = DraftTree(np.arange(5), np.arange(-1, 4), np.zeros(5, np.float32))
+    line = chain(np.arange(5))
     assert exact_part(BRANCHED, 123, True, 128) is BRANCHED
     assert exact_part(BRANCHED, 128, True, 128) is BRANCHED
-    assert exact_part(chain, 126, True, 128) is chain
-    assert exact_part(chain, 126, False, 128) is chain
+    assert exact_part(line, 126, True, 128) is line
+    assert exact_part(line, 126, False, 128) is line
     assert exact_part(BRANCHED, 126, True, None) is BRANCHED
 
 
-@pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 6]), (127, [5])])
-def test_of_a_tree_in_two_blocks_the_nodes_in_the_first_are_left(past: int, left: list[int]) -> None:
+@pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 7, 8]), (127, [5, 7, 8])])
+def test_of_a_tree_in_two_blocks_the_better_of_the_likeliest_nodes_and_the_likeliest_chain_is_left(
+    past: int, left: list[int]
+) -> None:
     assert exact_part(BRANCHED, past, True, 128).tokens.tolist() == left
 
 
@@ -145,3 +158,9 @@ def test_where_no_branches_are_taken_the_likeliest_chain_is_left() -> None:
     assert left.log_probs.tolist() == [0, -1.0, -1.5]
     assert is_chain(left)
     assert not is_chain(BRANCHED)
+
+
+def test_a_chain_may_be_of_any_length() -> None:
+    long = chain(np.arange(1500))
+    assert is_chain(long)
+    assert likeliest_chain(long).parents.tolist() == long.parents.tolist()

@@ -12,18 +12,17 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.onnxruntime_backend import open_engine
 from redraft.runtime.exactness import measure_exactness
 from redraft.runtime.host_verifier import BLOCK_ROWS, HostVerifier, open_host_verifier
-from redraft.runtime.tree import exact_part
+from redraft.runtime.tree import chain, exact_part
 from redraft.types import DraftTree
 from tests.engines.graphs import Decoder
 
 from .test_graphs import DECODERS, LARGE, lowered
 
-LONG = Decoder(max_positions=400)
+LONG = Decoder(max_positions=400, head_dim=64)
+"""Whose heads add up 256 keys at a time."""
+SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
+"""Query heads, key heads and sizes of heads, of which threads share products in other ways."""
 ALL = {**DECODERS, **LARGE}
-
-
-def chain(tokens: np.ndarray) -> DraftTree:
-    return DraftTree(tokens, np.arange(-1, len(tokens) - 1), np.zeros(len(tokens), np.float32))
 
 
 def open_verifier(decoder: Decoder, bundle: Bundle, form: str, slots: int) -> HostVerifier:
@@ -156,3 +155,30 @@ def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     assert [bundle.host_graph(1), bundle.host_graph(1, exact=False), bundle.host_graph(2, exact=False)] == [
         names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 4, 8, 16])
+@pytest.mark.parametrize("heads", SHARED, ids=str)
+def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
+    """Over one block of keys and over several, one row and many, alone and in a batch."""
+    q_heads, kv_heads, head_dim = heads
+    decoder = Decoder(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, layers=1, max_positions=700)
+    bundle = lowered(decoder, tmp_path)
+    text = np.random.default_rng(6).integers(0, decoder.vocabulary, 660)
+    verifiers = [
+        HostVerifier(open_engine(bundle, form, of), decoder.shape, 700, slots, decoder.taps)
+        for form, of, slots in ((names.VERIFIER_BATCH, 1, 1), (names.VERIFIER_BATCH, threads, 3))
+    ]
+    for live in (70, 130, 300, 600):
+        for verifier in verifiers:
+            for start in range(0, live, 64):
+                verifier.logits([chain(text[start : min(start + 64, live)])], [start])
+        (expected,) = verifiers[0].logits([chain(text[live : live + 40])], [live])
+        for rows in (1, 2, 4, 16, 40):
+            (found,) = verifiers[1].logits([chain(text[live : live + rows])], [live])
+            assert found.tobytes() == expected[:rows].tobytes(), (live, rows)
+        for slot in (1, 2):
+            verifiers[1].move(0, slot, live)
+        assert (
+            verifiers[1].logits([chain(text[live : live + 3])] * 3, [live] * 3)[2].tobytes() == expected[:3].tobytes()
+        )
