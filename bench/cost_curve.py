@@ -1,15 +1,15 @@
-"""Milliseconds of one verification by the number of tokens verified: a bundle's graph, the naive one, products alone.
+"""Milliseconds of one verification by the tokens verified: a bundle's graphs, their products alone, a naive graph.
 
     python -m redraft.bench.cost_curve --engines build/engines/tiny --checkpoint assets/tiny
 
-All are timed in one run, in turn, with the same rows live. `capacity_ratio` is the bundle's time over a buffer of 4096
-rows divided by its time over 256, which says whether verifying costs what is live or what the buffer holds.
+All are timed in one run, in turn, with the same rows live. `products` are those of the bundle, in its precision:
+`relative_to_one` says how much of t(n)/t(1) comes from them. `capacity_ratio` is the bundle's time over a buffer of
+4096 rows divided by its time over 256: it says whether verifying costs what is live or what the buffer holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +42,9 @@ def main() -> dict[str, Any]:
     bundle = open_bundle(arguments.engines)
     graphs = {f"bundle {name}": bundle_calls(bundle, name, arguments, CAPACITY) for name in verifier_graphs(bundle)}
     with tempfile.TemporaryDirectory() as temporary:
+        graphs["products"] = products_calls(bundle, Path(temporary) / "products.onnx", arguments)
         if arguments.checkpoint:
-            folder = arguments.keep or Path(temporary)
-            graphs["naive"] = naive_calls(arguments, folder)
-            graphs["products"] = products_calls(arguments, folder)
+            graphs["naive"] = naive_calls(arguments, arguments.keep or Path(temporary))
         times = {n: interleaved({name: calls[n] for name, calls in graphs.items()}) for n in arguments.sizes}
     curve = {str(n): {name: float(np.median(ms)) for name, ms in by_name.items()} for n, by_name in times.items()}
     return {
@@ -123,20 +122,18 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
     return calls
 
 
-def products_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
-    """A call a size of the matrix products of the checkpoint's shape. Raises ValueError past what one file may hold."""
-    from redraft.bench.products import MAX_BYTES, products_of, weight_bytes, write_products
+def products_calls(bundle: Bundle, graph: Path, arguments: argparse.Namespace) -> Calls:
+    """A call a size of the matrix products of the verifier, written to `graph`."""
+    from redraft.bench.products import write_products
 
-    products = products_of(json.loads((arguments.checkpoint / "config.json").read_text()))
-    if weight_bytes(products) > MAX_BYTES:
-        raise ValueError(f"the products of this model take {weight_bytes(products)} bytes, at most {MAX_BYTES} fit")
-    graph = folder / "products.onnx"
-    write_products(products, graph)
+    write_products(bundle.path / bundle.graph(verifier_graphs(bundle)[0]).file, graph)
     session = open_session(graph, arguments.threads)
     calls: Calls = {}
     for n in arguments.sizes:
-        inputs = {f"{p.name}.in": zeros(n, p.rows) for p in products}
-        outputs = {f"{p.name}.{i}": zeros(n, p.columns) for p in products for i in range(p.count)}
+        inputs, outputs = (
+            {spec.name: zeros(n, spec.shape[1]) for spec in specs}
+            for specs in (session.get_inputs(), session.get_outputs())
+        )
         calls[n] = bound_call(session, inputs, outputs)
     return calls
 
@@ -154,7 +151,7 @@ def _relative(curve: dict[str, dict[str, float]], n: int) -> dict[str, float]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
-    parser.add_argument("--checkpoint", type=Path, help="its checkpoint: time the naive graph and the products too")
+    parser.add_argument("--checkpoint", type=Path, help="its checkpoint: time a naive graph of it too")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the naive graph for the next run")
     parser.add_argument("--sizes", type=sizes, default=DEFAULT_SIZES, help="tokens verified at once, such as 1,4,8")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,62 +1,61 @@
-"""The floor under a verifier's time: its matrix products and nothing else, each over its own weights."""
+"""The floor under a verifier's time: the matrix products of its graph and nothing else, each over its own weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
-OPSET = 24
-IR_VERSION = 11
-MAX_BYTES = 1 << 30
+from redraft.files import link_or_copy
 
-
-@dataclass(frozen=True)
-class Product:
-    """`count` products of [T, rows] by [rows, columns], one a layer."""
-
-    name: str
-    rows: int
-    columns: int
-    count: int
+_PRODUCTS = ("MatMul", "MatMulNBits")
+_TOKENS = "T"
 
 
-def products_of(config: dict[str, Any]) -> tuple[Product, ...]:
-    """The products of a Llama-like decoder with q, k, v joined and gate, up joined. Raises KeyError."""
-    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return (
-        Product("qkv", hidden, (heads + 2 * kv_heads) * size, layers),
-        Product("out", heads * size, hidden, layers),
-        Product("gate_up", hidden, 2 * inner, layers),
-        Product("down", inner, hidden, layers),
-        Product("head", hidden, config["vocab_size"], 1),
-    )
+def write_products(graph: Path, out: Path) -> None:
+    """Write to `out`, in another folder, the products of `graph` that multiply by weights. Weights are linked there.
+
+    The new graph has an input `rows.{K}` [T, K] for each number of columns K that a product reads, and an output
+    `product.{i}` [T, N] for each product, in the order of the graph. Raises ValueError if the graph has none.
+    """
+    model = ir.load(graph)
+    products = [node for node in model.graph if node.op_type in _PRODUCTS and _is_constant(node.inputs[1])]
+    if not products:
+        raise ValueError(f"{graph} multiplies nothing by weights")
+    inputs: dict[int, ir.Value] = {}
+    for number, node in enumerate(products):
+        rows, out_rows = node.inputs[0], node.outputs[0]
+        columns = _columns(rows)
+        if columns not in inputs:
+            inputs[columns] = ir.Value(name=f"rows.{columns}", shape=ir.Shape([_TOKENS, columns]), type=rows.type)
+        node.replace_input_with(0, inputs[columns])
+        out_rows.name, out_rows.shape = f"product.{number}", ir.Shape([_TOKENS, _columns(out_rows)])
+    model.graph.inputs[:] = list(inputs.values())
+    model.graph.outputs[:] = [node.outputs[0] for node in products]
+    RemoveUnusedOpsetsPass()(RemoveUnusedNodesPass()(model).model)
+    ir.save(model, out)
+    for weights in {
+        value.const_value.location
+        for value in model.graph.initializers.values()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }:
+        (out.parent / weights).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(graph.parent / weights, out.parent / weights)
 
 
-def weight_bytes(products: tuple[Product, ...]) -> int:
-    """Bytes of all weights in fp32."""
-    return sum(4 * p.rows * p.columns * p.count for p in products)
+def _is_constant(value: ir.Value | None) -> bool:
+    """True if only initializers go into the value."""
+    if value is None or value.is_initializer():
+        return value is not None
+    producer = value.producer()
+    return producer is not None and all(map(_is_constant, producer.inputs))
 
 
-def write_products(products: tuple[Product, ...], out: Path) -> None:
-    """Write a graph with an input `{name}.in` [T, rows] a kind and an output `{name}.{i}` [T, columns] a product."""
-    random = np.random.default_rng(0)
-    nodes, weights, outputs = [], [], []
-    for product in products:
-        for index in range(product.count):
-            name = f"{product.name}.{index}"
-            weight = random.standard_normal((product.rows, product.columns), np.float32)
-            weights.append(numpy_helper.from_array(weight, f"{name}.weight"))
-            nodes.append(helper.make_node("MatMul", [f"{product.name}.in", f"{name}.weight"], [name]))
-            outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", product.columns]))
-    inputs = [helper.make_tensor_value_info(f"{p.name}.in", TensorProto.FLOAT, ["T", p.rows]) for p in products]
-    graph = helper.make_graph(nodes, "products", inputs, outputs, weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
-    onnx.save(model, out)
+def _columns(value: ir.Value | None) -> int:
+    """The last dimension."""
+    assert value is not None
+    assert value.shape is not None
+    columns = value.shape[-1]
+    assert isinstance(columns, int)
+    return columns

@@ -63,7 +63,8 @@ def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
     count = len(tokens)
     call.inputs[names.TOKEN_IDS][0] = tokens
     call.inputs[names.POSITIONS][0] = np.arange(start, start + count)
-    call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
+    if names.TREE_MASK in call.inputs:  # a graph for chains has none
+        call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
     call.inputs[names.PAST_LEN][0] = start
     call.inputs[names.LIVE][0] = start + count
     call.inputs[names.OUTPUT_ROWS][0] = np.arange(count)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint,
 from redraft.export.stored_grids import Coded, StoredGrid
 from redraft.export.stored_tensor import StoredTensor, entries, evaluate
 from redraft.export.weight_files import FOLDER, Made, Slabs, write
+from redraft.files import link_or_copy
 from redraft.names import WeightRef
 
 LINK_FROM_BYTES = 256 << 20
@@ -212,13 +211,8 @@ class Beside:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A copy of a small file; of a large one a hard link where the file system allows it.
-
-    A copy is independent of the checkpoint and opens in onnx's own loader, which refuses hard links; ONNX Runtime takes
-    both, and refuses symbolic links.
-    """
+    """A copy of a small file, which onnx's own loader opens too (it refuses hard links); of a large one a hard link."""
     if source.stat().st_size >= LINK_FROM_BYTES:
-        with contextlib.suppress(OSError):
-            os.link(source.resolve(), target)
-            return
-    shutil.copyfile(source, target)
+        link_or_copy(source, target)
+    else:
+        shutil.copyfile(source, target)

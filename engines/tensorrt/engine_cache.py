@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.target import Target
+from redraft.files import link_or_copy
 
 
 def cache_folder() -> Path:
@@ -51,7 +51,7 @@ def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
     cached = _path(key, folder)
     if not cached.is_file():
         return False
-    _share(cached, out)
+    link_or_copy(cached, out)
     return True
 
 
@@ -61,18 +61,10 @@ def keep(key: str, engine: Path, folder: Path | None = None) -> None:
     temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
-        _share(engine, temporary)
+        link_or_copy(engine, temporary)
         temporary.replace(cached)
     temporary.unlink(missing_ok=True)
 
 
 def _path(key: str, folder: Path | None) -> Path:
     return (folder or cache_folder()) / f"{key}.engine"
-
-
-def _share(source: Path, target: Path) -> None:
-    """A hard link where the file system allows it, else a copy."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
