@@ -2,7 +2,10 @@
 
 Every prompt is decoded by every method before the next prompt, in an order that flips from prompt to prompt, so that a
 slow minute of the machine, and the caches that one method warms for the next, fall on all alike. A chat is decoded turn
-by turn. All methods continue the same messages: the assistant's are the plain answers.
+by turn. All methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context
+ends there.
+
+INEXACT is plain decoding by a second runtime, opened with `exact=False`: what exact texts cost.
 """
 
 from __future__ import annotations
@@ -10,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from redraft.bench.prompts import Prompt
 from redraft.bench.statistics import loops
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams
-from redraft.runtime.conversation import Conversation
+from redraft.runtime.conversation import Conversation, ConversationTooLong
 
-PLAIN = "none"
+PLAIN, INEXACT = "none", "inexact"
 
 
 @dataclass(frozen=True)
@@ -62,21 +66,37 @@ def compare(
     methods: Sequence[str],
     settings: Settings,
     report: Callable[[str], None] = lambda message: None,
+    inexact: Runtime | None = None,
 ) -> list[Run]:
     """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted.
 
+    inexact: decodes what INEXACT among the methods asks for.
     Raises UsageError naming the prompt if it cannot be decoded; for a first turn, before anything is decoded.
     """
     order = list(dict.fromkeys((PLAIN, *methods)))
     first_turns = [_first_turn(runtime, prompt, settings) for prompt in prompts]
+
+    def decode_by(method: str, ids: Sequence[int]) -> Generation:
+        if method != INEXACT:
+            return decode(runtime, ids, method, settings)
+        assert inexact is not None
+        return decode(inexact, ids, PLAIN, settings)
+
     for method in order:
         report(f"warming up {method}")
-        decode(runtime, first_turns[0], method, settings)
+        decode_by(method, first_turns[0])
     runs: list[Run] = []
     for index, prompt in enumerate(prompts):
         report(f"prompt {index + 1} of {len(prompts)}")
-        runs += _decode_turns(runtime, prompt, order if index % 2 == 0 else order[::-1], settings)
+        turn_order = order if index % 2 == 0 else order[::-1]
+        runs += _decode_turns(runtime, prompt, settings, partial(_by_each, decode_by, turn_order))
     return runs
+
+
+def _by_each(
+    decode_by: Callable[[str, Sequence[int]], Generation], methods: Sequence[str], ids: Sequence[int]
+) -> dict[str, Generation]:
+    return {method: decode_by(method, ids) for method in methods}
 
 
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
@@ -93,17 +113,25 @@ def _first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[in
         return conversation.ask(prompt.text) if conversation else runtime.encode(prompt.text)
 
 
-def _decode_turns(runtime: Runtime, prompt: Prompt, order: Sequence[str], settings: Settings) -> Iterator[Run]:
-    """A run of a prompt, or of every turn of a chat."""
+def _decode_turns(
+    runtime: Runtime,
+    prompt: Prompt,
+    settings: Settings,
+    decode_by_all: Callable[[Sequence[int]], dict[str, Generation]],
+) -> Iterator[Run]:
+    """A run of a prompt, or of every turn of a chat that fits the context."""
     if not settings.chat:
         ids = _first_turn(runtime, prompt, settings)
-        yield Run(prompt, ids, {method: decode(runtime, ids, method, settings) for method in order})
+        yield Run(prompt, ids, decode_by_all(ids))
         return
     conversation = Conversation(runtime, settings.system)
     for turn, text in enumerate(prompt.turns, start=1):
-        with _named(f"prompt {prompt.id}, turn {turn}"):
-            ids = conversation.ask(text)
-        run = Run(prompt, ids, {method: decode(runtime, ids, method, settings) for method in order}, turn)
+        try:
+            with _named(f"prompt {prompt.id}, turn {turn}"):
+                ids = conversation.ask(text)
+        except ConversationTooLong:
+            return
+        run = Run(prompt, ids, decode_by_all(ids), turn)
         conversation.answer(run.generations[PLAIN].text)
         yield run
 
@@ -114,4 +142,4 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"{name}: {error.message}", error.mend) from error
+        raise type(error)(f"{name}: {error.message}", error.mend) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.convenience import extract
 
 from redraft.files import link_or_copy
 
@@ -31,13 +31,13 @@ def write_products(graph: Path, out: Path) -> None:
             inputs[columns] = ir.Value(name=f"rows.{columns}", shape=ir.Shape([_TOKENS, columns]), type=rows.type)
         node.replace_input_with(0, inputs[columns])
         out_rows.name, out_rows.shape = f"product.{number}", ir.Shape([_TOKENS, _columns(out_rows)])
-    model.graph.inputs[:] = list(inputs.values())
-    model.graph.outputs[:] = [node.outputs[0] for node in products]
-    RemoveUnusedOpsetsPass()(RemoveUnusedNodesPass()(model).model)
-    ir.save(model, out)
+    outputs = [node.outputs[0] for node in products]
+    model.graph.inputs.extend(inputs.values())
+    alone = ir.Model(extract(model.graph, list(inputs.values()), outputs), ir_version=model.ir_version)
+    ir.save(alone, out)
     for weights in {
         value.const_value.location
-        for value in model.graph.initializers.values()
+        for value in alone.graph.initializers.values()
         if isinstance(value.const_value, ir.ExternalTensor)
     }:
         (out.parent / weights).parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +44,11 @@ def bench(
     ] = False,
     system: System = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods to compare, separated by commas; all of the bundle's by default.")
+        str | None,
+        typer.Option(
+            help="Methods to compare, separated by commas; all of the bundle's by default. `inexact` is plain decoding "
+            "with --inexact, by engines that are opened beside the others."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most of a kind.")] = None,
     max_new_tokens: NewTokens = 128,
@@ -64,7 +69,7 @@ def bench(
     check_system(system, chat)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
-    from redraft.bench.compare import Settings, compare
+    from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.prompts import load_prompts
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams
@@ -74,14 +79,38 @@ def bench(
     settings = Settings(params, size, forced, chat, system)
     with progress(quiet=as_json) as report:
         report("opening the engines")
-        with open_runtime(engines, threads=threads, device=device, exact=not inexact) as runtime:
-            runs = compare(runtime, loaded, listed or ["ngram", *_best(runtime)], settings, report)
+        with ExitStack() as stack:
+            runtime = stack.enter_context(open_runtime(engines, threads=threads, device=device, exact=not inexact))
+            chosen = listed or default_methods(runtime, engines)
+            fast = None
+            if INEXACT in chosen:
+                _check_inexact(runtime, engines)
+                fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
+            runs = compare(runtime, loaded, chosen, settings, report, fast)
             result = figures(runtime, runs, settings, engines, threads)
+    result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs) if chat else 0
     print_json(result) if as_json else print_table(result)
 
 
-def _best(runtime: Runtime) -> list[str]:
-    return [] if runtime.default_method == "ngram" else [runtime.default_method]
+def default_methods(runtime: Runtime, engines: Path) -> list[str]:
+    """The methods of the bundle, and INEXACT if exactness makes it slower."""
+    from redraft.bench.compare import INEXACT
+
+    best = [] if runtime.default_method == "ngram" else [runtime.default_method]
+    return [*([INEXACT] if _has_inexact(runtime, engines) else []), "ngram", *best]
+
+
+def _has_inexact(runtime: Runtime, engines: Path) -> bool:
+    from redraft import names
+    from redraft.engines.manifest import load_manifest
+
+    return runtime.exact and names.VERIFIER_FAST in load_manifest(engines).graphs
+
+
+def _check_inexact(runtime: Runtime, engines: Path) -> None:
+    """Raises UsageError if the comparison cannot decode inexactly too."""
+    if not _has_inexact(runtime, engines):
+        raise UsageError("inexact decoding is what these engines already do", "leave `inexact` out of --methods")
 
 
 def figures(
@@ -145,11 +174,15 @@ def print_table(result: dict[str, Any]) -> None:
 
 def warnings(result: dict[str, Any]) -> Iterator[str]:
     """What a reader of the figures must know: random weights, forced acceptance, differing tokens, looping texts."""
+    from redraft.bench.compare import INEXACT
+
     yield from result["environment"]["model"]["caveats"]
+    if result["turns_left_out"]:
+        yield f"turns left out, since their conversations outgrow the context: {result['turns_left_out']}"
     if result["synthetic_acceptance"]:
         yield "acceptance was forced: the speeds are real, the texts are not"
-    for figures in result["methods"].values():
-        for found in figures.get("differences", ()):
+    for method, figures in result["methods"].items():
+        for found in figures.get("differences", ()) if method != INEXACT else ():
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"
             gap = "past the end" if found["gap"] is None else f"gap {found['gap']:.2g}"
             turn = f", turn {found['turn']}" if result["chat"] else ""

@@ -78,6 +78,6 @@ def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...
 
 
 def _check_drafting(option: str, methods: Sequence[str | None]) -> None:
-    """Raises UsageError where the only method is plain decoding, to which `option` means nothing."""
-    if set(methods) == {"none"}:
+    """Raises UsageError if every method is plain decoding, to which `option` means nothing."""
+    if methods and set(methods) <= {"none", "inexact"}:
         raise UsageError(f"plain decoding drafts nothing: {option} would do nothing", "leave it out, or name a method")

@@ -133,6 +133,11 @@ class Runtime:
         return cls(verifier, text, costs, manifest.context, manifest.eos_token_ids, options, engines, identity, exact)
 
     @property
+    def exact(self) -> bool:
+        """True if texts are computed with exact kernels, which only the host has (see `exactness`)."""
+        return self._exact and isinstance(self.verifier, HostVerifier)
+
+    @property
     def default_method(self) -> str:
         """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
         lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None

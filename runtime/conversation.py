@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from redraft.runtime.chat_data import Message
 
 
+class ConversationTooLong(UsageError):
+    """The context has no space for an answer to the messages of a chat."""
+
+
 class Conversation:
     """The messages of one chat, which the model's default chat template turns into prompts.
 
@@ -26,12 +30,12 @@ class Conversation:
     def ask(self, text: str) -> list[int]:
         """Add a message of the user and return the token ids of the prompt for the answer.
 
-        Raises UsageError if the template refuses the messages, and if the context has no space for an answer.
+        Raises UsageError if the template refuses the messages, and ConversationTooLong.
         """
         self._messages.append({"role": "user", "content": text})
         ids = self._runtime.text.encode(self._runtime.text.apply_chat_template(self._messages), special_tokens=False)
         if len(ids) >= self._runtime.context:
-            raise UsageError(
+            raise ConversationTooLong(
                 f"the conversation has {len(ids)} tokens and the context holds {self._runtime.context}, a new token "
                 "included",
                 "shorten its messages, or let answers have fewer new tokens",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.runtime.fakes import make_runtime
 
-from redraft.bench.compare import PLAIN, Settings, compare
+from redraft.bench.compare import INEXACT, PLAIN, Settings, compare
 from redraft.bench.prompts import Prompt
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import Budget, Runtime, SamplingParams
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 TURNS = Prompt("p", "k", "one", ("two", "three"))
@@ -54,9 +54,21 @@ def test_a_prompt_that_does_not_fit_is_named_before_anything_is_decoded() -> Non
     assert not reports
 
 
-def test_a_chat_that_outgrows_the_context_is_named_with_its_turn() -> None:
-    with pytest.raises(UsageError, match=r"prompt p, turn 2: the conversation has 23 tokens .* fewer new tokens"):
-        compare(chats(22), [TURNS], ["ngram"], Settings(PARAMS, chat=True))
+def test_a_chat_that_outgrows_the_context_ends_there() -> None:
+    other = Prompt("q", "k", "b", ("c",))
+    runs = compare(chats(22), [TURNS, other], ["ngram"], Settings(PARAMS, chat=True))
+    assert [(run.prompt.id, run.turn) for run in runs] == [("p", 1), ("q", 1), ("q", 2)]
+
+
+def test_inexact_decoding_is_plain_decoding_by_the_other_runtime() -> None:
+    """Whatever else is asked for: neither a budget nor forced acceptance says anything to it."""
+    settings = Settings(PARAMS, Budget(nodes=4, depth=4, width=1), acceptance=(1.0,))
+    (run,) = compare(make_runtime(), [TURNS], [INEXACT, "ngram"], settings, inexact=make_runtime(letters))
+    (alone,) = compare(make_runtime(letters), [TURNS], [], Settings(PARAMS))
+    assert list(run.generations) == [PLAIN, INEXACT, "ngram"]
+    assert run.generations[INEXACT].token_ids == alone.generations[PLAIN].token_ids
+    assert run.generations[INEXACT].token_ids != run.generations[PLAIN].token_ids
+    assert run.generations[INEXACT].metrics.num_draft_tokens == 0
 
 
 def test_a_run_loops_if_its_plain_output_does() -> None:

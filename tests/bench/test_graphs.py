@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
-from redraft.bench.products import Product, products_of, weight_bytes, write_products
-from redraft.bench.sessions import open_session, zeros
+from redraft import names
+from redraft.bench.products import write_products
+from redraft.bench.sessions import open_session
 from redraft.bench.timing import interleaved
-from redraft.engines.onnxruntime_backend import bound_call
+from redraft.engines import open_bundle
 
 CONFIG = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -18,21 +20,28 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_products_have_the_decoder_s_shapes() -> None:
-    assert products_of(CONFIG) == (
-        Product("qkv", 8, 16, 2), Product("out", 8, 8, 2), Product("gate_up", 8, 24, 2), Product("down", 12, 8, 2),
-        Product("head", 8, 20, 1),
-    )  # fmt: skip
-    assert weight_bytes(products_of(CONFIG)) == 4 * (2 * (128 + 64 + 192 + 96) + 160)
-
-
-def test_product_graph_runs_every_product(tmp_path: Path) -> None:
-    write_products((Product("head", 3, 5, 2),), tmp_path / "products.onnx")
-    outputs = {"head.0": zeros(4, 5), "head.1": zeros(4, 5)}
+@pytest.mark.parametrize("graph", [names.VERIFIER, names.VERIFIER_BATCH])
+def test_products_are_those_of_the_bundle_over_its_own_weights(bundle: Path, tmp_path: Path, graph: str) -> None:
+    """Four a layer and the logits, of which one of 2 rows is compared; attention's own products are left out."""
+    opened = open_bundle(bundle)
+    write_products(bundle / opened.graph(graph).file, tmp_path / "products.onnx")
     session = open_session(tmp_path / "products.onnx", threads=1)
-    bound_call(session, {"head.in": np.ones((4, 3), np.float32)}, outputs)()
-    assert all(np.ptp(out, axis=0).max() == 0 and np.abs(out).min() > 0 for out in outputs.values())
-    assert not np.array_equal(outputs["head.0"], outputs["head.1"])
+    shape = opened.manifest.shape
+    assert len(session.get_outputs()) == 4 * shape.layers + 1
+    rows = {spec.name: np.random.default_rng(0).random((2, spec.shape[1]), np.float32) for spec in session.get_inputs()}
+    logits = session.run(None, rows)[-1]
+    assert logits.shape == (2, shape.vocabulary)
+    head = opened.array("lm_head.weight")
+    np.testing.assert_allclose(logits, rows[f"rows.{head.shape[1]}"] @ head.T, rtol=1e-5)
+
+
+def test_a_graph_without_products_has_no_floor(tmp_path: Path) -> None:
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [value], [onnx.helper.make_empty_tensor_value_info("y")])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "graph.onnx")
+    with pytest.raises(ValueError, match="multiplies nothing by weights"):
+        write_products(tmp_path / "graph.onnx", tmp_path / "out.onnx")
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_json_gives_environment_and_figures_by_method(redraft: Redraft, bundle: 
     assert measured["environment"]["threads"] == 1
     assert measured["environment"]["libraries"]["onnxruntime"]
     assert measured["environment"]["model"]["weights_sha256"]
-    assert set(measured["methods"]) == {"none", "ngram"}
+    assert set(measured["methods"]) == {"none", "inexact", "ngram"}
     assert set(measured["methods"]["ngram"]) >= FIGURES
     assert measured["methods"]["none"]["speedup"] == 1
     assert measured["methods"]["ngram"]["identical_to_plain"] is True
@@ -100,8 +100,11 @@ def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
     difference = {"prompt": "p", "turn": 2, "token": 1, "gap": 2.0, "near_tie": False}
     plain = {"looping_outputs": 1, "outputs": 2, "repetition": {"repeated_4gram_share": 0.5}}
     result = {"environment": {"model": {"caveats": []}}, "synthetic_acceptance": None, "chat": True,
-              "methods": {"none": plain, "ngram": {"differences": [difference]}}}  # fmt: skip
+              "turns_left_out": 3, "methods": {
+                  "none": plain, "inexact": {"differences": [difference]}, "ngram": {"differences": [difference]},
+              }}  # fmt: skip
     assert list(warnings(result)) == [
+        "turns left out, since their conversations outgrow the context: 3",
         "DIFFERENT: prompt p, turn 2, token 1, gap 2",
         "plain outputs that loop (the last 64 tokens repeat a period of at most 16): 1 of 2; "
         "repeated 4-grams in all of them: 50.0 %",
@@ -115,7 +118,6 @@ def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
         ("{{ raise_exception('users only') }}", "prompt 1: the chat template refuses these messages: users only"),
         ("{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}a", "prompt 1, turn 2: the chat template"),
         ("{{ messages[0].content * 30 }}", "prompt 1: the conversation has 90 tokens and the context holds 64"),
-        ("{{ messages[0].content * (messages | length) ** 3 }}", "prompt 1, turn 2: the conversation has 81 tokens"),
     ],
 )
 def test_chats_that_cannot_be_measured(
@@ -124,6 +126,23 @@ def test_chats_that_cannot_be_measured(
     engines = with_template(template)
     assert word in refused("bench", "--engines", engines, "--prompts", chats, "--max-new-tokens", "8", "--chat",
                            status=2)  # fmt: skip
+
+
+def test_turns_that_no_longer_fit_are_counted(
+    redraft: Redraft, with_template: Callable[[str | None], Path], chats: Path
+) -> None:
+    engines = with_template("{{ messages[0].content * (messages | length) ** 3 }}")
+    measured = json.loads(redraft("bench", "--engines", engines, "--prompts", chats, "--max-new-tokens", "8", "--chat",
+                                  "--json").stdout)  # fmt: skip
+    assert measured["turns_left_out"] == 3
+    assert measured["methods"]["none"]["outputs"] == 2
+
+
+def test_inexact_decoding_is_refused_where_it_is_no_other(refused: Refused, bundle: Path, prompts: Path) -> None:
+    arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--methods", "inexact")
+    for option in (("--inexact",), ("--device", "cpu")):
+        assert "inexact decoding is what these engines already do" in refused(*arguments, *option, status=2)
+    assert "--budget would do nothing" in refused(*arguments, "--budget", "nodes=1,depth=1,width=1", status=2)
 
 
 def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Path, prompts: Path) -> None:
