@@ -37,7 +37,7 @@ demo: install
 engines: install
 	$(strip $(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
-	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(CONTEXT),--context $(CONTEXT)) $(if $(LYANNA),--lyanna $(LYANNA)) \
+	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(MAX_MODEL_LEN),--max-model-len $(MAX_MODEL_LEN)) $(if $(LYANNA),--lyanna $(LYANNA)) \
 	  $(if $(FORCE),--force))
 
 # The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.

@@ -142,4 +142,4 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise type(error)(f"{name}: {error.message}", error.mend) from error
+        raise type(error)(f"{name}: {error.message}", error.hint) from error

@@ -27,7 +27,7 @@ from redraft.engines import Bundle, open_bundle, open_engine
 from redraft.engines.base import Engine
 from redraft.engines.onnxruntime_backend import bound_call
 
-LIVE_ROWS = 200
+KV_ROWS = 200
 CAPACITY = 512
 SMALL_CAPACITY, LARGE_CAPACITY = 256, 4096
 CAPACITY_TOKENS = (1, 8)
@@ -49,7 +49,7 @@ def main() -> dict[str, Any]:
     curve = {str(n): {name: float(np.median(ms)) for name, ms in by_name.items()} for n, by_name in times.items()}
     return {
         "environment": environment(arguments.threads),
-        "live_rows": LIVE_ROWS,
+        "live_rows": KV_ROWS,
         "capacity": CAPACITY,
         "milliseconds": curve,
         "least_milliseconds": {str(n): {name: min(ms) for name, ms in found.items()} for n, found in times.items()},
@@ -90,7 +90,7 @@ def bundle_calls(
     calls: Calls = {}
     for n in counts or arguments.sizes:
         call = engine.prepare(**batch, T=n, R=n)
-        fill_chain(call, np.ones(n, np.int64), LIVE_ROWS)
+        fill_chain(call, np.ones(n, np.int64), KV_ROWS)
         calls[n] = call.run
     return calls
 
@@ -110,11 +110,11 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
     calls: Calls = {}
     for n in arguments.sizes:
         mask = np.zeros((1, 1, n, CAPACITY), bool)
-        mask[0, 0, :, : LIVE_ROWS + n] = np.tri(n, LIVE_ROWS + n, LIVE_ROWS, dtype=bool)
+        mask[0, 0, :, : KV_ROWS + n] = np.tri(n, KV_ROWS + n, KV_ROWS, dtype=bool)
         inputs = {
             "token_ids": np.ones((1, n), np.int64),
-            "positions": np.arange(LIVE_ROWS, LIVE_ROWS + n)[None],
-            "past_len": np.array([LIVE_ROWS]),
+            "positions": np.arange(KV_ROWS, KV_ROWS + n)[None],
+            "cache_len": np.array([KV_ROWS]),
             "mask": mask,
         }
         fresh = {spec.name: zeros(1, n, spec.shape[2]) for spec in outputs[:2]}

@@ -20,9 +20,9 @@ def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
 def perplexities(bundle: Bundle, texts: Mapping[str, str], threads: int | None = None) -> dict[str, float]:
     """Perplexity by kind of the first EVALUATED_TOKENS tokens of each text; a text of under two tokens is left out."""
     from redraft.bench.scoring import Scorer
-    from redraft.runtime.text import load_tokenizer
+    from redraft.runtime.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(bundle.path / names.TOKENIZER_FILE)
     scorer = Scorer(bundle, threads)
     encoded = {kind: tokenizer.encode(text).ids[:EVALUATED_TOKENS] for kind, text in texts.items()}
-    return {kind: scorer.perplexity(ids, scorer.capacity) for kind, ids in encoded.items() if len(ids) > 1}
+    return {kind: scorer.perplexity(ids, scorer.max_model_len) for kind, ids in encoded.items() if len(ids) > 1}

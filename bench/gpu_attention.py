@@ -80,8 +80,8 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     copy = copy_bytes_per_second()
     report.put("copy_gb_per_second", copy / 1e9)
     batches, lengths, nodes = QUICK if options.quick else (BATCHES, LENGTHS, NODES)
-    for dtype, heads, batch, live, t in product(("float16", "bfloat16"), HEADS, batches, lengths, nodes):
-        sizes = AttentionSizes(dtype, batch, live, t, *heads, 128)
+    for dtype, heads, batch, kv_len, t in product(("float16", "bfloat16"), HEADS, batches, lengths, nodes):
+        sizes = AttentionSizes(dtype, batch, kv_len, t, *heads, 128)
         report.add("attention", unless_out_of_memory(vars(sizes), partial(timed, kernels, sizes, copy, options.ctas)))
     for batch, (kv_heads, path) in product((1, 16), COMPACTIONS):
         compaction = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "path": path}

@@ -32,15 +32,15 @@ FEATURES = {
 }
 
 
-def checks(kernels: Kernels, device: str = "cuda", live: int = 517) -> Iterator[dict[str, Any]]:
+def checks(kernels: Kernels, device: str = "cuda", kv_len: int = 517) -> Iterator[dict[str, Any]]:
     """One entry for each call as it is found right. Raises KernelError at the first that is wrong."""
     for dtype, (name, features) in product(DTYPES, FEATURES.items()):
-        sizes = AttentionSizes(dtype, BATCH, live, 20, 4, 2, 64)
+        sizes = AttentionSizes(dtype, BATCH, kv_len, 20, 4, 2, 64)
         yield _checked(kernels, sizes, device, name, features)
     for dtype, path in product(DTYPES, (1, 4, 19)):
         yield _compacted(kernels, dtype, path, device)
     for dtype, head_dim, (nodes, heads) in product(DTYPES, HEAD_DIMS, TREES):
-        sizes = AttentionSizes(dtype, BATCH, live, nodes, *heads, head_dim)
+        sizes = AttentionSizes(dtype, BATCH, kv_len, nodes, *heads, head_dim)
         yield _checked(kernels, sizes, device, "tree", PLAIN)
 
 
@@ -60,7 +60,7 @@ def _checked(
 
 
 def _compacted(kernels: Kernels, dtype: str, path: int, device: str) -> dict[str, Any]:
-    problem = CompactionProblem(4, BATCH, 2, path, dtype, head_dim=80, live=30, device=device)
+    problem = CompactionProblem(4, BATCH, 2, path, dtype, head_dim=80, kv_len=30, device=device)
     problem.ours(kernels)()
     if not problem.right():
         raise KernelError(f"{dtype}, compaction of {path} rows: expected the accepted rows in order, found others")

@@ -79,7 +79,7 @@ def sdpa_folded(problem: DeviceProblem) -> Way:
 def flashinfer_decode(problem: DeviceProblem, tensor_cores: bool = False) -> Way:
     """FlashInfer's attention of one node of one sequence."""
     module = importlib.import_module("flashinfer")
-    keys, values = (rows[0] for rows in _live(problem))  # [Hkv, S, D]
+    keys, values = (rows[0] for rows in _kv_len(problem))  # [Hkv, S, D]
     return Way(
         lambda: module.single_decode_with_kv_cache(
             problem.q[0, 0], keys, values, kv_layout="HND", use_tensor_cores=tensor_cores, sm_scale=problem.scale
@@ -96,7 +96,7 @@ def flashinfer_decode_mma(problem: DeviceProblem) -> Way:
 def flashinfer_prefill(problem: DeviceProblem) -> Way:
     """FlashInfer's attention of one sequence under a packed mask."""
     module = importlib.import_module("flashinfer")
-    keys, values = (rows[0] for rows in _live(problem))
+    keys, values = (rows[0] for rows in _kv_len(problem))
     mask = packed_mask(problem)
     return Way(
         lambda: module.single_prefill_with_kv_cache(
@@ -117,14 +117,14 @@ def flashinfer_paged(problem: DeviceProblem) -> Way:
         return torch.arange(s.batch + 1, dtype=torch.int32, device=problem.device) * step
 
     wrapper.plan(
-        counted(s.nodes), counted(1), counted(1)[:-1], torch.full_like(counted(1)[:-1], s.live + s.nodes),
+        counted(s.nodes), counted(1), counted(1)[:-1], torch.full_like(counted(1)[:-1], s.kv_len + s.nodes),
         s.q_heads, s.kv_heads, s.head_dim, problem.capacity,
         sm_scale=problem.scale, q_data_type=problem.q.dtype,
         **({} if s.nodes == 1 else {"custom_mask": torch.from_numpy(problem.visible().reshape(-1)).to(problem.device)}),
     )  # fmt: skip
     queries, caches = problem.q.flatten(0, 1), (problem.keys, problem.values)
     for cache in caches:  # the page's unused end, of which only our kernels promise that NaN does no harm
-        cache[:, :, s.live + s.nodes :] = 0
+        cache[:, :, s.kv_len + s.nodes :] = 0
     return Way(lambda: wrapper.run(queries, caches), lambda out: out.view(problem.q.shape))
 
 
@@ -134,7 +134,7 @@ def packed_mask(problem: DeviceProblem) -> Any:
 
 
 def _sdpa(problem: DeviceProblem, queries: Any, mask: Any) -> Way:
-    keys, values = _live(problem)
+    keys, values = _kv_len(problem)
     grouped = queries.shape[1] != keys.shape[1]
     functional = problem.torch.nn.functional
     return Way(
@@ -148,13 +148,13 @@ def _sdpa(problem: DeviceProblem, queries: Any, mask: Any) -> Way:
 def _bias(problem: DeviceProblem, group: int) -> Any:
     """0 for what is seen and minus infinity, [B, 1, group T, live + T], in memory whose rows are aligned."""
     s, torch = problem.sizes, problem.torch
-    end = s.live + s.nodes
+    end = s.kv_len + s.nodes
     columns = -(-end // BIAS_COLUMNS) * BIAS_COLUMNS
     whole = torch.zeros(s.batch, 1, group * s.nodes, columns, dtype=problem.q.dtype, device=problem.device)
     hidden = ~torch.from_numpy(problem.visible()).to(problem.device).repeat(1, group, 1)[:, None]
     return whole[..., :end].masked_fill_(hidden, float("-inf"))
 
 
-def _live(problem: DeviceProblem) -> tuple[Any, Any]:
-    end = problem.sizes.live + problem.sizes.nodes
+def _kv_len(problem: DeviceProblem) -> tuple[Any, Any]:
+    end = problem.sizes.kv_len + problem.sizes.nodes
     return problem.keys[:, :, :end], problem.values[:, :, :end]

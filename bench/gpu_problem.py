@@ -46,29 +46,29 @@ class DeviceProblem:
         self.sizes = s = sizes
         self.device, self.features = device, features
         # Large caches are made where they stay: the host would take minutes.
-        maker = device if s.batch * s.kv_heads * s.live * s.head_dim > 1 << 22 else "cpu"
+        maker = device if s.batch * s.kv_heads * s.kv_len * s.head_dim > 1 << 22 else "cpu"
         generator = torch.Generator(maker).manual_seed(seed)
 
         def normal(*shape: int) -> Any:
             values = torch.randn(shape, generator=generator, device=maker, dtype=torch.float32)
             return values.to(getattr(torch, s.dtype))
 
-        self.capacity = s.live + s.nodes + SPARE_ROWS
+        self.capacity = s.kv_len + s.nodes + SPARE_ROWS
         self.q = normal(s.batch, s.nodes, s.q_heads, s.head_dim).to(device)
         self.k, self.v = (normal(s.batch, s.nodes, s.kv_heads, s.head_dim).to(device) for _ in range(2))
         caches = [normal(s.batch, s.kv_heads, self.capacity, s.head_dim) for _ in range(2)]
         for cache, rows in zip(caches, (self.k, self.v), strict=True):
-            cache[:, :, s.live :] = float("nan")
+            cache[:, :, s.kv_len :] = float("nan")
             if features.written:
-                cache[:, :, s.live : s.live + s.nodes] = rows.transpose(1, 2)
+                cache[:, :, s.kv_len : s.kv_len + s.nodes] = rows.transpose(1, 2)
         self.keys, self.values = (cache.to(device) for cache in caches)
         rng = np.random.default_rng(seed)
         parents = [[-1, *(int(rng.integers(0, i)) for i in range(1, s.nodes))] for _ in range(s.batch)]
         trees = [np.tri(s.nodes, dtype=np.bool_) if features.causal else ancestor_mask(np.array(p)) for p in parents]
         self.mask = np.stack(trees)  # [B, T, T]
-        self.own = s.live + self.mask.sum(axis=2) - 1  # [B, T], positions
+        self.own = s.kv_len + self.mask.sum(axis=2) - 1  # [B, T], positions
         self.mask_bools, self.mask_bits = self._put(self.mask), self._put(_packed(self.mask))
-        self.positions, self.past_len = self._put(self.own), self._put(np.full(s.batch, s.live))
+        self.positions, self.cache_len = self._put(self.own), self._put(np.full(s.batch, s.kv_len))
         self.counts = None if features.counts is None else self._put(np.array(features.counts))
         self.out = torch.zeros_like(self.q)
         self.scale = s.head_dim**-0.5
@@ -80,7 +80,7 @@ class DeviceProblem:
             dtype=DTYPES[s.dtype], batch=s.batch, nodes=s.nodes, q_heads=s.q_heads, kv_heads=s.kv_heads,
             head_dim=s.head_dim, capacity=self.capacity, scale=self.scale, window=features.window,
             softcap=features.softcap, ctas=ctas, q=self.q.data_ptr(), key_cache=self.keys.data_ptr(),
-            value_cache=self.values.data_ptr(), past_len=self.past_len.data_ptr(), out=self.out.data_ptr(),
+            value_cache=self.values.data_ptr(), cache_len=self.cache_len.data_ptr(), out=self.out.data_ptr(),
         )  # fmt: skip
         if not features.written:
             args.k, args.v = self.k.data_ptr(), self.v.data_ptr()
@@ -112,7 +112,7 @@ class DeviceProblem:
         s, device = self.sizes, device or self.device
         group = s.q_heads // s.kv_heads
         q, k, v = (each.to(device) for each in (self.q, self.k, self.v))
-        keys, values = (cache[:, :, : s.live].to(device) for cache in (self.keys, self.values))
+        keys, values = (cache[:, :, : s.kv_len].to(device) for cache in (self.keys, self.values))
         hidden = ~self.torch.from_numpy(self.visible()).to(device)
         heads = []
         for head in range(s.q_heads):
@@ -136,24 +136,24 @@ class DeviceProblem:
 
     def rows_written(self) -> bool:
         """Whether the caches hold the new rows of each tree, to the bit, and NaN still behind them."""
-        live = self.sizes.live
+        kv_len = self.sizes.kv_len
         for cache, rows in ((self.keys.cpu(), self.k.cpu()), (self.values.cpu(), self.v.cpu())):
             for sequence in range(self.sizes.batch):
                 count = self.sizes.nodes if self.features.counts is None else self.features.counts[sequence]
                 if not self.torch.equal(
-                    cache[sequence, :, live : live + count], rows[sequence, :count].transpose(0, 1)
+                    cache[sequence, :, kv_len : kv_len + count], rows[sequence, :count].transpose(0, 1)
                 ):
                     return False
-                if not self.features.written and not cache[sequence, :, live + count :].isnan().all():
+                if not self.features.written and not cache[sequence, :, kv_len + count :].isnan().all():
                     return False
         return True
 
     def visible(self) -> Any:
         """Rows that each node sees, bool [B, T, live + T]."""
         s = self.sizes
-        seen = np.concatenate([np.ones((s.batch, s.nodes, s.live), dtype=np.bool_), self.mask], axis=2)
+        seen = np.concatenate([np.ones((s.batch, s.nodes, s.kv_len), dtype=np.bool_), self.mask], axis=2)
         if self.features.window:
-            at = np.concatenate([np.broadcast_to(np.arange(s.live), (s.batch, s.live)), self.own], axis=1)
+            at = np.concatenate([np.broadcast_to(np.arange(s.kv_len), (s.batch, s.kv_len)), self.own], axis=1)
             seen &= self.own[:, :, None] - at[:, None] < self.features.window
         return seen
 
@@ -166,21 +166,21 @@ class CompactionProblem:
 
     def __init__(
         self, cache_count: int, batch: int, kv_heads: int, path: int, dtype: str = "float16", head_dim: int = 128,
-        live: int = 400, device: str = "cuda",
+        kv_len: int = 400, device: str = "cuda",
     ) -> None:  # fmt: skip
         torch = self.torch = importlib.import_module("torch")
-        self.device, self.live, self.path = device, live, path
-        capacity = live + 2 * path + 1
+        self.device, self.kv_len, self.path = device, kv_len, path
+        capacity = kv_len + 2 * path + 1
         shape = (batch, kv_heads, capacity, head_dim)
         host = torch.arange(capacity, dtype=torch.float32)[:, None].expand(shape).to(getattr(torch, dtype)).contiguous()
         self.caches = [host.to(device, copy=True) for _ in range(cache_count)]
         self.held = [
             torch.tensor([cache.data_ptr() for cache in self.caches]).to(device),
-            torch.full((batch,), live).to(device),
+            torch.full((batch,), kv_len).to(device),
             (2 * torch.arange(1, path + 1)).repeat(batch, 1).to(device),
             torch.full((batch,), path).to(device),
         ]
-        names = ("caches", "past_len", "paths", "path_lengths")
+        names = ("caches", "cache_len", "paths", "path_lengths")
         self.args = CompactArgs(
             dtype=DTYPES[dtype], cache_count=cache_count, batch=batch, kv_heads=kv_heads, head_dim=head_dim,
             capacity=capacity, max_path=path,
@@ -195,7 +195,7 @@ class CompactionProblem:
         """Whether one call has put the accepted rows behind the root, and changed no other."""
         torch = self.torch
         rows = torch.arange(self.caches[0].shape[2])
-        rows[self.live + 1 : self.live + 1 + self.path] = self.live + 2 * torch.arange(1, self.path + 1)
+        rows[self.kv_len + 1 : self.kv_len + 1 + self.path] = self.kv_len + 2 * torch.arange(1, self.path + 1)
         expected = rows[:, None].to(self.caches[0].dtype)
         return all(bool((cache.cpu() == expected).all()) for cache in self.caches)
 

@@ -21,7 +21,7 @@ from redraft.engines.device import Device
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
 from redraft.runtime.controller import FixedBudget
-from redraft.runtime.cost import MEASURED_LIVE, measure_curve
+from redraft.runtime.cost import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.ranges import STEP, WAIT
 from redraft.runtime.sampler import Greedy, Sampler
@@ -51,7 +51,7 @@ def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) 
     """The sections on time."""
     curve = measure_curve(runtime.verifier, SIZES, seconds=3.0)
     sizes = {str(size): curve.table_ms[size] for size in SIZES if size <= curve.largest}
-    report.put("curve", {"live": min(MEASURED_LIVE, runtime.verifier.capacity - 1), "ms": sizes})
+    report.put("curve", {"kv_len": min(MEASURED_KV_LEN, runtime.verifier.max_model_len - 1), "ms": sizes})
     runs = compare(runtime, load.prompts, ["ngram"], Settings(load.params, load.size, load.forced))
     device = runtime.verifier.device
     copied = copy_bytes_per_second(device) if isinstance(device, CudaDevice) else None
@@ -126,10 +126,10 @@ def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | 
     """
     generations = [run.generations[PLAIN] for run in runs]
     step_ms = 1e3 / overall_rate(runs, PLAIN)
-    live = round(float(np.mean([each.prompt_tokens + len(each.token_ids) / 2 for each in generations])))
-    measured = min(MEASURED_LIVE, bundle.manifest.context - 1)
-    moved, alone = (traffic(bundle, names.VERIFIER, 1, rows).total for rows in (live, measured))
-    found: dict[str, Any] = {"ms": step_ms, "verification_ms": one_ms, "live": live, "bytes": moved}
+    kv_len = round(float(np.mean([each.prompt_tokens + len(each.token_ids) / 2 for each in generations])))
+    measured = min(MEASURED_KV_LEN, bundle.manifest.max_model_len - 1)
+    moved, alone = (traffic(bundle, names.VERIFIER, 1, rows).total for rows in (kv_len, measured))
+    found: dict[str, Any] = {"ms": step_ms, "verification_ms": one_ms, "kv_len": kv_len, "bytes": moved}
     if copied is None:
         return {**found, "skipped": "on the CPU `redraft profile --roofline` compares with the memory"}
     shares = {"share_of_copy": moved / step_ms, "verification_share_of_copy": alone / one_ms}
@@ -160,11 +160,11 @@ def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance
     drafter = SyntheticDrafter(runtime.verifier, forced)
     cycle = Cycle(runtime.verifier, drafter, FixedBudget(size, drafter.drafts))
     ids = runtime.encode(prompt.text)
-    seq = Request(ids, len(ids), runtime.context, frozenset(), sampler)
+    seq = Request(ids, len(ids), runtime.max_model_len, frozenset(), sampler)
     scheduler.admit(cycle, [], seq)
     whole = size.nodes + size.depth + 1
     steps = 0
-    while steps < _JUDGED_STEPS and min(seq.remaining, runtime.context - seq.past_len) > whole:
+    while steps < _JUDGED_STEPS and min(seq.remaining, runtime.max_model_len - seq.cache_len) > whole:
         cycle.step([seq])
         steps += 1
     if not steps:

@@ -69,7 +69,7 @@ def compared(
     path = reference or bundle.path
     precision = open_bundle(path, verify=False).manifest.precision
     with Runtime.open(path, verify=False) as host:
-        expected = [host.generate([prompt.text], params, PLAIN, record_gaps=True)[0] for prompt in prompts]
+        expected = [host.generate([prompt.text], params, PLAIN, record_logit_margins=True)[0] for prompt in prompts]
     leads = [NEAR_TIES.get(each, np.inf) for each in (manifest.precision, precision)]
     found: dict[str, Any] = {"reference": {"bundle": str(path), "precision": precision}}
     for method, outputs in texts.items():
@@ -77,8 +77,12 @@ def compared(
         for prompt, output, plain in zip(prompts, outputs, expected, strict=True):
             if (place := first_difference(output, plain.token_ids)) is None:
                 continue
-            gap = plain.gaps[place] if plain.gaps and place < min(len(output), len(plain.gaps)) else None
-            differences.append({"prompt": prompt.id, "token": place, "gap": gap})
+            gap = (
+                plain.logit_margins[place]
+                if plain.logit_margins and place < min(len(output), len(plain.logit_margins))
+                else None
+            )
+            differences.append({"prompt": prompt.id, "token": place, "logit_margin": gap})
             if gap is None or gap >= max(leads):
                 wrong.append(f"prompt {prompt.id}, token {place}, which led by {gap}")
         found[method] = {"prompts": len(prompts), "differences": differences, "wrong": wrong}

@@ -39,7 +39,7 @@ from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.text import Text
+from redraft.runtime.tokenizer import Tokenizer
 from redraft.types import NO_SPECULATION, Budget, Costs
 
 CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
@@ -74,7 +74,7 @@ def main() -> dict[str, Any]:
     bundle = open_bundle(options.engines, verify=False)
     found: dict[str, Any] = {"bundle": bundle.manifest.name, "environment": environment()}
     with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
-        text = Text.load(bundle.path, bundle.manifest.bos_token_id, None)
+        text = Tokenizer.load(bundle.path, bundle.manifest.bos_token_id, None)
         texts = [text.encode(prompt.text) for prompt in load_prompts(options.prompts, options.limit)]
         for method in options.methods.split(","):
             for name, size in {"fixed": options.budget, "adaptive": None}.items():
@@ -94,7 +94,7 @@ def measure(
     script = Script()
     device, cuda = idle_device(bundle, folder, script)
     manifest = bundle.manifest
-    verifier = DeviceVerifier(device, manifest.shape, manifest.context, 1, manifest.taps)
+    verifier = DeviceVerifier(device, manifest.shape, manifest.max_model_len, 1, manifest.hidden_states)
     cycle = _cycle(cuda, verifier, bundle, method, size)
     gc.collect()
     gc.freeze()  # as the commands do once a bundle is open
@@ -104,7 +104,7 @@ def measure(
         for ids in texts:
             prompt = ids[:PROMPT_TOKENS]
             script.begin(ids, len(prompt))
-            limit = min(len(prompt) + tokens, manifest.context)
+            limit = min(len(prompt) + tokens, manifest.max_model_len)
             request = Request(list(prompt), len(prompt), limit, frozenset(), Greedy())
             for _ in scheduler.run(cycle, [request]):
                 pass

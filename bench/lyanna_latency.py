@@ -17,9 +17,9 @@ import numpy as np
 from redraft.bench.environment import environment
 from redraft.bench.lyanna_head import STAGES, WHOLE, outputs_of, write_stages
 from redraft.bench.lyanna_parts import (
-    LIVE,
+    KV_LEN,
     PARTS,
-    PENDING_ROWS,
+    PENDING_COUNT_ROWS,
     VERIFIED,
     WARM_UP,
     Times,
@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         profile = profiled(runtime.verifier, bundle, shape, options.threads, options.turns)
     return {
         "environment": environment(options.threads),
-        "live_rows": LIVE,
+        "live_rows": KV_LEN,
         "steps": shape.steps,
         "logits_ms": logits,
         "turns_ms": turns,
@@ -96,8 +96,8 @@ def turns_with(verifier: Verifier, bundle: Bundle, threads: int, turns: int) -> 
     taken: dict[str, list[float]] = {name: [] for name in (*(f"t({n})" for n in VERIFIED), "draft", "resample")}
     for turn in range(WARM_UP + turns):
         for n in VERIFIED:
-            spent = verifier.measure_ms(1, n, LIVE)
-            draft, resample = drafter.measure_ms(PENDING_ROWS, LIVE)
+            spent = verifier.measure_ms(1, n, KV_LEN)
+            draft, resample = drafter.measure_ms(PENDING_COUNT_ROWS, KV_LEN)
             if turn >= WARM_UP:
                 taken[f"t({n})"].append(spent)
                 taken["draft"].append(draft)
@@ -107,11 +107,11 @@ def turns_with(verifier: Verifier, bundle: Bundle, threads: int, turns: int) -> 
 
 def cut_times(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: int, turns: int) -> dict[str, Times]:
     """Time of a draft by part, and of the whole `draft`: differences of what the cut graphs take, in turn."""
-    calls = cut_calls(bundle, shape, threads, verifier.capacity + shape.steps)
+    calls = cut_calls(bundle, shape, threads, verifier.max_model_len + shape.steps)
     taken: dict[str, list[float]] = {part: [] for part in calls}
     for turn in range(WARM_UP + turns):
         for part, call in calls.items():
-            verifier.measure_ms(1, VERIFIED[-1], LIVE)
+            verifier.measure_ms(1, VERIFIED[-1], KV_LEN)
             start = time.perf_counter()
             call()
             if turn >= WARM_UP:

@@ -48,7 +48,7 @@ class HotObjective(LyannaObjective):
 class TableObjective(LyannaObjective):
     """Token information read from tables as `signatures.token_info_tables` lists them. To measure, not to train.
 
-    Tables have the drafter's sharpness in them, which the logits here have not: it is taken out again.
+    Tables have the draft logit scale in them, which the logits here have not: it is taken out again.
     """
 
     def __init__(self, verifier: Any, config: LyannaConfig, tables: Sequence[NDArray[Any]]) -> None:
@@ -58,4 +58,4 @@ class TableObjective(LyannaObjective):
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
         """See the base class."""
         rows = [lookup(self._tables, token) for token in distinct.tolist()]
-        return torch.from_numpy(np.stack(rows)) / self.drafter.config.sharpness
+        return torch.from_numpy(np.stack(rows)) / self.drafter.config.draft_logit_scale

@@ -30,7 +30,7 @@ from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
 from redraft.signatures import LyannaShape
 
-LIVE, PENDING_ROWS = 200, 2
+KV_LEN, PENDING_COUNT_ROWS = 200, 2
 """Rows live, and rows that wait to go into the drafter's KV, at a call."""
 VERIFIED = (1, 8)
 """Rows of the verifications between drafts."""
@@ -94,8 +94,8 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
         engine = OnnxRuntimeEngine(session, record.inputs, record.outputs)
         drafter = LyannaDrafter(verifier, shape, engine, None, tables)
         for _ in range(WARM_UP + turns):
-            verifier.measure_ms(1, VERIFIED[-1], LIVE)
-            drafter.measure_ms(PENDING_ROWS, LIVE)
+            verifier.measure_ms(1, VERIFIED[-1], KV_LEN)
+            drafter.measure_ms(PENDING_COUNT_ROWS, KV_LEN)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     runs = split_runs(events, graph)[-turns:]
     return {name: times([run[name] for run in runs]) for name in (*PARTS, "rest", "call")}
@@ -146,11 +146,11 @@ def _prepared(engine: OnnxRuntimeEngine, bundle: Bundle, shape: LyannaShape, cap
     for spec in signatures.token_info_tables(shape):
         engine.bind(spec.name, bundle.array(spec.name))
     batch = {"B": 1} if any("B" in spec.shape for spec in engine.inputs) else {}
-    call = engine.prepare(**batch, M=PENDING_ROWS)
-    call.inputs[names.PENDING][:] = PENDING_ROWS
-    call.inputs[names.PAST_LEN][:] = LIVE
-    call.inputs[names.LIVE][0] = LIVE + PENDING_ROWS
-    call.inputs[names.POSITIONS][:] = np.arange(LIVE, LIVE + PENDING_ROWS)
+    call = engine.prepare(**batch, M=PENDING_COUNT_ROWS)
+    call.inputs[names.NUM_PENDING][:] = PENDING_COUNT_ROWS
+    call.inputs[names.CACHE_LEN][:] = KV_LEN
+    call.inputs[names.KV_LEN][0] = KV_LEN + PENDING_COUNT_ROWS
+    call.inputs[names.POSITIONS][:] = np.arange(KV_LEN, KV_LEN + PENDING_COUNT_ROWS)
     return call
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from redraft import names, signatures
 from redraft.bench.environment import environment
 from redraft.bench.lyanna_objectives import TableObjective
-from redraft.bench.lyanna_parts import LIVE, PENDING_ROWS, VERIFIED, WARM_UP, times
+from redraft.bench.lyanna_parts import KV_LEN, PENDING_COUNT_ROWS, VERIFIED, WARM_UP, times
 from redraft.bench.lyanna_text import note
 from redraft.config import TokenInfo
 from redraft.engines import Bundle, open_bundle
@@ -120,8 +120,8 @@ def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dic
         }
         for turn in range(WARM_UP + turns):
             for form in list(drafters)[:: -1 if turn % 2 else 1]:
-                verifier.measure_ms(1, VERIFIED[-1], LIVE)
-                pair = drafters[form].measure_ms(PENDING_ROWS, LIVE)
+                verifier.measure_ms(1, VERIFIED[-1], KV_LEN)
+                pair = drafters[form].measure_ms(PENDING_COUNT_ROWS, KV_LEN)
                 if turn >= WARM_UP:
                     taken[form].append(pair)
     return {

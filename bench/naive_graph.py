@@ -24,12 +24,12 @@ def naive_attention(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    past_len: torch.Tensor,
+    cache_len: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention over buffers into which the new rows go at `past_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
-    rows = past_len[:, None] + torch.arange(key.shape[2])
+    """Attention over buffers into which the new rows go at `cache_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
+    rows = cache_len[:, None] + torch.arange(key.shape[2])
     keys, values = key_cache.clone(), value_cache.clone()
     for sequence, targets in enumerate(rows):
         keys[sequence, :, targets], values[sequence, :, targets] = key[sequence], value[sequence]
@@ -40,13 +40,13 @@ def naive_attention(
 
 
 @naive_attention.register_fake
-def _(query, key, value, key_cache, value_cache, past_len, mask, scale):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _(query, key, value, key_cache, value_cache, cache_len, mask, scale):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return torch.empty_like(query), torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 
-def _lower(query, key, value, key_cache, value_cache, past_len, mask, scale: float):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    keys = op.TensorScatter(key_cache, key, past_len, axis=2)
-    values = op.TensorScatter(value_cache, value, past_len, axis=2)
+def _lower(query, key, value, key_cache, value_cache, cache_len, mask, scale: float):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    keys = op.TensorScatter(key_cache, key, cache_len, axis=2)
+    values = op.TensorScatter(value_cache, value, cache_len, axis=2)
     out, _, _, _ = op.Attention(query, keys, values, mask, scale=scale)
     return out, keys, values
 
@@ -62,7 +62,7 @@ class _Verifier(torch.nn.Module):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        past_len: torch.Tensor,
+        cache_len: torch.Tensor,
         mask: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
@@ -71,7 +71,7 @@ class _Verifier(torch.nn.Module):
         def attend(module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any) -> Any:
             layer = 2 * module.layer_idx
             out, keys, values = naive_attention(
-                query, key, value, caches[layer], caches[layer + 1], past_len, mask, scaling
+                query, key, value, caches[layer], caches[layer + 1], cache_len, mask, scaling
             )
             updated.extend((keys, values))
             return out.transpose(1, 2).contiguous(), None

@@ -26,6 +26,7 @@ def write_products(graph: Path, out: Path) -> None:
     inputs: dict[int, ir.Value] = {}
     for number, node in enumerate(products):
         rows, out_rows = node.inputs[0], node.outputs[0]
+        assert rows is not None
         columns = _columns(rows)
         if columns not in inputs:
             inputs[columns] = ir.Value(name=f"rows.{columns}", shape=ir.Shape([_TOKENS, columns]), type=rows.type)
@@ -52,9 +53,8 @@ def _is_constant(value: ir.Value | None) -> bool:
     return producer is not None and all(map(_is_constant, producer.inputs))
 
 
-def _columns(value: ir.Value | None) -> int:
+def _columns(value: ir.Value) -> int:
     """The last dimension."""
-    assert value is not None
     assert value.shape is not None
     columns = value.shape[-1]
     assert isinstance(columns, int)

@@ -36,7 +36,7 @@ TREE_NODES = 8
 """Nodes of the tree beside the single token, root included."""
 CATCH_UP_ROWS = 2
 """Rows that a draft brings in: about what a step accepts."""
-LIVE_ROWS = 200
+KV_ROWS = 200
 """Rows of the KV buffers that are live before the call."""
 STREAMED_BYTES = 256 << 20
 """Size of the arrays that the bandwidth is measured on, several times what caches hold."""
@@ -73,8 +73,8 @@ class Traffic:
         return self.weights + self.kv_read + self.kv_written + self.inputs + self.outputs
 
 
-def traffic(bundle: Bundle, graph: str, tokens: int, live: int) -> Traffic:
-    """What a call of one sequence with `tokens` tokens (or rows to catch up on) after `live` rows must move.
+def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
+    """What a call of one sequence with `tokens` tokens (or rows to catch up on) after `kv_len` rows must move.
 
     Each byte counts once, as if caches held it until the call ends: a weight that several products share, the weights
     of a drafter's layer over the steps of its chain, a live KV row. What layers hand to each other does not count. So
@@ -83,7 +83,7 @@ def traffic(bundle: Bundle, graph: str, tokens: int, live: int) -> Traffic:
     - weights: every initializer; where it is a table that is looked up, as many rows as there are tokens;
     - token information: a row for the root and `width` rows for each later level of the tree, or, of the low-rank form,
       as many rows of the left factor and all of the right one; the index of hot tokens whole;
-    - KV: `live` rows of every buffer read; a row for every token written, and in a chain one for each further step;
+    - KV: `kv_len` rows of every buffer read; a row for every token written, and in a chain one for each further step;
     - inputs and outputs: as the signature says, R = T.
     """
     record = bundle.graph(graph)
@@ -95,7 +95,7 @@ def traffic(bundle: Bundle, graph: str, tokens: int, live: int) -> Traffic:
     kv_row = sum(_bytes(spec, {"B": 1, "C": 1}) for spec in caches)
     return Traffic(
         weights=_initializers(bundle.path / record.file, tokens) + _token_info(bundle, graph, tables),
-        kv_read=live * kv_row,
+        kv_read=kv_len * kv_row,
         kv_written=(tokens + chained) * kv_row,
         inputs=sum(_bytes(spec, sizes) for spec in others),
         outputs=sum(_bytes(spec, sizes) for spec in record.outputs if spec.in_place_of is None),
@@ -162,7 +162,7 @@ class Roofline:
 
     device: str
     threads: int | None
-    live_rows: int
+    kv_len: int
     read: float | None
     copy: float
     streamed_bytes: int
@@ -185,7 +185,7 @@ class Memory(Protocol):
 
 
 def measure(
-    path: Path, threads: int | None = None, nodes: int = TREE_NODES, live: int = LIVE_ROWS, device: str | None = None
+    path: Path, threads: int | None = None, nodes: int = TREE_NODES, kv_len: int = KV_ROWS, device: str | None = None
 ) -> Roofline:
     """Time every engine that one sequence uses, the portable verifier and the memory, in turn: the least of each.
 
@@ -194,19 +194,19 @@ def measure(
     Raises BundleError, BackendError, and UsageError for an unknown device.
     """
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
-    live = min(live, bundle.manifest.context - nodes)
+    kv_len = min(kv_len, bundle.manifest.max_model_len - nodes)
     if device is None and bundle.manifest.backend != "tensorrt":
-        return _timed(bundle, "host", count, live, _on_host(bundle, count, nodes, live), Stream(count))
+        return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), Stream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier
         assert verifier.device is not None
-        calls = _on_device(bundle, verifier, threads, min(nodes, verifier.largest_tree), live)
+        calls = _on_device(bundle, verifier, threads, min(nodes, verifier.largest_tree), kv_len)
         name = verifier.device.name
-        return _timed(bundle, name, None if name == "cuda" else count, live, calls, DeviceStream(verifier.device))
+        return _timed(bundle, name, None if name == "cuda" else count, kv_len, calls, DeviceStream(verifier.device))
 
 
 def _timed(
-    bundle: Bundle, device: str, threads: int | None, live: int, timed: Iterable[Timed], memory: Memory
+    bundle: Bundle, device: str, threads: int | None, kv_len: int, timed: Iterable[Timed], memory: Memory
 ) -> Roofline:
     calls = {(graph, tokens): call for graph, tokens, call in timed}
     least = dict.fromkeys(calls, math.inf)
@@ -216,43 +216,45 @@ def _timed(
             least[key] = min(least[key], *[call() for _ in range(_RUNS)])
         memory.run()
     best = max(memory.read or 0.0, memory.copy)
-    engines = tuple(_measured(bundle, *key, live, ms, best) for key, ms in least.items())
-    return Roofline(device, threads, live, memory.read, memory.copy, memory.size, engines)
+    engines = tuple(_measured(bundle, *key, kv_len, ms, best) for key, ms in least.items())
+    return Roofline(device, threads, kv_len, memory.read, memory.copy, memory.size, engines)
 
 
-def _measured(bundle: Bundle, graph: str, tokens: int, live: int, ms: float, bandwidth: float) -> Measured:
-    moved = traffic(bundle, graph, tokens, live)
+def _measured(bundle: Bundle, graph: str, tokens: int, kv_len: int, ms: float, bandwidth: float) -> Measured:
+    moved = traffic(bundle, graph, tokens, kv_len)
     speed = moved.total / ms / 1e6
     return Measured(graph, tokens, moved, ms, speed, speed / bandwidth)
 
 
-def _on_host(bundle: Bundle, threads: int, nodes: int, live: int) -> Iterator[Timed]:
+def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[Timed]:
     """Calls of the CPU's engines over arrays."""
     manifest = bundle.manifest
     for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
-            verifier = open_host_verifier(bundle, graph, manifest.context, 1, threads)
+            verifier = open_host_verifier(bundle, graph, manifest.max_model_len, 1, threads)
             for tokens in (1, nodes):
-                yield graph, tokens, partial(verifier.measure_ms, 1, tokens, live)
+                yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
     if manifest.lyanna is not None:
         single = names.LYANNA_DRAFT_SINGLE in manifest.graphs
         draft = names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT
-        yield from _drafting(load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads)), bundle, draft, live)
+        yield from _drafting(
+            load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads)), bundle, draft, kv_len
+        )
 
 
-def _on_device(bundle: Bundle, verifier: Verifier, threads: int | None, nodes: int, live: int) -> Iterator[Timed]:
+def _on_device(bundle: Bundle, verifier: Verifier, threads: int | None, nodes: int, kv_len: int) -> Iterator[Timed]:
     """Calls of the programs over a device's buffers, of which no graph is lowered for one sequence."""
     for tokens in (1, nodes):
-        yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, live)
+        yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
     if bundle.manifest.lyanna is not None:
         drafter = load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads))
-        yield from _drafting(drafter, bundle, names.LYANNA_DRAFT, live)
+        yield from _drafting(drafter, bundle, names.LYANNA_DRAFT, kv_len)
 
 
-def _drafting(drafter: Drafter, bundle: Bundle, draft: str, live: int) -> Iterator[Timed]:
-    yield draft, CATCH_UP_ROWS, lambda: drafter.measure_ms(CATCH_UP_ROWS, live)[0]
+def _drafting(drafter: Drafter, bundle: Bundle, draft: str, kv_len: int) -> Iterator[Timed]:
+    yield draft, CATCH_UP_ROWS, lambda: drafter.measure_ms(CATCH_UP_ROWS, kv_len)[0]
     if bundle.manifest.lyanna and bundle.manifest.lyanna.steps > 1:
-        yield names.LYANNA_RESAMPLE, 1, lambda: drafter.measure_ms(CATCH_UP_ROWS, live)[1]
+        yield names.LYANNA_RESAMPLE, 1, lambda: drafter.measure_ms(CATCH_UP_ROWS, kv_len)[1]
 
 
 class Stream:

@@ -19,11 +19,11 @@ class Scorer:
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         shape = bundle.manifest.shape
-        self.capacity = bundle.manifest.context
+        self.max_model_len = bundle.manifest.max_model_len
         self._engine = open_engine(bundle, names.VERIFIER, threads)
         for layer in range(shape.layers):
             for cache in (names.key_cache(layer), names.value_cache(layer)):
-                buffer = np.zeros((1, shape.kv_heads, self.capacity, shape.head_dim), np.float32)
+                buffer = np.zeros((1, shape.kv_heads, self.max_model_len, shape.head_dim), np.float32)
                 self._engine.bind(cache, buffer)
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[FloatArray]:
@@ -31,8 +31,8 @@ class Scorer:
 
         Raises ValueError when the sequence is longer than the capacity.
         """
-        if len(token_ids) > self.capacity:
-            raise ValueError(f"{len(token_ids)} tokens do not fit the capacity of {self.capacity}")
+        if len(token_ids) > self.max_model_len:
+            raise ValueError(f"{len(token_ids)} tokens do not fit the capacity of {self.max_model_len}")
         tokens = np.asarray(token_ids, np.int64)
         for start in range(0, len(tokens), CHUNK_TOKENS):
             chunk = tokens[start : start + CHUNK_TOKENS]
@@ -65,6 +65,6 @@ def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
     call.inputs[names.POSITIONS][0] = np.arange(start, start + count)
     if names.TREE_MASK in call.inputs:  # a graph for chains has none
         call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
-    call.inputs[names.PAST_LEN][0] = start
-    call.inputs[names.LIVE][0] = start + count
+    call.inputs[names.CACHE_LEN][0] = start
+    call.inputs[names.KV_LEN][0] = start + count
     call.inputs[names.OUTPUT_ROWS][0] = np.arange(count)

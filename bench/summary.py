@@ -28,25 +28,25 @@ class Outcome:
     difference: Mapping[str, Any] | None = None
 
 
-def summarise(runs: Sequence[Run], gap_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
+def summarise(runs: Sequence[Run], margin_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
     """Figures by method.
 
     gap_of: lead of the plain output's token of this index over the runner-up, in logits; None past its end.
     """
     methods = list(runs[0].generations)
     methods.sort(key=lambda method: method != PLAIN)
-    return {method: _method(runs, method, gap_of, synthetic and method != PLAIN) for method in methods}
+    return {method: _method(runs, method, margin_of, synthetic and method != PLAIN) for method in methods}
 
 
-def _method(runs: Sequence[Run], method: str, gap_of: GapOf, synthetic: bool) -> dict[str, Any]:
+def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool) -> dict[str, Any]:
     if synthetic:
         return {"synthetic_acceptance": True, **_sections([Outcome(run) for run in runs], method, compared=False)}
     if method == INEXACT:  # which promises no text: how near its differences were to a tie says nothing
 
-        def gap_of(run: Run, token: int) -> None:
+        def margin_of(run: Run, token: int) -> None:
             return None
 
-    outcomes = [Outcome(run, _difference(run, method, gap_of)) for run in runs]
+    outcomes = [Outcome(run, _difference(run, method, margin_of)) for run in runs]
     kinds = sorted({run.prompt.kind for run in runs})
     return {
         **_sections(outcomes, method),
@@ -101,14 +101,14 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     }
 
 
-def _difference(run: Run, method: str, gap_of: GapOf) -> dict[str, Any] | None:
+def _difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | None:
     """The first token that differs from plain decoding, and the gap it turned on; None if all are equal."""
     place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
     if place is None:
         return None
-    gap = gap_of(run, place)
+    gap = margin_of(run, place)
     near = gap is not None and gap < NEAR_TIE
-    return {"prompt": run.prompt.id, "turn": run.turn, "token": place, "gap": gap, "near_tie": near}
+    return {"prompt": run.prompt.id, "turn": run.turn, "token": place, "logit_margin": gap, "near_tie": near}
 
 
 def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:

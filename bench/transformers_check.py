@@ -67,13 +67,13 @@ def differences(
     params = SamplingParams(max_tokens=options.max_new_tokens)
     rows = []
     for prompt, wanted in zip(prompts, expected, strict=True):
-        written = runtime.generate([prompt.text], params, method, record_gaps=True)[0]
+        written = runtime.generate([prompt.text], params, method, record_logit_margins=True)[0]
         place = first_difference(written.token_ids, wanted)
         if place is not None:
-            gaps = written.gaps or ()
-            gap = gaps[place] if place < len(gaps) else None
+            logit_margins = written.logit_margins or ()
+            gap = logit_margins[place] if place < len(logit_margins) else None
             near = gap is not None and gap < NEAR_TIE
-            rows.append({"prompt": prompt.id, "token": place, "gap": gap, "near_tie": near})
+            rows.append({"prompt": prompt.id, "token": place, "logit_margin": gap, "near_tie": near})
     return rows
 
 

@@ -62,7 +62,7 @@ def build_bundle(
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    config = _with_taps(config)
+    config = _with_hidden_states(config)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}
@@ -94,10 +94,10 @@ def _load_libraries() -> None:
         import redraft.export.weights  # noqa: F401
 
 
-def _with_taps(config: BuildConfig) -> BuildConfig:
+def _with_hidden_states(config: BuildConfig) -> BuildConfig:
     """The configuration with the features that its drafters ask for."""
-    wanted = {names.LAST_TAP} if config.lyanna else set()
-    return replace(config, taps=(*config.taps, *sorted(wanted - set(config.taps))))
+    wanted = {names.LAST_HIDDEN_STATE} if config.lyanna else set()
+    return replace(config, hidden_states=(*config.hidden_states, *sorted(wanted - set(config.hidden_states))))
 
 
 def _stage(
@@ -136,11 +136,11 @@ def _stage(
         backend_version=package_version("onnxruntime") or "unknown",
         precision=config.precision,
         shape=exported.shape,
-        context=exported.shape.max_positions,
+        max_model_len=exported.shape.max_positions,
         bos_token_id=special.bos,
         eos_token_ids=special.eos,
         pad_token_id=special.pad,
-        taps=exported.taps,
+        hidden_states=exported.hidden_states,
         graphs={
             **_graphs(exported, folder),
             **(_lyanna_graphs(lyanna, folder) if lyanna else {}),
@@ -171,7 +171,7 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
     """The portable graph, and those lowered to the CPU's kernels: for any batch, and for one sequence if they fit."""
     from redraft.engines.lowering import lower_batch, lower_single
 
-    outputs = signatures.verifier_outputs(exported.shape, exported.taps)
+    outputs = signatures.verifier_outputs(exported.shape, exported.hidden_states)
     portable = GraphRecord(exported.graph, signatures.verifier_inputs(exported.shape), outputs)
     graphs = {names.VERIFIER: portable}
     if exported.shape.dtype == "float32":
@@ -209,7 +209,7 @@ def _lyanna(
 def _drafter(config: BuildConfig) -> LyannaBuild:
     """The drafter's options. TensorRT has no operator like MatMulNBits: where nothing is said it takes the carrier."""
     assert config.lyanna is not None
-    chosen = config.lyanna.precision or (config.carrier if config.backend == "tensorrt" else None)
+    chosen = config.lyanna.precision or (config.compute_dtype if config.backend == "tensorrt" else None)
     return replace(config.lyanna, precision=chosen)
 
 
@@ -257,7 +257,7 @@ def _quality(
     if staged.manifest.precision == "fp32":
         return Quality(measured, measured)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-fp32-", dir=out.parent) as folder:
-        exact = BuildConfig(precision="fp32", context=staged.manifest.context)
+        exact = BuildConfig(precision="fp32", max_model_len=staged.manifest.max_model_len)
         manifest = _stage(checkpoint, {}, model, exact, Path(folder), report)
         return Quality(measured, perplexities(Bundle(Path(folder), manifest), texts))
 
@@ -274,7 +274,7 @@ def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, r
 
     report("checking against transformers")
     manifest = staged.manifest
-    texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.context)
+    texts = known_texts(manifest.shape.vocabulary, checkpoint.config, manifest.max_model_len)
     numbers = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
     whole = numbers <= CHECKED_NUMBERS and COPIES * 4 * numbers <= (available_bytes() or 0)
     exact = whole and manifest.precision == "fp32"
@@ -291,7 +291,7 @@ def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, r
             "free memory, or build with --skip-check",
         )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.building-check-", dir=out.parent) as folder:
-        config = BuildConfig(precision="fp32", context=manifest.context)
+        config = BuildConfig(precision="fp32", max_model_len=manifest.max_model_len)
         first = _stage(checkpoint, {}, model, config, Path(folder), report, layers)
         compared = check_bundle(Bundle(Path(folder), first), texts, reference_logits(checkpoint, texts, layers), "fp32")
         report(compared.describe(f"the same graph without rounding, first {layers} layers"))
@@ -324,7 +324,7 @@ def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) 
     from redraft.export.weight_files import STORED
 
     linked = set()
-    dtype = STORED[config.carrier]
+    dtype = STORED[config.compute_dtype]
     if config.precision not in WEIGHT_ONLY and not config.random_weights:
         files = {name: (checkpoint.path / name).stat() for name in checkpoint.files}
         device = folder.stat().st_dev

@@ -137,7 +137,7 @@ def figures(
         "max_new_tokens": settings.params.max_tokens,
         "chat": settings.chat,
         "system": settings.system,
-        "methods": summarise(runs, gap_finder(runtime, settings), synthetic),
+        "methods": summarise(runs, margin_finder(runtime, settings), synthetic),
     }
 
 
@@ -146,15 +146,15 @@ def _device(runtime: Runtime) -> str:
     return runtime.verifier.device.name if runtime.verifier.device else "host"
 
 
-def gap_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:
+def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:
     """How near a tie plain decoding was at a token, found by decoding the prompt again; None past its end."""
     from redraft.bench.compare import PLAIN
 
-    def gap_of(run: Run, token: int) -> float | None:
-        again = runtime.generate([run.token_ids], settings.params, PLAIN, record_gaps=True)[0]
-        return again.gaps[token] if again.gaps and token < len(again.gaps) else None
+    def margin_of(run: Run, token: int) -> float | None:
+        again = runtime.generate([run.token_ids], settings.params, PLAIN, record_logit_margins=True)[0]
+        return again.logit_margins[token] if again.logit_margins and token < len(again.logit_margins) else None
 
-    return gap_of
+    return margin_of
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
     for method, figures in result["methods"].items():
         for found in figures.get("differences", ()) if method != INEXACT else ():
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"
-            gap = "past the end" if found["gap"] is None else f"gap {found['gap']:.2g}"
+            gap = "past the end" if found["logit_margin"] is None else f"gap {found['logit_margin']:.2g}"
             turn = f", turn {found['turn']}" if result["chat"] else ""
             yield f"{kind}: prompt {found['prompt']}{turn}, token {found['token']}, {gap}"
     yield _loops_line(result["methods"]["none"])

@@ -48,7 +48,9 @@ def build(
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
-    context: Annotated[int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")
+    ] = None,
     lyanna: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +97,7 @@ def build(
         from redraft.engines.backends import check_buildable
 
         recipe = find_recipe(model)
-        config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, context)
+        config = choose(recipe.build if recipe else BuildConfig(), precision, backend, weights, max_model_len)
         engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
         config = replace(config, tensorrt=engines)
         check_buildable(config)
@@ -142,7 +144,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "backend": manifest.backend,
         "random_weights": manifest.model.random_weights,
         "caveats": list(manifest.model.caveats),
-        "context": manifest.context,
+        "max_model_len": manifest.max_model_len,
         "drafters": list(manifest.drafters),
         "token_info": token_info(manifest),
         "bytes": total_bytes(manifest),
@@ -170,7 +172,7 @@ def describe(summary: dict[str, Any]) -> str:
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
     lines = [
         f"{summary['bundle']}: {did}",
-        f"  {summary['architecture']}, {summary['precision']}, context {summary['context']}, "
+        f"  {summary['architecture']}, {summary['precision']}, context {summary['max_model_len']}, "
         f"{describe_size(summary['bytes'], summary['own_bytes'])}",
     ]
     if summary["precision"] in WEIGHT_ONLY:

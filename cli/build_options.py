@@ -56,14 +56,18 @@ class Weights(StrEnum):
 
 
 def choose(
-    recipe: BuildConfig, precision: Precision | None, backend: Backend | None, weights: Weights, context: int | None
+    recipe: BuildConfig,
+    precision: Precision | None,
+    backend: Backend | None,
+    weights: Weights,
+    max_model_len: int | None,
 ) -> BuildConfig:
     """The recipe's configuration with what the command line says instead."""
     return replace(
         recipe,
         precision=precision.value if precision else recipe.precision,
         backend=backend.value if backend else recipe.backend,
-        context=recipe.context if context is None else context,
+        max_model_len=recipe.max_model_len if max_model_len is None else max_model_len,
         random_weights=weights is Weights.random or recipe.random_weights,
     )
 
@@ -135,8 +139,8 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
         options += ["--precision", config.precision]
     if config.backend != recipe.backend:
         options += ["--backend", config.backend]
-    if config.context != recipe.context:
-        options += ["--context", str(config.context)]
+    if config.max_model_len != recipe.max_model_len:
+        options += ["--max-model-len", str(config.max_model_len)]
     if config.random_weights and not recipe.random_weights:
         options += ["--weights", Weights.random.value]
     for name in ("attention", "batch", "tree_nodes"):

@@ -34,7 +34,7 @@ def demo(
     from redraft.bench.compare import PLAIN, Settings, compare
     from redraft.bench.prompts import Prompt
     from redraft.bench.summary import summarise
-    from redraft.cli.bench import gap_finder
+    from redraft.cli.bench import margin_finder
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams
 
@@ -43,7 +43,7 @@ def demo(
         best = runtime.default_method
         caveats = runtime.caveats
         runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)
-        methods = summarise(runs, gap_finder(runtime, settings))
+        methods = summarise(runs, margin_finder(runtime, settings))
     plain, fast = methods[PLAIN], methods[best]
     if as_json:
         text = runs[0].generations[PLAIN].text
@@ -54,7 +54,7 @@ def demo(
     _print_side_by_side(prompt, texts, [f"plain, {_rate(plain)}", f"{best}, {_rate(fast)}"])
     if fast["prompts"]:
         typer.echo(f"{fast['speedup']:.2f} times as fast, {fast['mean_acceptance_length']:.2f} tokens a verification")
-    typer.echo(_verdict(fast))
+    typer.echo(_accept_output(fast))
     typer.echo(f"""
 next:
   . .venv/bin/activate                # where make installed it
@@ -69,7 +69,7 @@ def _rate(figures: dict[str, float]) -> str:
     return f"{figures['tokens_per_second']:.0f} tokens/s" if figures["prompts"] else "too short to time"
 
 
-def _verdict(figures: dict[str, object]) -> str:
+def _accept_output(figures: dict[str, object]) -> str:
     if figures["identical_to_plain"]:
         return "lossless: both wrote the same tokens"
     return "lossless but for a near-tie of two logits" if figures["lossless"] else "NOT LOSSLESS: please report this"

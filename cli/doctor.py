@@ -29,12 +29,12 @@ VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `broken` means that the CPU path cannot work; `mend` says what to do."""
+    """One thing looked at. `broken` means that the CPU path cannot work; `hint` says what to do."""
 
     name: str
     status: Status
     found: str
-    mend: str | None = None
+    hint: str | None = None
 
 
 def doctor(
@@ -42,7 +42,7 @@ def doctor(
         Path | None,
         typer.Option(help="Also look at a bundle: whether its texts are exact here, and what verification costs."),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences at once, with --engines.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences at once, with --engines.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check Python, packages, processor, memory, disk and engine libraries. Exit 1 when the CPU path cannot work."""
@@ -52,15 +52,15 @@ def doctor(
     if engines is not None:
         from redraft.cli.doctor_engines import examine_engines
 
-        bundle = examine_engines(engines, slots)
+        bundle = examine_engines(engines, max_num_seqs)
         findings.append(bundle.exactness)
     if as_json:
         costs = {} if bundle is None else {"costs_ms": bundle.costs_ms}
         print_json({"cpu_path_works": works, "findings": [asdict(finding) for finding in findings], **costs})
     else:
         for finding in findings:
-            mend = f"; {finding.mend}" if finding.mend else ""
-            typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{mend}")
+            hint = f"; {finding.hint}" if finding.hint else ""
+            typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{hint}")
         if bundle is not None:
             typer.echo(bundle.table())
         typer.echo("the CPU path works" if works else "the CPU path cannot work: mend the lines marked XX")
@@ -112,11 +112,11 @@ def _both_builds() -> Iterator[Finding]:
         versions = _package_version(name), _package_version(build)
         if None not in versions:
             found = f"{name} {versions[0]} and {build} {versions[1]} are both installed, over each other"
-            mend = (
+            hint = (
                 f"run `pip uninstall -y {name} {build}`, then `pip install '{gpu_requirement(name, versions[0])}'` "
                 f"for a GPU, else `pip install {name}=={versions[0]}`"
             )
-            yield Finding(f"{name} builds", "warning", found, mend)
+            yield Finding(f"{name} builds", "warning", found, hint)
 
 
 def _split(requirement: str) -> tuple[str, str]:
@@ -186,7 +186,7 @@ def _accelerators() -> Iterator[Finding]:
     try:
         gpu = find_gpu()
     except BackendError as error:
-        yield Finding("GPU", "absent", error.message, error.mend)
+        yield Finding("GPU", "absent", error.message, error.hint)
         yield Finding("TensorRT", "absent", _package_version("tensorrt") or "not installed")
     else:
         capability, gib = ".".join(map(str, gpu.compute_capability)), 1 << 30
@@ -200,7 +200,7 @@ def _accelerators() -> Iterator[Finding]:
             yield Finding("TensorRT", "ok", find_target(lambda: gpu).version)
             backends.append("TensorRT")
         except BackendError as error:
-            yield Finding("TensorRT", "absent", error.message, error.mend)
+            yield Finding("TensorRT", "absent", error.message, error.hint)
     yield Finding("device cpu", "ok", "ONNX Runtime")
     gpu_build = gpu_requirement("onnxruntime", package_version("onnxruntime"))
     packages = f"install {gpu_build} in place of onnxruntime, or {PACKAGE}"
@@ -219,7 +219,7 @@ def _onnxruntime_on_cuda() -> Finding:
 
         start_provider(CUDA)
     except BackendError as error:
-        return Finding(name, "absent", error.message, error.mend)
+        return Finding(name, "absent", error.message, error.hint)
     except (ImportError, AttributeError) as error:
         return Finding(name, "absent", f"cannot be imported ({error})")
     return Finding(name, "ok", f"{CUDA} starts")
@@ -230,8 +230,8 @@ def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
     found = f"CUDA {cuda[0]}.{cuda[1]}"
     if bindings is None or _numbers(bindings)[0] <= cuda[0]:
         return Finding("driver", "ok", found)
-    mend = f"run `pip install 'cuda-python<{cuda[0] + 1}'`, or install a newer driver"
-    return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", mend)
+    hint = f"run `pip install 'cuda-python<{cuda[0] + 1}'`, or install a newer driver"
+    return Finding("driver", "warning", f"{found}, which does not run cuda-python {bindings}", hint)
 
 
 def _package_version(name: str) -> str | None:

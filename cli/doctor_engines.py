@@ -36,9 +36,9 @@ class BundleFindings:
         return "\n".join([*lines, ""])
 
 
-def examine_engines(engines: Path, slots: int) -> BundleFindings:
+def examine_engines(engines: Path, max_num_seqs: int) -> BundleFindings:
     """Open the bundle and look at it. Raises BundleError and BackendError if it does not open."""
-    with Runtime.open(engines, slots=slots) as runtime:
+    with Runtime.open(engines, max_num_seqs=max_num_seqs) as runtime:
         costs = {
             "measured": _by_size(runtime.costs.measured),
             "believed": _by_size({n: runtime.costs.believed[n] for n in runtime.costs.measured}),
@@ -60,8 +60,8 @@ def _exactness(runtime: Runtime) -> Finding:
             "exact texts", "ok", f"{found.compared} logits agree to the bit, however they are computed{rows}"
         )
     worst = ", ".join(f"{name} by up to {difference:.1g}" for name, difference in found.differences.items())
-    mend = "texts may differ where two tokens are nearly as likely (`redraft bench` names such places)"
-    return Finding("exact texts", "warning", f"kernels of {processor_name()} round otherwise for {worst}", mend)
+    hint = "texts may differ where two tokens are nearly as likely (`redraft bench` names such places)"
+    return Finding("exact texts", "warning", f"kernels of {processor_name()} round otherwise for {worst}", hint)
 
 
 def _by_size(curves: Mapping[int, CostCurve]) -> dict[str, dict[str, float]]:

@@ -81,11 +81,12 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         *(f"beware     {caveat}" for caveat in manifest.model.caveats),
         f"shape      {shape.layers} layers, {shape.hidden} wide, {shape.kv_heads} key/value heads of {shape.head_dim}, "
         f"vocabulary {shape.vocabulary}",
-        f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, context {manifest.context}",
+        f"engine     {manifest.backend} {manifest.backend_version}, {manifest.precision}, "
+        f"context {manifest.max_model_len}",
         f"weights    {describe_shares(weight_shares(manifest))}",
         f"tokens     begin {manifest.bos_token_id}, end {', '.join(map(str, manifest.eos_token_ids)) or 'none'}",
         f"drafters   {', '.join(manifest.drafters) or 'none'}",
-        f"taps       {', '.join(manifest.taps) or 'none'}",
+        f"states     {', '.join(manifest.hidden_states) or 'none'}",
     ]
     if manifest.lyanna:
         lyanna = manifest.lyanna

@@ -58,8 +58,8 @@ def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
     try:
         return budget(text)
     except ValueError:
-        mend = "nodes=0,depth=0,width=0 drafts nothing"
-        raise UsageError(f"--budget {text!r}: expected all of {BUDGET_FORM}, none negative", mend) from None
+        hint = "nodes=0,depth=0,width=0 drafts nothing"
+        raise UsageError(f"--budget {text!r}: expected all of {BUDGET_FORM}, none negative", hint) from None
 
 
 def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...] | None:

@@ -239,6 +239,6 @@ def show_roofline(found: Roofline) -> None:
     from redraft.bench.roofline import table
 
     place = f"on {found.device}" if found.threads is None else f"{found.threads} threads"
-    print_table(table(found), f"bytes that a call must move, {found.live_rows} rows live, {place}")
+    print_table(table(found), f"bytes that a call must move, {found.kv_len} rows live, {place}")
     reads = "" if found.read is None else f"reads {found.read:.1f} GB/s, "
     typer.echo(f"memory of {found.device}: {reads}copies {found.copy:.1f} GB/s, over {found.streamed_bytes >> 20} MiB")

@@ -54,8 +54,8 @@ class KnownText:
     rows: dict[int, FloatArray] = field(default_factory=dict)
     accepted: int = 0
 
-    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
-        """See `Sampler.judge`."""
+    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+        """See `Sampler.verify`."""
         path: list[int] = []
         node = 0
         while True:
@@ -93,11 +93,11 @@ def _tree(seq: Request) -> DraftTree:
     )
 
 
-def known_texts(vocabulary: int, config: Any, context: int) -> list[list[int]]:
+def known_texts(vocabulary: int, config: Any, max_model_len: int) -> list[list[int]]:
     """Two texts of random tokens, none of them one that the configuration gives a meaning."""
     special = set(named_tokens(config))
     ordinary = [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
-    length = min(TEXT_TOKENS, context)
+    length = min(TEXT_TOKENS, max_model_len)
     generator = np.random.default_rng(0)
     return [generator.choice(ordinary, size).tolist() for size in (length, max(2, length - 3))]
 
@@ -145,7 +145,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
         Request(list(text[: _prompt_length(text)]), _prompt_length(text), len(text) - 1, frozenset(), sampler)
         for text, sampler in zip(texts, samplers, strict=True)
     ]
-    rows = min(manifest.context, TEXT_TOKENS + TREES.nodes + 1)
+    rows = min(manifest.max_model_len, TEXT_TOKENS + TREES.nodes + 1)
     verifier = open_host_verifier(bundle, graph, rows, len(texts))
     verifier.take_branches()
     for _ in scheduler.run(Cycle(verifier, KnownDrafter(verifier), FixedBudget(TREES)), requests):

@@ -41,10 +41,10 @@ class Bundle:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
         return record
 
-    def host_graph(self, slots: int, exact: bool = True) -> str:
+    def host_graph(self, max_num_seqs: int, exact: bool = True) -> str:
         """The verifier's graph that the CPU runs for up to so many sequences at once. One for chains has no mask."""
         single = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
-        wanted = (*((single,) if slots == 1 else ()), names.VERIFIER_BATCH)
+        wanted = (*((single,) if max_num_seqs == 1 else ()), names.VERIFIER_BATCH)
         return next((name for name in wanted if name in self.manifest.graphs), names.VERIFIER)
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
@@ -85,7 +85,7 @@ def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
 def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs that a form of the verifier's graph must have."""
     inputs = signatures.verifier_inputs(manifest.shape)
-    outputs = signatures.verifier_outputs(manifest.shape, manifest.taps)
+    outputs = signatures.verifier_outputs(manifest.shape, manifest.hidden_states)
     if graph in (names.VERIFIER_SINGLE, names.VERIFIER_FAST):
         return single_chain(inputs), single_sequence(outputs)
     return inputs, outputs

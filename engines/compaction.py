@@ -1,4 +1,6 @@
-"""`step.keep` by our kernel: one launch moves the accepted rows of all KV buffers, and nothing that is in place."""
+"""`step.compact_kv` by our kernel: one launch moves the accepted rows of all KV buffers, and nothing that is in
+place.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class CompactProgram:
         args = CompactArgs(
             dtype=DTYPES[caches[0].dtype], cache_count=len(caches), batch=sequences, kv_heads=kv_heads,
             head_dim=head_dim, capacity=capacity, max_path=nodes, caches=addresses.address,
-            past_len=buffers[names.PAST_LEN].address, paths=path.address + _ENTRY_BYTES, path_lengths=lengths.address,
+            cache_len=buffers[names.CACHE_LEN].address, paths=path.address + _ENTRY_BYTES, path_lengths=lengths.address,
         )  # fmt: skip
         return CompactRun(self._kernels, args, self._stream, (addresses, lengths, dict(buffers)))
 
@@ -80,4 +82,4 @@ def can_compact(record: GraphRecord) -> bool:
 
 
 def _caches(inputs: tuple[TensorSpec, ...]) -> list[TensorSpec]:
-    return [spec for spec in inputs if spec.name not in (names.PATH, names.PAST_LEN)]
+    return [spec for spec in inputs if spec.name not in (names.PATH, names.CACHE_LEN)]

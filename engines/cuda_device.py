@@ -35,7 +35,7 @@ from redraft.errors import BackendError, RedraftError
 from redraft.names import Dtype
 
 _LOG = logging.getLogger("redraft.cuda")
-_MOVING = frozenset({names.STEP_MOVE, names.LYANNA_MOVE})
+_MOVING = frozenset({names.STEP_COPY_SLOT, names.LYANNA_COPY_SLOT})
 _ALIGNMENT_BYTES = 256
 """Of every address that TensorRT is given."""
 _MEBIBYTE = 1 << 20
@@ -69,13 +69,13 @@ class CudaDevice(ABC):
         memory = self.cuda.allocate(byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 
-    def inbox(self, **shapes: tuple[int, ...]) -> CudaInbox:
-        """See `Device.inbox`."""
-        return CudaInbox(self.cuda, shapes)
+    def host_inputs(self, **shapes: tuple[int, ...]) -> PinnedInputs:
+        """See `Device.host_inputs`."""
+        return PinnedInputs(self.cuda, shapes)
 
-    def outbox(self, buffer: Buffer) -> CudaOutbox:
-        """See `Device.outbox`."""
-        return CudaOutbox(self.cuda, buffer)
+    def host_outputs(self, buffer: Buffer) -> PinnedOutputs:
+        """See `Device.host_outputs`."""
+        return PinnedOutputs(self.cuda, buffer)
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
         """See `Device.expect`."""
@@ -100,7 +100,7 @@ class CudaDevice(ABC):
             record = self._bundle.graph(graph)
             if graph in _MOVING:
                 self._programs[graph] = MoveProgram(record, self.cuda)
-            elif graph == names.STEP_KEEP and self._kernels is not None and can_compact(record):
+            elif graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
                 self._programs[graph] = CompactProgram(record, self, self._kernels, self.cuda.stream)
             else:
                 self._programs[graph] = self._load(graph, record)
@@ -175,8 +175,8 @@ class Send(Copy):
         self.at = self._cuda.waits
 
 
-class CudaInbox:
-    """See `redraft.engines.device.Inbox`: a block of pinned memory and its like on the device."""
+class PinnedInputs:
+    """See `redraft.engines.device.HostInputs`: a block of pinned memory and its like on the device."""
 
     def __init__(self, cuda: Cuda, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._cuda = cuda
@@ -196,14 +196,14 @@ class CudaInbox:
         self.send = Send(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
 
     def open(self) -> Mapping[str, Array]:
-        """See `Inbox.open`."""
+        """See `HostInputs.open`."""
         if self.send.at == self._cuda.waits:
             self._cuda.synchronize()
         return self._values
 
 
-class CudaOutbox:
-    """See `redraft.engines.device.Outbox`."""
+class PinnedOutputs:
+    """See `redraft.engines.device.HostOutputs`."""
 
     def __init__(self, cuda: Cuda, buffer: Buffer) -> None:
         size = byte_size(buffer.dtype, buffer.shape)

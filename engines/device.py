@@ -49,7 +49,7 @@ class Buffer(Protocol):
         """The first elements under another shape, of at most as many; shares the memory."""
 
 
-class Inbox(Protocol):
+class HostInputs(Protocol):
     """Integers that the host sends to programs again and again, all of them with one copy."""
 
     @property
@@ -67,7 +67,7 @@ class Inbox(Protocol):
         """
 
 
-class Outbox(Protocol):
+class HostOutputs(Protocol):
     """What the host reads of a buffer again and again."""
 
     @property
@@ -121,10 +121,10 @@ class Device(Protocol):
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
 
-    def inbox(self, **shapes: tuple[int, ...]) -> Inbox:
+    def host_inputs(self, **shapes: tuple[int, ...]) -> HostInputs:
         """An inbox of int64 fields of these shapes, zeros."""
 
-    def outbox(self, buffer: Buffer) -> Outbox:
+    def host_outputs(self, buffer: Buffer) -> HostOutputs:
         """An outbox of all of `buffer`."""
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ from redraft.errors import BundleError
 from redraft.names import TensorSpec, WeightRef
 from redraft.signatures import LyannaShape, VerifierShape
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 
@@ -83,7 +83,7 @@ class FileRecord:
 class Manifest:
     """See the fields of the records above; besides:
 
-    context:    capacity in tokens.          taps:     feature outputs of the verifier.
+    max_model_len: tokens of a sequence at most.   hidden_states: those that the verifier gives out.
     drafters:   default settings by method.  lyanna:   shape of its graphs, where it was built.
     tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
     tools:      versions of what built the bundle.
@@ -98,11 +98,11 @@ class Manifest:
     backend_version: str
     precision: Precision
     shape: VerifierShape
-    context: int
+    max_model_len: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    taps: tuple[str, ...]
+    hidden_states: tuple[str, ...]
     graphs: Mapping[str, GraphRecord]
     weights: tuple[WeightRef, ...] = ()
     drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -194,14 +194,14 @@ def _rebuild(out: Path, values: dict[str, Any]) -> str:
 
 def _check_paths(manifest: Manifest, bundle: Path) -> None:
     """Refuse names that would reach outside the bundle, and graphs or weights that no digest covers."""
-    mend = rebuild_command(bundle, manifest.model.source, manifest.options)
+    hint = rebuild_command(bundle, manifest.model.source, manifest.options)
     for name in manifest.files:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
-            raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", mend)
+            raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", hint)
     used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
     if built := manifest.tensorrt:
         used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
         used |= {built.plugin_file} - {""}
     if missing := sorted(used - set(manifest.files)):
-        raise BundleError(f"{bundle}: manifest has no digest of {', '.join(missing)}", mend)
+        raise BundleError(f"{bundle}: manifest has no digest of {', '.join(missing)}", hint)

@@ -82,14 +82,14 @@ class HostDevice:
         """See `Device.empty`."""
         return HostBuffer(dtype, shape, np.zeros(shape, numpy_type(dtype)))
 
-    def inbox(self, **shapes: tuple[int, ...]) -> HostInbox:
-        """See `Device.inbox`."""
-        return HostInbox({name: self.empty("int64", *shape) for name, shape in shapes.items()})
+    def host_inputs(self, **shapes: tuple[int, ...]) -> ArrayInputs:
+        """See `Device.host_inputs`."""
+        return ArrayInputs({name: self.empty("int64", *shape) for name, shape in shapes.items()})
 
-    def outbox(self, buffer: Buffer) -> HostOutbox:
-        """See `Device.outbox`."""
+    def host_outputs(self, buffer: Buffer) -> ArrayOutputs:
+        """See `Device.host_outputs`."""
         assert buffer.host is not None
-        return HostOutbox(buffer.host)
+        return ArrayOutputs(buffer.host)
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
         """See `Device.expect`: of the host's memory, a part of which may be swapped, nobody knows what is free."""
@@ -106,9 +106,9 @@ class HostDevice:
     def program(self, graph: str) -> Program:
         """See `Device.program`. Raises BundleError."""
         if graph == names.VERIFIER:
-            graph = self._bundle.host_graph(slots=0)
+            graph = self._bundle.host_graph(max_num_seqs=0)
         record = self._bundle.graph(graph)
-        if graph == names.STEP_KEEP and self._kernels is not None and can_compact(record):
+        if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
             return CompactProgram(record, self, self._kernels)
         session = load_session(self._bundle, graph, self._threads, (CPU, {}))
         return OnnxRuntimeProgram(session, record)
@@ -157,30 +157,30 @@ class HostBuffer:
         return type(self)(self.dtype, shape, self.values.reshape(-1)[: math.prod(shape)].reshape(shape))
 
 
-class HostInbox:
-    """See `redraft.engines.device.Inbox`: what is filled in is there already."""
+class ArrayInputs:
+    """See `redraft.engines.device.HostInputs`: what is filled in is there already."""
 
     def __init__(self, buffers: Mapping[str, HostBuffer]) -> None:
         self.buffers = buffers
         self._values = {name: buffer.values for name, buffer in buffers.items()}
 
     def open(self) -> Mapping[str, Array]:
-        """See `Inbox.open`."""
+        """See `HostInputs.open`."""
         return self._values
 
     def send(self) -> None:
-        """See `Inbox.send`."""
+        """See `HostInputs.send`."""
 
 
-class HostOutbox:
-    """See `redraft.engines.device.Outbox`."""
+class ArrayOutputs:
+    """See `redraft.engines.device.HostOutputs`."""
 
     def __init__(self, source: Array) -> None:
         self._source = source
         self.values = np.empty_like(source)
 
     def fetch(self) -> None:
-        """See `Outbox.fetch`."""
+        """See `HostOutputs.fetch`."""
         self.values[...] = self._source
 
 
@@ -223,7 +223,7 @@ class OnnxRuntimeCuda(CudaDevice):
         }
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))
         on_host = host_inputs(session)
-        if wrong := sorted(on_host - {names.LIVE}):
+        if wrong := sorted(on_host - {names.KV_LEN}):
             raise self._bundle.error(f"graph {graph}: {CUDA} leaves what reads {', '.join(wrong)} to the CPU")
         if left := left_to_cpu(session.get_provider_graph_assignment_info()):
             _LOG.warning("graph %s: %s leaves nodes to the CPU, which costs time: %s", graph, CUDA, left)

@@ -33,7 +33,7 @@ _TYPES: Mapping[Dtype, str] = {
     "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8", "uint8": "UINT8", "float32": "FLOAT",
     "float16": "HALF", "bfloat16": "BF16",
 }  # fmt: skip
-_UPDATING = frozenset({names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP})
+_UPDATING = frozenset({names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV})
 """Engines that update KV buffers where they are. Of others, an output in place is written beside and copied."""
 
 
@@ -79,7 +79,7 @@ class TensorRtDevice(CudaDevice):
     def _load(self, graph: str, record: GraphRecord) -> Program:
         if graph not in self._files:
             found = ", ".join(sorted(self._files)) or "none"
-            kernels = "; our kernels do that as well: run `make plugins`" if graph == names.STEP_KEEP else ""
+            kernels = "; our kernels do that as well: run `make plugins`" if graph == names.STEP_COMPACT_KV else ""
             raise self._bundle.error(f"expected an engine of {graph}, found {found}{kernels}")
         engine = self._deserialized(graph)
         if engine is None:

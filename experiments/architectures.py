@@ -106,10 +106,10 @@ class Running:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.began = time.monotonic()
-        context = multiprocessing.get_context("fork")
-        self.receiver, sender = context.Pipe(duplex=False)
+        max_model_len = multiprocessing.get_context("fork")
+        self.receiver, sender = max_model_len.Pipe(duplex=False)
         self.folder = tempfile.TemporaryDirectory(prefix="redraft-")
-        self.process = context.Process(target=_check, args=(case, Path(self.folder.name), sender), daemon=True)
+        self.process = max_model_len.Process(target=_check, args=(case, Path(self.folder.name), sender), daemon=True)
         self.process.start()
         sender.close()
 

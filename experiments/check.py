@@ -78,9 +78,9 @@ class Recorder(Greedy):
         self.rows: list[FloatArray] = []
         self.moved = 0
 
-    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
         """Keep a copy of the rows on the accepted path."""
-        outcome = super().judge(logits, tree, position)
+        outcome = super().verify(logits, tree, position)
         self.rows.extend(logits[[0, *outcome.path]].copy())
         self.moved += sum(node != place for place, node in enumerate(outcome.path, 1))
         return outcome
@@ -194,7 +194,7 @@ def compared(bundle: Bundle, texts: Sequence[Text], special: frozenset[int] = fr
     """Run plainly, with n-grams and with trees of known tokens, one text and two."""
     found = Comparison(texts, special)
     for some in (texts[:1], texts):
-        verifier = open_host_verifier(bundle, bundle.host_graph(len(some)), bundle.manifest.context, len(some), 1)
+        verifier = open_host_verifier(bundle, bundle.host_graph(len(some)), bundle.manifest.max_model_len, len(some), 1)
         verifier.take_branches()
         known = KnownText(verifier)
         known.texts = texts

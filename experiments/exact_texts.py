@@ -28,16 +28,18 @@ def main() -> None:
     texts = [prompt.text for prompt in load_prompts(arguments.prompts)[: arguments.limit]]
     found: dict[str, Any] = {}
     plain: list[tuple[int, ...]] = []
-    for slots in arguments.slots:
-        with Runtime.open(arguments.engines, slots=slots, verify=False, exact=not arguments.inexact) as runtime:
+    for max_num_seqs in arguments.max_num_seqs:
+        with Runtime.open(
+            arguments.engines, max_num_seqs=max_num_seqs, verify=False, exact=not arguments.inexact
+        ) as runtime:
             prompts = [Conversation(runtime).ask(text) if arguments.chat else text for text in texts]
             for method in ["none", *arguments.methods]:
                 began = time.perf_counter()
                 outputs = _outputs(runtime, prompts, arguments.max_new_tokens, method)
                 plain = plain or outputs
-                found[f"{method}, {slots} at once"] = result = _compared(plain, outputs)
+                found[f"{method}, {max_num_seqs} at once"] = result = _compared(plain, outputs)
                 result["seconds"] = round(time.perf_counter() - began, 1)
-                print(method, slots, result, file=sys.stderr, flush=True)
+                print(method, max_num_seqs, result, file=sys.stderr, flush=True)
     print(json.dumps({"prompts": len(texts), "looping": sum(map(loops, plain)), "differing": found}))
 
 
@@ -59,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--max-num-seqs", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--methods", nargs="+", default=["ngram"])
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -24,14 +24,14 @@ _ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": 
 def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Path) -> dict[str, str]:
     """Write the graphs of a step into `out`; returns the file by the graph's name."""
     models = {
-        names.STEP_LAYOUT: _layout(),
+        names.STEP_PREPARE_TREE: _layout(),
         names.STEP_ACCEPT: _accept(shape),
-        names.STEP_KEEP: _keep(shape),
-        names.STEP_MOVE: _move(names.STEP_MOVE, signatures.verifier_state(shape)),
+        names.STEP_COMPACT_KV: _keep(shape),
+        names.STEP_COPY_SLOT: _move(names.STEP_COPY_SLOT, signatures.verifier_state(shape)),
     }
     if lyanna:
-        models[names.STEP_COLLECT] = _collect(shape)
-        models[names.LYANNA_MOVE] = _move(names.LYANNA_MOVE, signatures.lyanna_state(lyanna))
+        models[names.STEP_GATHER_FEATURES] = _collect(shape)
+        models[names.LYANNA_COPY_SLOT] = _move(names.LYANNA_COPY_SLOT, signatures.lyanna_state(lyanna))
     for name, model in models.items():
         finish(model)
         ir.save(model, out / f"{name}.onnx")
@@ -60,8 +60,8 @@ def _layout() -> ir.Model:
         last = step == names.MOST_DEPTH.bit_length() - 2
         reached = add("Greater", add("MatMul", ways, ways), builder.real(0.0), output=names.TREE_MASK if last else "")
     depth = add("Sub", _count(builder, names.TREE_MASK, 2), builder.ints(1))
-    add("Add", depth, add("Unsqueeze", names.PAST_LEN, builder.ints(1)), output=names.POSITIONS)
-    return builder.model(names.STEP_LAYOUT, signatures.step_layout_inputs(), signatures.step_layout_outputs())
+    add("Add", depth, add("Unsqueeze", names.CACHE_LEN, builder.ints(1)), output=names.POSITIONS)
+    return builder.model(names.STEP_PREPARE_TREE, signatures.step_layout_inputs(), signatures.step_layout_outputs())
 
 
 def _accept(shape: VerifierShape) -> ir.Model:
@@ -88,7 +88,7 @@ def _accept(shape: VerifierShape) -> ir.Model:
     _smallest, first = builder.add_all("TopK", (ranks, width), 2, axis=1, largest=0, sorted=1)
     count = add("Unsqueeze", _count(builder, on_path, 1), builder.ints(1))  # [B, 1]
     path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
-    add("Concat", count, path, said, output=names.VERDICT, axis=1)
+    add("Concat", count, path, said, output=names.ACCEPT_OUTPUT, axis=1)
     return builder.model(names.STEP_ACCEPT, signatures.step_accept_inputs(shape), signatures.step_accept_outputs())
 
 
@@ -105,7 +105,7 @@ def _count(builder: _Builder, flags: str, axis: int, output: str = "") -> str:
 
 def _keep(shape: VerifierShape) -> ir.Model:
     builder = _Builder()
-    rows = builder.add("Add", builder.add("Unsqueeze", names.PAST_LEN, builder.ints(1)), names.PATH)  # [B, T]
+    rows = builder.add("Add", builder.add("Unsqueeze", names.CACHE_LEN, builder.ints(1)), names.PATH)  # [B, T]
     sizes = builder.add("Shape", names.PATH)
     batch, nodes = (builder.add("Gather", sizes, builder.ints(axis)) for axis in range(2))
     one = builder.ints(1)
@@ -113,8 +113,8 @@ def _keep(shape: VerifierShape) -> ir.Model:
     index = builder.add("Expand", builder.add("Unsqueeze", rows, builder.ints(1, 3)), target)  # [B, H_kv, T, 1]
     for cache in signatures.caches(shape):
         moved = builder.add("GatherND", cache, index, batch_dims=2)  # [B, H_kv, T, D]
-        builder.add("TensorScatter", cache, moved, names.PAST_LEN, output=names.present(cache), axis=2)
-    return builder.model(names.STEP_KEEP, signatures.step_keep_inputs(shape), signatures.step_keep_outputs(shape))
+        builder.add("TensorScatter", cache, moved, names.CACHE_LEN, output=names.present(cache), axis=2)
+    return builder.model(names.STEP_COMPACT_KV, signatures.step_keep_inputs(shape), signatures.step_keep_outputs(shape))
 
 
 def _collect(shape: VerifierShape) -> ir.Model:
@@ -125,13 +125,13 @@ def _collect(shape: VerifierShape) -> ir.Model:
     sequences, steps = (
         builder.add("Unsqueeze", builder.count(sizes, axis), builder.ints(1 - axis)) for axis in range(2)
     )
-    places = builder.add("Add", builder.add("Unsqueeze", names.WAITING_ROWS, builder.ints(1)), steps)  # [B, T]
+    places = builder.add("Add", builder.add("Unsqueeze", names.PENDING_OFFSET, builder.ints(1)), steps)  # [B, T]
     pairs = [builder.add("Unsqueeze", x, axes) for x in (builder.add("Expand", sequences, sizes), places)]
     target = builder.add("Concat", *pairs, axis=2)  # [B, T, 2]
     # Not by TensorScatter: TensorRT knows it for KV buffers of four axes only.
-    builder.add("ScatterND", names.WAITING, target, rows, output=names.present(names.WAITING))
+    builder.add("ScatterND", names.PENDING_FEATURES, target, rows, output=names.present(names.PENDING_FEATURES))
     return builder.model(
-        names.STEP_COLLECT, signatures.step_collect_inputs(shape), signatures.step_collect_outputs(shape)
+        names.STEP_GATHER_FEATURES, signatures.step_collect_inputs(shape), signatures.step_collect_outputs(shape)
     )
 
 

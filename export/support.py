@@ -94,7 +94,7 @@ def check_rope(config: PretrainedConfig, positions: int) -> None:
         if rope.get("rope_type") in LONG_ROPE and limit and positions > int(limit):
             raise UnsupportedModelError(
                 f"{config.model_type} changes its rotary embedding in texts of more than {limit} tokens",
-                f"give --context {limit} or less",
+                f"give --max-model-len {limit} or less",
             )
 
 
@@ -106,17 +106,18 @@ def _ropes(parameters: Any) -> list[dict[str, Any]]:
     return nested + ([parameters] if "rope_type" in parameters else [])
 
 
-def verifier_shape(config: PretrainedConfig, context: int | None, dtype: Dtype = "float32") -> VerifierShape:
-    """Buffer shapes from the configuration. Raises UsageError when `context` passes the model's own limit."""
+def verifier_shape(config: PretrainedConfig, max_model_len: int | None, dtype: Dtype = "float32") -> VerifierShape:
+    """Buffer shapes from the configuration. Raises UsageError when `max_model_len` passes the model's own limit."""
     named = (getattr(config, name, None) for name in _LIMITS)
-    limit = next((int(value) for value in named if value), context or UNLIMITED_CONTEXT)
-    if context is not None and context > limit:
+    limit = next((int(value) for value in named if value), max_model_len or UNLIMITED_CONTEXT)
+    if max_model_len is not None and max_model_len > limit:
         raise UsageError(
-            f"context {context} passes the model's limit of {limit} tokens", f"give --context {limit} or less"
+            f"context {max_model_len} passes the model's limit of {limit} tokens",
+            f"give --max-model-len {limit} or less",
         )
     shape = decoder_shape(config)
     return VerifierShape(
-        shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.vocabulary, context or limit, dtype
+        shape.layers, shape.kv_heads, shape.head_dim, shape.hidden, shape.vocabulary, max_model_len or limit, dtype
     )
 
 
@@ -143,11 +144,14 @@ def logit_scale(config: Any) -> float:
     return float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1))
 
 
-def check_taps(taps: tuple[str, ...], layers: int) -> None:
-    """Raise UsageError on a feature tap that the model does not have."""
-    for tap in taps:
-        if tap != names.LAST_TAP and not (tap.isdigit() and int(tap) < layers):
-            raise UsageError(f"unknown feature tap {tap!r}", f"use {names.LAST_TAP}, or a layer from 0 to {layers - 1}")
+def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
+    """Raise UsageError on a hidden state that the model does not have."""
+    for hidden_state in hidden_states:
+        if hidden_state != names.LAST_HIDDEN_STATE and not (hidden_state.isdigit() and int(hidden_state) < layers):
+            raise UsageError(
+                f"unknown hidden state {hidden_state!r}",
+                f"use {names.LAST_HIDDEN_STATE}, or a layer from 0 to {layers - 1}",
+            )
 
 
 def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:

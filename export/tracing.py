@@ -66,8 +66,8 @@ class _TracedPass:
     order: Mapping[int, int]
     tree_mask: torch.Tensor
     positions: torch.Tensor
-    past_len: torch.Tensor
-    live: torch.Tensor
+    cache_len: torch.Tensor
+    kv_len: torch.Tensor
     output_rows: torch.Tensor
     caches: list[torch.Tensor]
     presents: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class _TracedPass:
         if sinks is None and any(other.sinks for other in self.layers):
             sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink that draws nothing
         out, *present = torch.ops.redraft.tree_attention(
-            *flat, key_cache, value_cache, self.tree_mask, self.positions, self.past_len, self.live, sinks,
+            *flat, key_cache, value_cache, self.tree_mask, self.positions, self.cache_len, self.kv_len, sinks,
             call.scaling, call.softcap, mask.window, mask.chunk, q_heads, kv_heads,
         )  # fmt: skip
         self.presents[layer] = (present[0], present[1])
@@ -130,29 +130,29 @@ def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch
 class VerifierModule(nn.Module):
     """The graph's contract around a model: inputs and outputs in the order of `redraft.names`."""
 
-    def __init__(self, model: nn.Module, taps: tuple[str, ...], recorded: LayerRecorder) -> None:
+    def __init__(self, model: nn.Module, hidden_states: tuple[str, ...], recorded: LayerRecorder) -> None:
         super().__init__()
         self.model = model
-        self.taps = taps
+        self.hidden_states = hidden_states
         self.__dict__["recorded"] = recorded
         model.get_output_embeddings().register_forward_pre_hook(_wanted_rows)  # type: ignore[operator]
-        for tap in taps:
-            _tapped(model, tap).register_forward_hook(_collect(tap))
+        for hidden_state in hidden_states:
+            _with_hidden_states(model, hidden_state).register_forward_hook(_collect(hidden_state))
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         tree_mask: torch.Tensor,
-        past_len: torch.Tensor,
-        live: torch.Tensor,
+        cache_len: torch.Tensor,
+        kv_len: torch.Tensor,
         output_rows: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Shapes as in `redraft.names.verifier_inputs` and `verifier_outputs`."""
         recorded: LayerRecorder = self.__dict__["recorded"]
         current = _TracedPass(
-            recorded.layers, recorded.order, tree_mask, positions, past_len, live, output_rows, caches
+            recorded.layers, recorded.order, tree_mask, positions, cache_len, kv_len, output_rows, caches
         )
         token = CURRENT.set(current)
         try:
@@ -160,7 +160,7 @@ class VerifierModule(nn.Module):
         finally:
             CURRENT.reset(token)
         presents = [cache for layer in sorted(current.presents) for cache in current.presents[layer]]
-        return (logits, *(current.features[tap] for tap in self.taps), *presents)
+        return (logits, *(current.features[hidden_state] for hidden_state in self.hidden_states), *presents)
 
 
 def _traced() -> _TracedPass:
@@ -169,13 +169,15 @@ def _traced() -> _TracedPass:
     return current
 
 
-def _tapped(model: nn.Module, tap: str) -> nn.Module:
-    """The module whose output is the feature `tap`: a layer, or the final norm."""
+def _with_hidden_states(model: nn.Module, hidden_state: str) -> nn.Module:
+    """The module whose output is the feature `hidden_state`: a layer, or the final norm."""
     decoder: Any = model.base_model
-    found = getattr(decoder, "norm", None) if tap == names.LAST_TAP else getattr(decoder, "layers", None)
+    found = (
+        getattr(decoder, "norm", None) if hidden_state == names.LAST_HIDDEN_STATE else getattr(decoder, "layers", None)
+    )
     if found is None:
-        raise UnsupportedModelError(f"{type(model).__name__} names its layers otherwise: no feature {tap!r}")
-    module: nn.Module = found if tap == names.LAST_TAP else found[int(tap)]
+        raise UnsupportedModelError(f"{type(model).__name__} names its layers otherwise: no feature {hidden_state!r}")
+    module: nn.Module = found if hidden_state == names.LAST_HIDDEN_STATE else found[int(hidden_state)]
     return module
 
 
@@ -183,9 +185,9 @@ def _wanted_rows(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[tor
     return (gather_rows(args[0], _traced().output_rows), *args[1:])
 
 
-def _collect(tap: str) -> Any:
+def _collect(hidden_state: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        _traced().features[tap] = output if isinstance(output, torch.Tensor) else output[0]
+        _traced().features[hidden_state] = output if isinstance(output, torch.Tensor) else output[0]
 
     return hook
 
@@ -241,7 +243,7 @@ def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
         {0: b, 1: r},
         [{0: b, 2: c}] * 2 * shape.layers,
     )
-    outputs = signatures.verifier_outputs(shape, module.taps)
+    outputs = signatures.verifier_outputs(shape, module.hidden_states)
     return trace_graph(module, args, dynamic, signatures.verifier_inputs(shape), outputs)
 
 

@@ -1,19 +1,20 @@
 """`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
 
     out, present_key, present_value = TreeAttention(
-        q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, sinks)
+        q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, live, sinks)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
-    key_cache    [B, Hkv, C, D]     rows 0 .. past_len - 1 are live; the rest is garbage
+    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are live; the rest is garbage
     value_cache  [B, Hkv, C, D]
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
-    past_len     int64 [B]          live rows before the call; row r < past_len holds position r
-    live         int64 [1]          largest past_len + T: rows that are read, whatever the capacity C
+    cache_len     int64 [B]          live rows before the call; row r < cache_len holds position r
+    live         int64 [1]          largest cache_len + T: rows that are read, whatever the capacity C
     sinks        [Hq]               optional: the score of a key without a value, which each head may attend to instead
     out          [B, T, Hq * D]
-    present_*    the caches with k and v written to rows past_len .. past_len + T - 1; the same buffer when run in place
+    present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1; the same buffer when run in
+    place
 
 Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
 keys at position p from a query at position q where q - p >= w; `chunk` c > 0 hides those where p // c < q // c;
@@ -35,7 +36,7 @@ from onnxscript.values import Op, Opset
 from redraft.names import TREE_ATTENTION, TREE_ATTENTION_DOMAIN
 
 OPSET = Opset(TREE_ATTENTION_DOMAIN, 1)
-INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "past_len", "live")
+INPUTS = ("q", "k", "v", "key_cache", "value_cache", "tree_mask", "positions", "cache_len", "kv_len")
 SINKS = "sinks"
 """The optional last input."""
 OUTPUTS = ("out", "present_key", "present_value")
@@ -58,8 +59,8 @@ def tree_attention(
     value_cache: torch.Tensor,
     tree_mask: torch.Tensor,
     positions: torch.Tensor,
-    past_len: torch.Tensor,
-    live: torch.Tensor,
+    cache_len: torch.Tensor,
+    kv_len: torch.Tensor,
     sinks: torch.Tensor | None,
     scale: float,
     softcap: float,
@@ -74,16 +75,16 @@ def tree_attention(
     caches = []
     for cache, new in ((key_cache, k), (value_cache, v)):
         rows = cache.clone()
-        for b, past in enumerate(past_len.tolist()):
+        for b, past in enumerate(cache_len.tolist()):
             rows[b, :, past : past + nodes] = new[b].reshape(nodes, kv_heads, -1).transpose(0, 1)
         caches.append(rows)
-    read = int(live.item())
+    read = int(kv_len.item())
     keys, values = (cache[:, :, :read].repeat_interleave(groups, dim=1) for cache in caches)
     queries = q.reshape(batch, nodes, q_heads, -1).transpose(1, 2)
     scores = queries @ keys.transpose(2, 3) * scale  # [B, Hq, T, S]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(tree_mask, positions, past_len, read, window, chunk)
+    visible = _visible(tree_mask, positions, cache_len, read, window, chunk)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(batch, -1, nodes, 1)], -1)
@@ -92,14 +93,14 @@ def tree_attention(
 
 
 def _visible(
-    tree_mask: torch.Tensor, positions: torch.Tensor, past_len: torch.Tensor, read: int, window: int, chunk: int
+    tree_mask: torch.Tensor, positions: torch.Tensor, cache_len: torch.Tensor, read: int, window: int, chunk: int
 ) -> torch.Tensor:
     """Which of the first `read` rows each node sees, bool [B, T, read]."""
     batch, nodes = positions.shape
     rows = torch.arange(read)
-    visible = (rows < past_len[:, None])[:, None].repeat(1, nodes, 1)
+    visible = (rows < cache_len[:, None])[:, None].repeat(1, nodes, 1)
     row_positions = rows.repeat(batch, 1)
-    for b, past in enumerate(past_len.tolist()):
+    for b, past in enumerate(cache_len.tolist()):
         visible[b, :, past : past + nodes] = tree_mask[b]
         row_positions[b, past : past + nodes] = positions[b]
     if window > 0:
@@ -121,62 +122,62 @@ def _(
 
 
 @script(OPSET, default_opset=op)
-def TreeRows(tree_mask, positions, past_len, live):  # type: ignore[no-untyped-def]
+def TreeRows(tree_mask, positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
     """Committed rows and ancestors of each node, bool [B, T, live]."""
-    rows = op.Range(op.Constant(value_int=0), op.Squeeze(live), op.Constant(value_int=1))
-    past = op.Unsqueeze(past_len, op.Constant(value_ints=[1, 2]))
+    rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
+    past = op.Unsqueeze(cache_len, op.Constant(value_ints=[1, 2]))
     committed = op.Less(op.Unsqueeze(rows, op.Constant(value_ints=[0, 1])), past)
-    base = op.Expand(committed, op.Concat(op.Shape(positions), live, axis=0))
-    return op.TensorScatter(base, tree_mask, past_len, axis=2)
+    base = op.Expand(committed, op.Concat(op.Shape(positions), kv_len, axis=0))
+    return op.TensorScatter(base, tree_mask, cache_len, axis=2)
 
 
 @script(OPSET, default_opset=op)
-def RowPositions(positions, past_len, live):  # type: ignore[no-untyped-def]
+def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
     """Position of every row, int64 [B, 1, live]."""
-    rows = op.Range(op.Constant(value_int=0), op.Squeeze(live), op.Constant(value_int=1))
-    base = op.Expand(rows, op.Concat(op.Shape(past_len), live, axis=0))
-    return op.Unsqueeze(op.TensorScatter(base, positions, past_len, axis=1), op.Constant(value_ints=[1]))
+    rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
+    base = op.Expand(rows, op.Concat(op.Shape(cache_len), kv_len, axis=0))
+    return op.Unsqueeze(op.TensorScatter(base, positions, cache_len, axis=1), op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
-def TreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
+def TreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
     """Rows that each node sees, bool [B, 1, T, live], in a model without windows."""
-    return op.Unsqueeze(TreeRows(tree_mask, positions, past_len, live), op.Constant(value_ints=[1]))
+    return op.Unsqueeze(TreeRows(tree_mask, positions, cache_len, kv_len), op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
-def WindowedTreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
+def WindowedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
     """The same in a model with windows; `window` 0 hides nothing more."""
     query_positions = op.Unsqueeze(positions, op.Constant(value_ints=[2]))
-    distance = op.Sub(query_positions, RowPositions(positions, past_len, live))
+    distance = op.Sub(query_positions, RowPositions(positions, cache_len, kv_len))
     near = op.Or(op.Less(distance, window), op.Equal(window, op.Constant(value_int=0)))
-    visible = op.And(TreeRows(tree_mask, positions, past_len, live), near)
+    visible = op.And(TreeRows(tree_mask, positions, cache_len, kv_len), near)
     return op.Unsqueeze(visible, op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
-def ChunkedTreeMask(tree_mask, positions, past_len, live, window: int, chunk: int):  # type: ignore[no-untyped-def]
+def ChunkedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
     """The same in a model with chunks; `chunk` 0 hides nothing more."""
     size = op.Max(chunk, op.Constant(value_int=1))
     query_chunks = op.Div(op.Unsqueeze(positions, op.Constant(value_ints=[2])), size)
-    row_chunks = op.Div(RowPositions(positions, past_len, live), size)
+    row_chunks = op.Div(RowPositions(positions, cache_len, kv_len), size)
     near = op.Or(op.Equal(query_chunks, row_chunks), op.Equal(chunk, op.Constant(value_int=0)))
-    windowed = WindowedTreeMask(tree_mask, positions, past_len, live, window, chunk)
+    windowed = WindowedTreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
     return op.And(windowed, op.Unsqueeze(near, op.Constant(value_ints=[1])))
 
 
 @script(OPSET, default_opset=op)
-def WriteRows(k, cache, past_len, kv_heads: int):  # type: ignore[no-untyped-def]
+def WriteRows(k, cache, cache_len, kv_heads: int):  # type: ignore[no-untyped-def]
     """The cache with the new rows k [B, T, Hkv * D] written."""
     rest = op.Constant(value_ints=[-1])
     shape = op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(kv_heads, rest), rest, axis=0)
-    return op.TensorScatter(cache, op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3]), past_len, axis=2)
+    return op.TensorScatter(cache, op.Transpose(op.Reshape(k, shape), perm=[0, 2, 1, 3]), cache_len, axis=2)
 
 
 @script(OPSET, default_opset=op)
-def LiveRows(cache, live):  # type: ignore[no-untyped-def]
-    """The first `live` rows of a cache."""
-    return op.Slice(cache, op.Constant(value_ints=[0]), live, op.Constant(value_ints=[2]))
+def LiveRows(cache, kv_len):  # type: ignore[no-untyped-def]
+    """The first `kv_len` rows of a cache."""
+    return op.Slice(cache, op.Constant(value_ints=[0]), kv_len, op.Constant(value_ints=[2]))
 
 
 @script(OPSET, default_opset=op)
@@ -195,15 +196,15 @@ def MergeHeads(attended):  # type: ignore[no-untyped-def]
 
 @script(OPSET, default_opset=op)
 def TreeAttention(  # type: ignore[no-untyped-def]
-    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live,
+    q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len,
     scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
     """Write the new rows in place, read the live ones, attend under the tree's mask."""
-    present_key = WriteRows(k, key_cache, past_len, kv_heads)
-    present_value = WriteRows(v, value_cache, past_len, kv_heads)
-    visible = TreeMask(tree_mask, positions, past_len, live, window, chunk)
+    present_key = WriteRows(k, key_cache, cache_len, kv_heads)
+    present_value = WriteRows(v, value_cache, cache_len, kv_heads)
+    visible = TreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
     attended, _key, _value, _scores = op.Attention(
-        SplitHeads(q, q_heads), LiveRows(present_key, live), LiveRows(present_value, live), visible,
+        SplitHeads(q, q_heads), LiveRows(present_key, kv_len), LiveRows(present_value, kv_len), visible,
         scale=scale, softcap=softcap,
     )  # fmt: skip
     return MergeHeads(attended), present_key, present_value
@@ -217,13 +218,13 @@ def WithSink(rows):  # type: ignore[no-untyped-def]
 
 @script(OPSET, default_opset=op)
 def SinkTreeAttention(  # type: ignore[no-untyped-def]
-    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live, sinks,
+    q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len, sinks,
     scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
     """The same with sinks: a last key of zeros, whose score the mask adds, and a value of zeros."""
-    present_key = WriteRows(k, key_cache, past_len, kv_heads)
-    present_value = WriteRows(v, value_cache, past_len, kv_heads)
-    visible = TreeMask(tree_mask, positions, past_len, live, window, chunk)
+    present_key = WriteRows(k, key_cache, cache_len, kv_heads)
+    present_value = WriteRows(v, value_cache, cache_len, kv_heads)
+    visible = TreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
     zero = op.CastLike(op.Constant(value_float=0.0), sinks)
     hidden = op.CastLike(op.Constant(value_float=float("-inf")), sinks)
     scores = op.Where(visible, zero, hidden)
@@ -231,7 +232,7 @@ def SinkTreeAttention(  # type: ignore[no-untyped-def]
     heads = op.Add(scores, op.Mul(column, zero))
     last = op.Add(op.Mul(op.CastLike(op.Unsqueeze(positions, op.Constant(value_ints=[1, 3])), sinks), zero), column)
     attended, _key, _value, _scores = op.Attention(
-        SplitHeads(q, q_heads), WithSink(LiveRows(present_key, live)), WithSink(LiveRows(present_value, live)),
+        SplitHeads(q, q_heads), WithSink(LiveRows(present_key, kv_len)), WithSink(LiveRows(present_value, kv_len)),
         op.Concat(heads, last, axis=3), scale=scale, softcap=softcap,
     )  # fmt: skip
     return MergeHeads(attended), present_key, present_value
@@ -239,7 +240,7 @@ def SinkTreeAttention(  # type: ignore[no-untyped-def]
 
 def _schema() -> defs.OpSchema:
     floats, integers, booleans = "T", "tensor(int64)", "tensor(bool)"
-    types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "past_len", "live"), integers)
+    types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "cache_len", "kv_len"), integers)
     types["tree_mask"] = booleans
     return defs.OpSchema(
         TREE_ATTENTION,

@@ -36,7 +36,7 @@ class VerifierExport:
     """
 
     shape: signatures.VerifierShape
-    taps: tuple[str, ...]
+    hidden_states: tuple[str, ...]
     graph: str
     weights: tuple[WeightRef, ...]
     weight_files: tuple[str, ...]
@@ -62,7 +62,7 @@ def export_verifier(
     found = support.load_config(checkpoint)
     architecture = Architecture.of(found if layers is None else first_layers(found, layers))
     text = architecture.text
-    shape = support.verifier_shape(text, config.context, names.ELEMENTS[config.carrier])
+    shape = support.verifier_shape(text, config.max_model_len, names.ELEMENTS[config.compute_dtype])
     support.check_rope(text, shape.max_positions)
     loaded = None if config.random_weights else load_tensors(checkpoint, architecture, partly=layers is not None)
     if loaded:
@@ -71,10 +71,10 @@ def export_verifier(
     with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
         if loaded:
             fill_buffers(network, loaded.buffers, checkpoint)
-        support.check_taps(config.taps, shape.layers)
+        support.check_hidden_states(config.hidden_states, shape.layers)
         recorded = record_layers(network, shape.max_positions)
         shape = support.with_layers(shape, text, recorded.layers)
-        model = tracing.trace(tracing.VerifierModule(network, config.taps, recorded), shape)
+        model = tracing.trace(tracing.VerifierModule(network, config.hidden_states, recorded), shape)
         support.check_positions(model, text)
         parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
         tied = support.tied_names(network)
@@ -86,17 +86,17 @@ def export_verifier(
     source: AnySource = (
         Source(checkpoint, parameters, tensors)
         if loaded
-        else RandomSource.write(parameters, out, STORED[config.carrier])
+        else RandomSource.write(parameters, out, STORED[config.compute_dtype])
     )
     kind = config.weight_only
     refs = weights.place(
-        model, source, out, config.precision if kind is None else config.carrier, progress,
+        model, source, out, config.precision if kind is None else config.compute_dtype, progress,
         file=config.precision, weight_only=kind,
     )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
     files = tuple(sorted({ref.file for ref in refs}))
-    return VerifierExport(shape, config.taps, GRAPH, refs, files, embedding, head, source)
+    return VerifierExport(shape, config.hidden_states, GRAPH, refs, files, embedding, head, source)
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:

@@ -54,7 +54,7 @@ class AttentionArgs(_Args):
         *_fields(_float, "scale", "softcap"),
         *_fields(_int32, "ctas"),
         *_fields(_address, "q", "k", "v", "key_cache", "value_cache", "mask_bits", "mask_bools", "positions"),
-        *_fields(_address, "past_len", "node_counts", "out"),
+        *_fields(_address, "cache_len", "node_counts", "out"),
     )
 
 
@@ -63,7 +63,7 @@ class CompactArgs(_Args):
 
     _fields_ = (
         *_fields(_int32, "dtype", "cache_count", "batch", "kv_heads", "head_dim", "capacity", "max_path"),
-        *_fields(_address, "caches", "past_len", "paths", "path_lengths"),
+        *_fields(_address, "caches", "cache_len", "paths", "path_lengths"),
     )
 
 

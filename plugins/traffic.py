@@ -9,11 +9,11 @@ ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """One call over sequences of equal lengths: `live` committed rows each, then `nodes` new ones."""
+    """One call over sequences of equal lengths: `kv_len` committed rows each, then `nodes` new ones."""
 
     dtype: str
     batch: int
-    live: int
+    kv_len: int
     nodes: int
     q_heads: int
     kv_heads: int
@@ -27,7 +27,7 @@ class AttentionSizes:
 
 def attention_bytes(sizes: AttentionSizes) -> int:
     """Least bytes of one call: live K and V once, new rows read and written, q read, out written, the mask's bits."""
-    cached = 2 * sizes.batch * sizes.kv_heads * (sizes.live + sizes.nodes) * sizes.row_bytes
+    cached = 2 * sizes.batch * sizes.kv_heads * (sizes.kv_len + sizes.nodes) * sizes.row_bytes
     new_rows = 2 * 2 * sizes.batch * sizes.nodes * sizes.kv_heads * sizes.row_bytes
     queries = 2 * sizes.batch * sizes.nodes * sizes.q_heads * sizes.row_bytes
     return cached + new_rows + queries + sizes.batch * sizes.nodes * -(-sizes.nodes // 32) * 4
@@ -35,7 +35,7 @@ def attention_bytes(sizes: AttentionSizes) -> int:
 
 def attention_flops(sizes: AttentionSizes) -> int:
     """Multiplications and additions of both products, hidden scores included."""
-    return 4 * sizes.batch * sizes.q_heads * sizes.nodes * (sizes.live + sizes.nodes) * sizes.head_dim
+    return 4 * sizes.batch * sizes.q_heads * sizes.nodes * (sizes.kv_len + sizes.nodes) * sizes.head_dim
 
 
 def compaction_bytes(caches: int, batch: int, kv_heads: int, row_bytes: int, moved_rows: int) -> int:

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar, get_args
 from redraft.errors import UsageError
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
-"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4, fp8: weight-only, everything else as `carrier`."""
+"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4, fp8: weight-only, everything else as
+`compute_dtype`.
+"""
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
@@ -106,22 +108,22 @@ class BuildConfig:
 
     precision:       of the matrix products: fp32, or weight-only int8 or int4.
     backend:         what runs the engines.
-    context:         capacity in tokens; None takes the model's own limit.
-    taps:            feature outputs wanted by drafters (`last`, or a layer number).
+    max_model_len:   tokens of a sequence at most; None takes the model's own limit.
+    hidden_states:   of the verifier that drafters read (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
     tensorrt:        how engines of the backend tensorrt are built.
     """
 
     precision: Precision = "fp32"
     backend: Backend = "onnxruntime"
-    context: int | None = None
-    taps: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    hidden_states: tuple[str, ...] = ()
     random_weights: bool = False
     lyanna: LyannaBuild | None = None
     tensorrt: TensorRtBuild = TensorRtBuild()
 
     @property
-    def carrier(self) -> Precision:
+    def compute_dtype(self) -> Precision:
         """Precision of all but weight-only quantized weights: fp32 on ONNX Runtime's CPU, fp16 in TensorRT."""
         if self.precision not in WEIGHT_ONLY:
             return self.precision
@@ -140,9 +142,11 @@ class BuildConfig:
             raise UsageError("fp8 weights are for TensorRT engines", "give --backend tensorrt, or --precision int8")
         if self.backend not in get_args(Backend):
             raise UsageError(f"unknown backend {self.backend!r}", f"choose one of {', '.join(get_args(Backend))}")
-        if not isinstance(self.taps, tuple) or not all(isinstance(tap, str) for tap in self.taps):
-            raise UsageError(f"taps must be a list of strings, not {self.taps!r}")
-        if self.context is not None and not isinstance(self.context, int):
-            raise UsageError(f"context must be a number of tokens, not {self.context!r}")
-        if self.context is not None and self.context < 2:
-            raise UsageError(f"context must be at least 2 tokens, not {self.context}", "raise --context")
+        if not isinstance(self.hidden_states, tuple) or not all(
+            isinstance(hidden_state, str) for hidden_state in self.hidden_states
+        ):
+            raise UsageError(f"hidden_states must be a list of strings, not {self.hidden_states!r}")
+        if self.max_model_len is not None and not isinstance(self.max_model_len, int):
+            raise UsageError(f"context must be a number of tokens, not {self.max_model_len!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UsageError(f"context must be at least 2 tokens, not {self.max_model_len}", "raise --max-model-len")

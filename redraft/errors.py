@@ -6,15 +6,15 @@ from __future__ import annotations
 class RedraftError(Exception):
     """Base of every error that the command line prints as one line.
 
-    `mend` is a command or an instruction; `exit_status` is 1 (it failed) or 2 (bad usage).
+    `hint` is a command or an instruction; `exit_status` is 1 (it failed) or 2 (bad usage).
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, mend: str | None = None) -> None:
-        super().__init__(message if mend is None else f"{message}; {mend}")
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}; {hint}")
         self.message = message
-        self.mend = mend
+        self.hint = hint
 
 
 class UsageError(RedraftError):

@@ -35,30 +35,30 @@ LYANNA_DRAFT_SINGLE = f"{LYANNA_DRAFT}.single"
 LYANNA_RESAMPLE = f"{LYANNA}.resample"
 """A new tree from logits that the last draft left over (Algorithm 2), any batch."""
 
-STEP_LAYOUT = "step.layout"
+STEP_PREPARE_TREE = "step.prepare_tree"
 """What a tree's tokens and parents become for the verifier, on the device."""
 STEP_ACCEPT = "step.accept"
 """What the verifier's logits accept of a tree, on the device."""
-STEP_KEEP = "step.keep"
+STEP_COMPACT_KV = "step.compact_kv"
 """Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
-STEP_COLLECT = "step.collect"
+STEP_GATHER_FEATURES = "step.gather_features"
 """Feature rows of the accepted path, appended to those that wait for a drafter."""
-STEP_MOVE = "step.move"
+STEP_COPY_SLOT = "step.copy_slot"
 """One sequence's KV rows copied to another slot."""
-LYANNA_MOVE = "lyanna.move"
+LYANNA_COPY_SLOT = "lyanna.copy_slot"
 """The same of all that the drafter keeps for a sequence."""
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 TREE_MASK = "tree_mask"
-PAST_LEN = "past_len"
-LIVE = "live"
+CACHE_LEN = "cache_len"
+KV_LEN = "kv_len"
 OUTPUT_ROWS = "output_rows"
 LOGITS = "logits"
 
 FEATURE_ROWS = "features"
 TOKENS = "tokens"
-PENDING = "pending"
+NUM_PENDING = "num_pending"
 CHAIN_LOGITS = "chain_logits"
 FIRST_STEP = "first_step"
 TREE_TOKENS = "tree.tokens"
@@ -71,9 +71,9 @@ ON_DEVICE = "on_device"
 PARENTS = "parents"
 NODES = "nodes"
 PATH = "path"
-VERDICT = "verdict"
-WAITING = "waiting"
-WAITING_ROWS = "waiting_rows"
+ACCEPT_OUTPUT = "accept_output"
+PENDING_FEATURES = "pending_features"
+PENDING_OFFSET = "pending_offset"
 SOURCE_SLOT = "source_slot"
 TARGET_SLOT = "target_slot"
 TOKEN_INFO = "token_info."
@@ -150,13 +150,13 @@ def linked(name: str) -> str:
     return cache if number.isdecimal() else ""
 
 
-LAST_TAP = "last"
+LAST_HIDDEN_STATE = "last"
 """The feature after the final norm, with which Lyanna's drafts begin."""
 
 
-def features(tap: str) -> str:
-    """Name of the feature output of `tap`, shape [B, T, n]: LAST_TAP, or `3` after layer 3."""
-    return f"features.{tap}"
+def hidden_states(hidden_state: str) -> str:
+    """Name of the feature output of `hidden_state`, shape [B, T, n]: LAST_HIDDEN_STATE, or `3` after layer 3."""
+    return f"hidden_states.{hidden_state}"
 
 
 CATCH_UP_ROWS = 64
@@ -168,7 +168,7 @@ TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
 _WIDE_STEP = 32
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
-MOST_WAITING_ROWS = 512
+MAX_PENDING_FEATURES = 512
 """Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
 
 

@@ -30,26 +30,31 @@ class VerifierShape:
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the verifier's graph, in order.
 
-    `tree_mask[b, i, j]` is true where node j is i or an ancestor of i (padding rows see only themselves); `past_len` is
-    the number of rows already live; `live` is the largest past_len + T; `output_rows` picks the rows whose logits are
+    `tree_mask[b, i, j]` is true where node j is i or an ancestor of i (padding rows see only themselves); `cache_len`
+    is
+    the number of rows already live; `kv_len` is the largest cache_len + T; `output_rows` picks the rows whose logits
+    are
     wanted, in 0..T-1.
     """
     return (
         TensorSpec(names.TOKEN_IDS, "int64", ("B", "T")),
         TensorSpec(names.POSITIONS, "int64", ("B", "T")),
         TensorSpec(names.TREE_MASK, "bool", ("B", "T", "T")),
-        TensorSpec(names.PAST_LEN, "int64", ("B",)),
-        TensorSpec(names.LIVE, "int64", (1,)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
+        TensorSpec(names.KV_LEN, "int64", (1,)),
         TensorSpec(names.OUTPUT_ROWS, "int64", ("B", "R")),
         *(TensorSpec(cache, shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim)) for cache in caches(shape)),
     )
 
 
-def verifier_outputs(shape: VerifierShape, taps: tuple[str, ...]) -> tuple[TensorSpec, ...]:
-    """Outputs of the verifier's graph, in order: logits, features by tap, then the KV buffers, updated in place."""
+def verifier_outputs(shape: VerifierShape, hidden_states: tuple[str, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of the verifier's graph, in order: logits, hidden states, then the KV buffers, updated in place."""
     return (
         TensorSpec(names.LOGITS, "float32", ("B", "R", shape.vocabulary)),
-        *(TensorSpec(names.features(tap), shape.dtype, ("B", "T", shape.hidden)) for tap in taps),
+        *(
+            TensorSpec(names.hidden_states(hidden_state), shape.dtype, ("B", "T", shape.hidden))
+            for hidden_state in hidden_states
+        ),
         *(
             TensorSpec(names.present(cache), shape.dtype, ("B", shape.kv_heads, "C", shape.head_dim), in_place_of=cache)
             for cache in caches(shape)
@@ -112,16 +117,16 @@ def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Inputs of the draft graph, in order.
 
     Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `pending[b]` on are padding.
-    The drafter's KV holds `past_len[b]` rows before them, row r of position r; `live` is the largest past_len + M.
+    The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest cache_len + M.
     """
     cache = ("B", shape.kv_heads, "C", shape.head_dim)
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
         TensorSpec(names.TOKENS, "int64", ("B", "M")),
         TensorSpec(names.POSITIONS, "int64", ("B", "M")),
-        TensorSpec(names.PENDING, "int64", ("B",)),
-        TensorSpec(names.PAST_LEN, "int64", ("B",)),
-        TensorSpec(names.LIVE, "int64", (1,)),
+        TensorSpec(names.NUM_PENDING, "int64", ("B",)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
+        TensorSpec(names.KV_LEN, "int64", (1,)),
         TensorSpec(names.key_cache(0), shape.dtype, cache),
         TensorSpec(names.value_cache(0), shape.dtype, cache),
         *token_info_tables(shape),
@@ -131,7 +136,7 @@ def lyanna_draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def lyanna_draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Outputs of the draft graph, in order. Nodes come likeliest first, the root before all, parents before children.
 
-    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the drafter's sharpness, kept for
+    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale, kept for
     resampling.
     """
     cache = ("B", shape.kv_heads, "C", shape.head_dim)
@@ -162,7 +167,7 @@ def step_layout_inputs() -> tuple[TensorSpec, ...]:
     """Inputs of the layout graph: of each sequence a tree of T nodes from the host and one of K nodes from a drafter,
     of which the first T are taken where `on_device` is not 0.
 
-    Parents come before their children, -1 is the root's; `past_len` rows are live already.
+    Parents come before their children, -1 is the root's; `cache_len` rows are live already.
     """
     return (
         TensorSpec(names.HOST_TOKENS, "int64", ("B", "T")),
@@ -170,7 +175,7 @@ def step_layout_inputs() -> tuple[TensorSpec, ...]:
         TensorSpec(names.TREE_TOKENS, "int64", ("B", "K")),
         TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")),
         TensorSpec(names.ON_DEVICE, "int64", ("B",)),
-        TensorSpec(names.PAST_LEN, "int64", ("B",)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
     )
 
 
@@ -199,11 +204,12 @@ def step_accept_outputs() -> tuple[TensorSpec, ...]:
     """Outputs of the accepting graph.
 
     `path[b]` are the root and the accepted nodes, then its own place: 0, 2, 5, 3, 4 … where nodes 2 and 5 are accepted.
-    `verdict[b]` is what the host reads: how many the first ones are, the path, the verifier's token after each node.
+    `accept_output[b]` is what the host reads: how many the first ones are, the path, the verifier's token after each
+    node.
     """
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),
-        TensorSpec(names.VERDICT, "int64", ("B", "1 + 2 T")),
+        TensorSpec(names.ACCEPT_OUTPUT, "int64", ("B", "1 + 2 T")),
     )
 
 
@@ -211,13 +217,13 @@ def step_keep_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the keeping graph: the accepting graph's path, the rows live before the tree, all KV buffers."""
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),
-        TensorSpec(names.PAST_LEN, "int64", ("B",)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
         *verifier_state(shape),
     )
 
 
 def step_keep_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Outputs of the keeping graph: row past_len + path[i] of each buffer now at past_len + i as well, in place."""
+    """Outputs of the keeping graph: row cache_len + path[i] of each buffer now at cache_len + i as well, in place."""
     return move_outputs(verifier_state(shape))
 
 
@@ -226,14 +232,21 @@ def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "F", shape.hidden)),
         TensorSpec(names.PATH, "int64", ("B", "T")),
-        TensorSpec(names.WAITING, shape.dtype, ("B", "W", shape.hidden)),
-        TensorSpec(names.WAITING_ROWS, "int64", ("B",)),
+        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+        TensorSpec(names.PENDING_OFFSET, "int64", ("B",)),
     )
 
 
 def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Output of the collecting graph: feature row path[i] at row waiting_rows + i, in place; W holds T rows more."""
-    return (TensorSpec(names.present(names.WAITING), shape.dtype, ("B", "W", shape.hidden), in_place_of=names.WAITING),)
+    """Output of the collecting graph: feature row path[i] at row pending_offset + i, in place; W holds T rows more."""
+    return (
+        TensorSpec(
+            names.present(names.PENDING_FEATURES),
+            shape.dtype,
+            ("B", "W", shape.hidden),
+            in_place_of=names.PENDING_FEATURES,
+        ),
+    )
 
 
 Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
@@ -243,14 +256,14 @@ Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 def step_signatures(shape: VerifierShape, lyanna: LyannaShape | None) -> dict[str, Signature]:
     """The signatures of the graphs of a step by name."""
     found = {
-        names.STEP_LAYOUT: (step_layout_inputs(), step_layout_outputs()),
+        names.STEP_PREPARE_TREE: (step_layout_inputs(), step_layout_outputs()),
         names.STEP_ACCEPT: (step_accept_inputs(shape), step_accept_outputs()),
-        names.STEP_KEEP: (step_keep_inputs(shape), step_keep_outputs(shape)),
-        names.STEP_MOVE: (move_inputs(verifier_state(shape)), move_outputs(verifier_state(shape))),
+        names.STEP_COMPACT_KV: (step_keep_inputs(shape), step_keep_outputs(shape)),
+        names.STEP_COPY_SLOT: (move_inputs(verifier_state(shape)), move_outputs(verifier_state(shape))),
     }
     if lyanna:
-        found[names.STEP_COLLECT] = (step_collect_inputs(shape), step_collect_outputs(shape))
-        found[names.LYANNA_MOVE] = (move_inputs(lyanna_state(lyanna)), move_outputs(lyanna_state(lyanna)))
+        found[names.STEP_GATHER_FEATURES] = (step_collect_inputs(shape), step_collect_outputs(shape))
+        found[names.LYANNA_COPY_SLOT] = (move_inputs(lyanna_state(lyanna)), move_outputs(lyanna_state(lyanna)))
     return found
 
 
@@ -278,7 +291,7 @@ def lyanna_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
         TensorSpec(names.key_cache(0), shape.dtype, dims),
         TensorSpec(names.value_cache(0), shape.dtype, dims),
         TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(names.WAITING, shape.dtype, ("B", "W", shape.hidden)),
+        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
     )
 
 

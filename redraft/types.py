@@ -71,7 +71,7 @@ class DraftTree:
     log_probs: FloatArray
     draft_probs: FloatArray | None = None
 
-    unread: ClassVar[bool] = False
+    on_device: ClassVar[bool] = False
     """Whether the fields still lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Outcome(NamedTuple):
     tokens:      accepted tokens, then the bonus: what this step adds to the sequence.
     """
 
-    node_tokens: Sequence[int]
+    target_token_ids: Sequence[int]
     path: tuple[int, ...]
     bonus: int
     tokens: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 from redraft import names
 from redraft.engines import Bundle, open_bundle, open_device
 from redraft.engines.device import Device
-from redraft.engines.tensorrt.profiles import check_slots, check_tree, largest_call
+from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
 from redraft.errors import UsageError
 from redraft.packages import package_version
 from redraft.runtime import scheduler
@@ -29,7 +29,7 @@ from redraft.runtime.sampler import Greedy, Sampler, make_sampler
 from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
-from redraft.runtime.text import Text, TextStream
+from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget
@@ -55,7 +55,7 @@ class Generation:
     finish_reason: FinishReason
     prompt_tokens: int
     metrics: Metrics
-    gaps: tuple[float, ...] | None = None
+    logit_margins: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As one JSON object."""
@@ -72,15 +72,16 @@ class Runtime:
     """An open engine bundle. Not for several threads at once; one generation runs at a time."""
 
     def __init__(
-        self, verifier: Verifier, text: Text, costs: VerifyCosts, context: int, eos_token_ids: Sequence[int] = (),
+        self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
         identity: Mapping[str, str | int] | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
         self.verifier = verifier
-        self.text = text
+        self.tokenizer = tokenizer
         self.costs = costs
-        self.context = context
+        self.max_model_len = max_model_len
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
         self._engines = engines
@@ -93,7 +94,7 @@ class Runtime:
 
     @classmethod
     def open(
-        cls, path: Path | str, threads: int | None = None, slots: int = 1, verify: bool = True,
+        cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool = True,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`, checking every byte of it with `verify`.
@@ -108,29 +109,39 @@ class Runtime:
         The first opening on a machine takes a second longer, to measure what verification costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, or an unknown device.
         """
-        for name, value in (("slots", slots), ("threads", 1 if threads is None else threads)):
+        for name, value in (("max_num_seqs", max_num_seqs), ("threads", 1 if threads is None else threads)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
-        graph = bundle.host_graph(slots, exact)
+        graph = bundle.host_graph(max_num_seqs, exact)
         if device is None and manifest.backend == "tensorrt":
             device = "cuda"
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:
-            check_slots(largest[0], slots)
+            check_max_num_seqs(largest[0], max_num_seqs)
         if device is not None:
-            verifier: Verifier = _on_device(bundle, open_device(bundle, device, threads), slots, largest)
+            verifier: Verifier = _on_device(bundle, open_device(bundle, device, threads), max_num_seqs, largest)
         else:
-            verifier = open_host_verifier(bundle, graph, manifest.context, slots, threads)
-        text = Text.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        identity = _identity(bundle, graph, threads, slots, device)
+            verifier = open_host_verifier(bundle, graph, manifest.max_model_len, max_num_seqs, threads)
+        tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
+        identity = _identity(bundle, graph, threads, max_num_seqs, device)
         if exact and isinstance(verifier, HostVerifier):
             settle_exactness(verifier, identity)
         costs = load_costs(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
         engines = OpenEngine(bundle, threads)
-        return cls(verifier, text, costs, manifest.context, manifest.eos_token_ids, options, engines, identity, exact)
+        return cls(
+            verifier,
+            tokenizer,
+            costs,
+            manifest.max_model_len,
+            manifest.eos_token_ids,
+            options,
+            engines,
+            identity,
+            exact,
+        )
 
     @property
     def exact(self) -> bool:
@@ -178,7 +189,8 @@ class Runtime:
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams = GREEDY, method: str | None = None,
-        budget: Budget | None = None, synthetic_acceptance: Sequence[float] | None = None, record_gaps: bool = False,
+        budget: Budget | None = None, synthetic_acceptance: Sequence[float] | None = None,
+        record_logit_margins: bool = False,
         trace: IO[str] | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Continue every prompt, as many at a time as there are slots.
@@ -186,7 +198,8 @@ class Runtime:
         method: how to draft, `none` for plain decoding, None for `default_method`.
         budget: of every step; None adapts it to what pays.
         trace: where each step is written (`redraft.runtime.trace`).
-        synthetic_acceptance: force acceptance by depth; the output is labelled.   record_gaps: fill `Generation.gaps`.
+        synthetic_acceptance: force acceptance by depth; the output is labelled.   record_logit_margins: fill
+                              `Generation.logit_margins`.
         Raises UsageError for what cannot be done, before anything is computed.
         """
         if isinstance(prompts, str | bytes):
@@ -196,7 +209,7 @@ class Runtime:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
         with self._running():
             cycle = self._cycle(method or self.default_method, budget, forced, trace)
-            requests = [self._request(prompt, params, forced, record_gaps) for prompt in prompts]
+            requests = [self._request(prompt, params, forced, record_logit_margins) for prompt in prompts]
             for _ in scheduler.run(cycle, requests):
                 pass
             self._keep_costs(_KEPT_STEPS)
@@ -221,10 +234,10 @@ class Runtime:
         with self._running():
             cycle = self._cycle(method or self.default_method, budget, None, trace)
         request = self._request(prompt, params, None, False)
-        request.text = request.text or TextStream(self.text, request.tokens)
+        request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
         return self._chunks(cycle, request, request.text)
 
-    def _chunks(self, cycle: Cycle, request: Request, text: TextStream) -> Iterator[str]:
+    def _chunks(self, cycle: Cycle, request: Request, text: Detokenizer) -> Iterator[str]:
         with self._running():
             for _ in scheduler.run(cycle, [request]):
                 self._check_open()
@@ -238,16 +251,16 @@ class Runtime:
         an id past the vocabulary, and once the runtime is closed.
         """
         self._check_open()
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.text.encode("")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.tokenizer.encode("")
         if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
             raise UsageError(
                 f"the prompt has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
                 f"{self.verifier.vocabulary - 1}",
                 "use the tokenizer that belongs to the model",
             )
-        if len(ids) >= self.context:
+        if len(ids) >= self.max_model_len:
             raise UsageError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context}, a new token included",
+                f"the prompt has {len(ids)} tokens and the context holds {self.max_model_len}, a new token included",
                 "shorten the prompt",
             )
         return ids
@@ -309,40 +322,42 @@ class Runtime:
         costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
         return Adaptive(self.costs, drafter.drafts, costs)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_gaps: bool) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_logit_margins: bool
+    ) -> Request:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"expected SamplingParams, one for all prompts, found {type(params).__name__}")
         ids = self.encode(prompt)
-        sampler: Sampler = make_sampler(params, record_gaps)
+        sampler: Sampler = make_sampler(params, record_logit_margins)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)
             params = replace(params, ignore_eos=True, stop=())
         return Request(
             tokens=ids,
             prompt_length=len(ids),
-            limit=min(len(ids) + params.max_tokens, self.context),
+            limit=min(len(ids) + params.max_tokens, self.max_model_len),
             stop_tokens=frozenset() if params.ignore_eos else self._stop_tokens,
             sampler=sampler,
-            text=TextStream(self.text, ids, params.stop) if params.stop else None,
+            text=Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None,
         )
 
     def _generation(self, request: Request, synthetic: bool) -> Generation:
         tokens = request.new_tokens
         stream = request.text
         if stream is None:
-            stream = TextStream(self.text, request.tokens[: request.prompt_length])
+            stream = Detokenizer(self.tokenizer, request.tokens[: request.prompt_length])
             for token in tokens:
                 stream.push(token)
         assert request.finish_reason is not None
         waited = request.first_token - request.started
-        gaps = request.sampler.gaps if isinstance(request.sampler, Greedy) else None
+        logit_margins = request.sampler.logit_margins if isinstance(request.sampler, Greedy) else None
         return Generation(
             text=LABEL + stream.text if synthetic else stream.text,
             token_ids=tuple(tokens),
             finish_reason=request.finish_reason,
             prompt_tokens=request.prompt_length,
             metrics=summarise(request.counters, request.began, request.ended, len(tokens) - 1, waited, synthetic),
-            gaps=None if gaps is None else tuple(gaps[: len(tokens)]),
+            logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
         )
 
 
@@ -370,10 +385,10 @@ class _Held:
         self._lock.release()
 
 
-def _on_device(bundle: Bundle, device: Device, slots: int, largest: tuple[int, int] | None) -> DeviceVerifier:
+def _on_device(bundle: Bundle, device: Device, max_num_seqs: int, largest: tuple[int, int] | None) -> DeviceVerifier:
     """The verifier on a device. largest: sequences and nodes that engines take, if they say."""
     manifest = bundle.manifest
-    verifier = DeviceVerifier(device, manifest.shape, manifest.context, slots, manifest.taps)
+    verifier = DeviceVerifier(device, manifest.shape, manifest.max_model_len, max_num_seqs, manifest.hidden_states)
     if device.name == "cpu" and names.VERIFIER_BATCH in manifest.graphs:
         verifier.block_rows = BLOCK_ROWS
     if largest is not None:
@@ -381,7 +396,9 @@ def _on_device(bundle: Bundle, device: Device, slots: int, largest: tuple[int, i
     return verifier
 
 
-def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int, device: str | None) -> dict[str, str | int]:
+def _identity(
+    bundle: Bundle, graph: str, threads: int | None, max_num_seqs: int, device: str | None
+) -> dict[str, str | int]:
     """What a cost curve depends on besides the machine."""
     manifest = bundle.manifest
     return {
@@ -391,6 +408,6 @@ def _identity(bundle: Bundle, graph: str, threads: int | None, slots: int, devic
         "library": package_version("onnxruntime") or "none",
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,
-        "slots": slots,
+        "max_num_seqs": max_num_seqs,
         **({"device": device} if device else {}),
     }

@@ -117,7 +117,7 @@ class Experience:
         self.plain_steps += weight * (plain_steps - self.plain_steps)
 
 
-class Record:
+class DepthCalibration:
     """How often tokens that a drafter's trees give some probability come true, by depth and probability.
 
     A drafter is trained to say how likely a token is to be sampled; what counts here is how likely it is to be kept,
@@ -128,7 +128,7 @@ class Record:
         shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
         self._shares = [list(shares) for _ in range(_DEPTHS)]
 
-    def judge(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
+    def observe(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
         """Compare the tree with what was said, down to where it does not follow."""
         ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
         node = 0
@@ -160,7 +160,7 @@ class Record:
         return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draft_probs)
 
 
-class Ranks:
+class RankCalibration:
     """How often the node of each rank is kept, of trees that stay on a device and come likeliest first.
 
     Running means, at first over all there is. What is not verified is forgotten slowly, so that it is tried again.
@@ -175,7 +175,7 @@ class Ranks:
         self._grow(nodes)
         return self._shares[:nodes]
 
-    def judge(self, nodes: int, path: tuple[int, ...]) -> None:
+    def observe(self, nodes: int, path: tuple[int, ...]) -> None:
         """Of the first `nodes` nodes, root included, those of `path` were kept."""
         count = nodes - 1
         self._grow(count)
@@ -197,7 +197,7 @@ class Ranks:
 
 
 @dataclass(slots=True)
-class Pace:
+class ControllerState:
     """What the controller keeps for one sequence.
 
     plan:     where this step's tree comes from; NONE where nothing was planned.
@@ -229,8 +229,10 @@ class Pace:
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities, of a drafter's trees as `Record`
-    corrects them by depth, or, where they stay on a device, as `Ranks` knows them; of a lookup's its own) tokens in
+    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities, of a drafter's trees as
+    `DepthCalibration`
+    corrects them by depth, or, where they stay on a device, as `RankCalibration` knows them; of a lookup's its own)
+    tokens in
     t(n + 1) ms. The best n has the largest yield less `rate`
     tokens for every millisecond, `rate` being what the sequence achieves at present and at least plain decoding's
     (Dinkelbach's method for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short).
@@ -261,8 +263,8 @@ class Adaptive:
         self._probes = 0
         self._sequences = 1
         self._gain: dict[tuple[Source, int], float] = {}
-        self._records = {source: Record() for source in (Source.RESAMPLE, Source.FRESH)}
-        self._ranks: dict[tuple[Source, int], Ranks] = {}
+        self._records = {source: DepthCalibration() for source in (Source.RESAMPLE, Source.FRESH)}
+        self._ranks: dict[tuple[Source, int], RankCalibration] = {}
 
     def begin(self, sequences: int) -> None:
         """See `Controller.begin`."""
@@ -278,47 +280,47 @@ class Adaptive:
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
-        pace = self._pace(seq)
-        pace.plan, pace.weighed, pace.probed = Source.NONE, None, False
-        if pace.waiting == 0:
+        state = self._state_of(seq)
+        state.plan, state.weighed, state.probed = Source.NONE, None, False
+        if state.waiting == 0:
             return self._full
-        pace.waiting -= 1
+        state.waiting -= 1
         return NO_SPECULATION
 
     def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
         """See `Controller.plan`."""
-        pace = self._pace(seq)
-        lately = pace.experience
-        rate = pace.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
-        pace.found = best_size(found.log_probs, rate, self._table)
-        gains = pace.gains = {Source.LOOKUP: pace.found[1]}
+        state = self._state_of(seq)
+        lately = state.experience
+        rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
+        state.found = best_size(found.log_probs, rate, self._table)
+        gains = state.gains = {Source.LOOKUP: state.found[1]}
         for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
             if wanted:
-                gain = pace.gain.get((source, remaining if source is Source.RESAMPLE else 0))
+                gain = state.gain.get((source, remaining if source is Source.RESAMPLE else 0))
                 untried = max(gains.values()) + 1.0 if gain is None else gain
                 gains[source] = untried - rate * self._made_ms[source]
-        pace.since_fresh += self._drafts
-        pace.tried = self._drafts and pace.since_fresh > pace.patience
-        pace.remaining, pace.plan = remaining, Source.FRESH if pace.tried else max(gains, key=gains.__getitem__)
-        return pace.plan
+        state.since_fresh += self._drafts
+        state.tried = self._drafts and state.since_fresh > state.patience
+        state.remaining, state.plan = remaining, Source.FRESH if state.tried else max(gains, key=gains.__getitem__)
+        return state.plan
 
     def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """See `Controller.choose`."""
-        pace, tree = self._pace(seq), found
-        pace.tried |= plan is not pace.plan
-        pace.plan = plan
-        if made is not None and made.unread:
-            return self._choose_unread(pace, plan, found, made)
+        state, tree = self._state_of(seq), found
+        state.tried |= plan is not state.plan
+        state.plan = plan
+        if made is not None and made.on_device:
+            return self._choose_on_device(state, plan, found, made)
         if made is not None and len(made) > 1:
-            pace.offered = (plan, made)
+            state.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
-        nodes, gain = best_size(tree.log_probs, pace.rate, self._table)
-        pace.weighed = found, tree, None
+        nodes, gain = best_size(tree.log_probs, state.rate, self._table)
+        state.weighed = found, tree, None
         if made is not None:
-            self._learn_gain(pace, plan, gain)
+            self._learn_gain(state, plan, gain)
         if self._steps >= self._probe_at and len(tree) > nodes + 1:
             wider = self._probe(min(len(tree), len(self._table) - 1))
-            pace.probed, nodes = wider > nodes, max(nodes, wider)
+            state.probed, nodes = wider > nodes, max(nodes, wider)
         return prune(tree, nodes)
 
     def _probe(self, largest: int) -> int:
@@ -334,31 +336,31 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _choose_unread(self, pace: Pace, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
+    def _choose_on_device(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
         """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
-        shares = self._ranks_of(pace, plan).shares(len(made) - 1)
-        nodes, gain = best_first(shares, pace.rate, self._table)
-        known_nodes, known_gain = pace.found
+        shares = self._ranks_of(state, plan).shares(len(made) - 1)
+        nodes, gain = best_first(shares, state.rate, self._table)
+        known_nodes, known_gain = state.found
         tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
         ranked = shares if tree is made else None
-        pace.weighed = found, tree, ranked
-        pace.offered = (plan, made) if tree is made else None
-        self._learn_gain(pace, plan, max(gain, known_gain))
+        state.weighed = found, tree, ranked
+        state.offered = (plan, made) if tree is made else None
+        self._learn_gain(state, plan, max(gain, known_gain))
         return prune(tree, nodes)
 
-    def _ranks_of(self, pace: Pace, plan: Source) -> Ranks:
-        key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
+    def _ranks_of(self, state: ControllerState, plan: Source) -> RankCalibration:
+        key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
         found = self._ranks.get(key)
         if found is None:
-            found = self._ranks[key] = Ranks()
+            found = self._ranks[key] = RankCalibration()
         return found
 
     def explain(self, seq: Sequence) -> Choice | None:
         """See `Controller.explain`."""
-        pace = self._pace(seq)
-        if pace.weighed is None:
+        state = self._state_of(seq)
+        if state.weighed is None:
             return None
-        return Choice(pace.rate, pace.gains, pace.tried, *pace.weighed, self._table, pace.probed)
+        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._table, state.probed)
 
     def timed(self, ms: Mapping[Source, float]) -> None:
         """See `Controller.timed`."""
@@ -371,29 +373,29 @@ class Adaptive:
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
-        pace: Pace = seq.control
-        if pace.plan is Source.NONE:
+        state: ControllerState = seq.control
+        if state.plan is Source.NONE:
             return
-        if pace.offered is not None:
-            source, made = pace.offered
-            if made.unread:
-                self._ranks_of(pace, source).judge(len(tree), outcome.path)
+        if state.offered is not None:
+            source, made = state.offered
+            if made.on_device:
+                self._ranks_of(state, source).observe(len(tree), outcome.path)
             else:
-                self._records[source].judge(made, outcome.tokens)
-            pace.offered = None
-        lately = pace.experience
+                self._records[source].observe(made, outcome.tokens)
+            state.offered = None
+        lately = state.experience
         ms = self._table[len(tree)] + self._extra_ms()
-        if pace.plan is not Source.LOOKUP:
-            ms += self._step_ms.get(pace.plan, 0.0)
+        if state.plan is not Source.LOOKUP:
+            ms += self._step_ms.get(state.plan, 0.0)
         steps = ms / self._table[1]
-        if not pace.probed:
+        if not state.probed:
             lately.update(len(outcome.path) + 1, steps, _FAST)
             self._all.update(len(outcome.path) + 1, steps, _SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
-            pace.pause = min(max(2 * pace.pause, 1), LONGEST_PAUSE)
-            pace.waiting = pace.pause
+            state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
+            state.waiting = state.pause
         else:
-            pace.pause = 0
+            state.pause = 0
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """See `Controller.ended`."""
@@ -407,21 +409,21 @@ class Adaptive:
         plain, speculated = (self._host_ms.get((self._sequences, kind)) for kind in (False, True))
         return looked_up if plain is None or speculated is None else max(speculated - plain, looked_up)
 
-    def _learn_gain(self, pace: Pace, plan: Source, gain: float) -> None:
+    def _learn_gain(self, state: ControllerState, plan: Source, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
-        key = (plan, pace.remaining if plan is Source.RESAMPLE else 0)
-        for known, weight in ((pace.gain, _LEARN), (self._gain, _FAST)):
+        key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
+        for known, weight in ((state.gain, _LEARN), (self._gain, _FAST)):
             before = known.get(key, gain)
             known[key] = before + weight * (gain - before)
         if plan is Source.FRESH:
-            pays = gain - pace.rate * self._made_ms[Source.FRESH] > pace.gains[Source.LOOKUP]
-            pace.since_fresh, pace.patience = 0, 1 if pays else min(2 * pace.patience, LONGEST_PAUSE)
+            pays = gain - state.rate * self._made_ms[Source.FRESH] > state.gains[Source.LOOKUP]
+            state.since_fresh, state.patience = 0, 1 if pays else min(2 * state.patience, LONGEST_PAUSE)
 
-    def _pace(self, seq: Sequence) -> Pace:
-        pace: Pace | None = seq.control
-        if pace is None:
-            pace = seq.control = Pace(Experience(self._all.tokens, self._all.plain_steps), dict(self._gain))
-        return pace
+    def _state_of(self, seq: Sequence) -> ControllerState:
+        state: ControllerState | None = seq.control
+        if state is None:
+            state = seq.control = ControllerState(Experience(self._all.tokens, self._all.plain_steps), dict(self._gain))
+        return state
 
 
 def _near(ratio: float, other: float) -> bool:

@@ -23,7 +23,7 @@ class Conversation:
     """
 
     def __init__(self, runtime: Runtime, system: str | None = None) -> None:
-        runtime.text.check_chat_template()
+        runtime.tokenizer.check_chat_template()
         self._runtime = runtime
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
@@ -33,11 +33,13 @@ class Conversation:
         Raises UsageError if the template refuses the messages, and ConversationTooLong.
         """
         self._messages.append({"role": "user", "content": text})
-        ids = self._runtime.text.encode(self._runtime.text.apply_chat_template(self._messages), special_tokens=False)
-        if len(ids) >= self._runtime.context:
+        ids = self._runtime.tokenizer.encode(
+            self._runtime.tokenizer.apply_chat_template(self._messages), special_tokens=False
+        )
+        if len(ids) >= self._runtime.max_model_len:
             raise ConversationTooLong(
-                f"the conversation has {len(ids)} tokens and the context holds {self._runtime.context}, a new token "
-                "included",
+                f"the conversation has {len(ids)} tokens and the context holds {self._runtime.max_model_len}, a new "
+                "token included",
                 "shorten its messages, or let answers have fewer new tokens",
             )
         return self._runtime.encode(ids)

@@ -24,7 +24,7 @@ from redraft.types import Costs
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Tree sizes that are measured, root included."""
-MEASURED_LIVE = 256
+MEASURED_KV_LEN = 256
 """Rows live while measuring."""
 SETTLED_STEPS = 16
 """Calls after which what is believed is corrected, by the median of each size."""
@@ -180,28 +180,28 @@ def measure_curve(
 
     Takes about `seconds`. Overwrites KV rows, so no request may be running.
     """
-    batch = sequences or verifier.slots
-    fitting = [size for size in sizes if size <= min(verifier.capacity, verifier.largest_tree)]
+    batch = sequences or verifier.max_num_seqs
+    fitting = [size for size in sizes if size <= min(verifier.max_model_len, verifier.largest_tree)]
     best = dict.fromkeys(fitting, float("inf"))
     start = time.perf_counter()
     for done in range(_ROUNDS.stop):
         if done >= _ROUNDS.start and time.perf_counter() - start > seconds:
             break
         for size in fitting:
-            taken = verifier.measure_ms(batch, size, MEASURED_LIVE)
+            taken = verifier.measure_ms(batch, size, MEASURED_KV_LEN)
             best[size] = min(best[size], taken) if done else best[size]
     return CostCurve.from_points(best)
 
 
 def measure_costs(verifier: Verifier) -> VerifyCosts:
     """The curves of one sequence and of full batch."""
-    batches = sorted({1, verifier.slots})
+    batches = sorted({1, verifier.max_num_seqs})
     return VerifyCosts({n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches})
 
 
 def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
     """What was believed when this `identity` last ran on this machine, else what is measured now, and kept."""
-    path = kept_file({**identity, "live": MEASURED_LIVE})
+    path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     if path is not None and path.exists():
         kept = read_kept(path)
         costs = parse_costs(kept, verifier) if kept and kept.get("identity") == dict(identity) else None
@@ -215,7 +215,7 @@ def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
 
 def keep_costs(costs: VerifyCosts, identity: Identity) -> None:
     """Keep what was measured and what is believed, unless it is nearly what is kept already."""
-    path = kept_file({**identity, "live": MEASURED_LIVE})
+    path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     kept = _curves((read_kept(path) or {}).get("believed"))
     if kept and set(kept) <= set(costs.measured) and _same_length(kept, costs) and costs.drift(kept) < _KEPT_DRIFT:
         return
@@ -226,13 +226,18 @@ def keep_costs(costs: VerifyCosts, identity: Identity) -> None:
 
 
 def _largest(verifier: Verifier) -> int:
-    return max(size for size in SIZES if size <= min(verifier.capacity, verifier.largest_tree))
+    return max(size for size in SIZES if size <= min(verifier.max_model_len, verifier.largest_tree))
 
 
 def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
     """The costs that a kept file says; None if it does not fit the verifier or says anything else."""
     measured, believed = (_curves((values or {}).get(name)) for name in ("measured", "believed"))
-    if measured is None or believed is None or set(measured) != set(believed) or set(measured) != {1, verifier.slots}:
+    if (
+        measured is None
+        or believed is None
+        or set(measured) != set(believed)
+        or set(measured) != {1, verifier.max_num_seqs}
+    ):
         return None
     lengths = {curve.largest for curve in (*measured.values(), *believed.values())}
     return VerifyCosts(measured, believed) if lengths == {_largest(verifier)} else None
@@ -256,7 +261,7 @@ def cached_costs(verifier: Verifier, drafter: Drafter, identity: Identity) -> Co
     """
     if not drafter.has_engines:
         return Costs()
-    path = kept_file({**identity, "live": MEASURED_LIVE})
+    path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     values = read_kept(path) or {}
     with contextlib.suppress(KeyError, TypeError, ValueError):
         kept = Costs(float(values["fresh_ms"]), float(values["resample_ms"]))
@@ -264,8 +269,8 @@ def cached_costs(verifier: Verifier, drafter: Drafter, identity: Identity) -> Co
             return kept
     taken = []
     for _ in range(_TURNS):
-        verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_LIVE)
-        taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_LIVE))
+        verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
+        taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
     fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects what is too low
     write_kept(path, {"fresh_ms": fresh, "resample_ms": resampled})
     return Costs(fresh, resampled)

@@ -87,7 +87,7 @@ class Cycle:
         """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
         stage = self.ranges.stage
         self.controller.begin(len(batch))
-        room = min(self.verifier.capacity - max([seq.past_len for seq in batch]), self.verifier.largest_tree)
+        room = min(self.verifier.max_model_len - max([seq.cache_len for seq in batch]), self.verifier.largest_tree)
         budgets = [fit(self.controller.budget(seq), seq, room, self._branches) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
@@ -108,7 +108,7 @@ class Cycle:
                     continue
                 tree = self.controller.choose(seq, plan, found[slot], made[plan][slot] if plan in made else None)
                 tree = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
-                trees[slot] = exact_part(tree, seq.past_len, self._branches, self.verifier.block_rows)
+                trees[slot] = exact_part(tree, seq.cache_len, self._branches, self.verifier.block_rows)
         return plans, trees
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:
@@ -130,7 +130,7 @@ class Cycle:
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Give `seq` the slot `target`."""
-        self.verifier.move(source, target, seq.past_len)
+        self.verifier.move(source, target, seq.cache_len)
         for method in self._methods:
             method.move(seq, source, target)
 

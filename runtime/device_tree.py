@@ -47,7 +47,7 @@ class DeviceTrees:
 class DeviceTree(DraftTree):
     """A tree whose length is known and whose fields are copied from the device when somebody asks."""
 
-    unread = True
+    on_device = True
 
     def __init__(self, source: DeviceTrees, slot: int, nodes: int) -> None:
         held = self.__dict__  # the class is frozen, and its own fields must stay unset for __getattr__ to be asked

@@ -82,7 +82,7 @@ def measure_exactness(verifier: HostVerifier) -> Exactness:
     """
     compared = 0
     differences: dict[str, float] = {}
-    if verifier.capacity >= _VARIED + 2 * len(_BRANCHED):
+    if verifier.max_model_len >= _VARIED + 2 * len(_BRANCHED):
         for name, found, expected in _comparisons(verifier):
             compared += found.size
             if found.tobytes() != expected.tobytes():
@@ -93,7 +93,7 @@ def measure_exactness(verifier: HostVerifier) -> Exactness:
 
 def _comparisons(verifier: HostVerifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
     """What was done otherwise, the logits that came of it, and those of the text verified as prompts are."""
-    count = min(_TOKENS, verifier.capacity - len(_BRANCHED))
+    count = min(_TOKENS, verifier.max_model_len - len(_BRANCHED))
     base = count - _VARIED
     generator = np.random.default_rng(_SEED)
     text, other = generator.integers(0, verifier.vocabulary, (2, count))
@@ -121,14 +121,16 @@ def _comparisons(verifier: HostVerifier) -> Iterator[tuple[str, FloatArray, Floa
             (found,) = verifier.logits([tree], [start])
             yield "a tree's branch", found[_PATH], last[start - base :][: len(_PATH)]
             anew()
-    for slot in range(1, verifier.slots):
+    for slot in range(1, verifier.max_num_seqs):
         verifier.move(0, slot, count)
-    for slots in sorted({2, verifier.slots} if verifier.slots > 1 else ()):  # each looks at a slot of its own
-        yield from _in_batches(verifier, slots, text, other, last)
+    for max_num_seqs in sorted(
+        {2, verifier.max_num_seqs} if verifier.max_num_seqs > 1 else ()
+    ):  # each looks at a slot of its own
+        yield from _in_batches(verifier, max_num_seqs, text, other, last)
 
 
 def _in_batches(
-    verifier: HostVerifier, slots: int, text: IntArray, other: IntArray, last: FloatArray
+    verifier: HostVerifier, max_num_seqs: int, text: IntArray, other: IntArray, last: FloatArray
 ) -> Iterator[tuple[str, FloatArray, FloatArray]]:
     """The end of the text in the last slot, in one call with slots that hold less of it."""
     start, shorter = len(text) - _VARIED, len(text) // 3
@@ -139,7 +141,7 @@ def _in_batches(
     ):
         if exact_part(tree, start, verifier.branches, verifier.block_rows) is tree:
             rest = chain(text[shorter : shorter + len(tree) % 4 + 1])
-            found = verifier.logits([rest] * (slots - 1) + [tree], [shorter] * (slots - 1) + [start])[-1]
+            found = verifier.logits([rest] * (max_num_seqs - 1) + [tree], [shorter] * (max_num_seqs - 1) + [start])[-1]
             yield name, found[list(rows)], last[: len(rows)]
 
 

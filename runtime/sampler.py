@@ -21,7 +21,7 @@ from redraft.types import DraftTree, FloatArray, Outcome
 class Sampler(Protocol):
     """Judges one tree of one sequence."""
 
-    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
         """What the verifier says of `tree`.
 
         logits:   float32[n, V], a row a node; read only, overwritten by the next step.
@@ -33,46 +33,46 @@ class Sampler(Protocol):
 class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token at each node, not the logits."""
 
-    def accept(self, node_tokens: Sequence[int], tree: DraftTree, position: int) -> Outcome:
-        """As `Sampler.judge`."""
+    def accept(self, target_token_ids: Sequence[int], tree: DraftTree, position: int) -> Outcome:
+        """As `Sampler.verify`."""
 
 
 class Greedy:
-    """The likeliest token everywhere. `gaps`, where wanted, records the lead of each over the runner-up.
+    """The likeliest token everywhere. `logit_margins`, where wanted, records the lead of each over the runner-up.
 
     A plain and a speculative run multiply matrices of different heights, whose roundings differ: where the gap is
     tiny (a near-tie) their tokens may differ, and the record tells.
     """
 
-    def __init__(self, record_gaps: bool = False) -> None:
-        self.gaps: list[float] | None = [] if record_gaps else None
+    def __init__(self, record_logit_margins: bool = False) -> None:
+        self.logit_margins: list[float] | None = [] if record_logit_margins else None
 
-    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
-        """See `Sampler.judge`."""
+    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+        """See `Sampler.verify`."""
         said = logits.argmax(axis=-1).tolist()
         path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), said) if len(said) > 1 else ()
         tokens = tuple([said[0], *[said[node] for node in path]])
-        if self.gaps is not None:
-            self.gaps.extend(top_two_gaps(logits[[0, *path]]))
+        if self.logit_margins is not None:
+            self.logit_margins.extend(top_two_margins(logits[[0, *path]]))
         return Outcome(said, path, tokens[-1], tokens)
 
 
-def top_two_gaps(logits: FloatArray) -> list[float]:
+def top_two_margins(logits: FloatArray) -> list[float]:
     """Difference of the two largest logits of each row of float32[n, V]; infinite for a vocabulary of one."""
     if logits.shape[-1] < 2:
         return [float("inf")] * len(logits)
     top = np.partition(logits, -2, axis=-1)[:, -2:]
-    gaps: list[float] = (top[:, 1] - top[:, 0]).tolist()
-    return gaps
+    logit_margins: list[float] = (top[:, 1] - top[:, 0]).tolist()
+    return logit_margins
 
 
-def make_sampler(params: SamplingParams, record_gaps: bool = False) -> Greedy:
+def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> Greedy:
     """The sampler that `params` asks for. Raises UsageError for a temperature above 0."""
     if params.temperature > 0:
         raise UsageError(
             f"temperature {params.temperature} asked for, only greedy decoding is available", "use temperature 0"
         )
-    return Greedy(record_gaps)
+    return Greedy(record_logit_margins)
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:

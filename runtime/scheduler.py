@@ -18,7 +18,7 @@ def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
     waiting = deque(requests)
     batch: list[Sequence] = []
     while waiting or batch:
-        while waiting and len(batch) < cycle.verifier.slots:
+        while waiting and len(batch) < cycle.verifier.max_num_seqs:
             admit(cycle, batch, waiting.popleft())
             yield
             retire(cycle, batch)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.sampler import Sampler
-from redraft.runtime.text import TextStream
+from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import DraftTree, Outcome
 
 FinishReason = Literal["stop", "length"]
@@ -23,7 +23,7 @@ class Sequence:
     limit:          `tokens` never grows past this: the prompt and max_tokens, or the context.
     stop_tokens:    end-of-sequence ids; the one that ends the text is kept in `tokens`.
     text:           where text is wanted as it comes, or stop strings end it; else None.
-    past_len:       rows of this sequence live in the KV buffers.
+    cache_len:       rows of this sequence live in the KV buffers.
     finish_reason:  None while it runs.
     drafting, lookup, control: what the drafter, the lookup and the controller keep for it.
     started, first_token: when it was admitted and when its first token was committed, seconds.
@@ -34,8 +34,8 @@ class Sequence:
     limit: int
     stop_tokens: frozenset[int]
     sampler: Sampler
-    text: TextStream | None = None
-    past_len: int = 0
+    text: Detokenizer | None = None
+    cache_len: int = 0
     finish_reason: FinishReason | None = None
     drafting: Any = None
     lookup: Any = None
@@ -58,14 +58,14 @@ class Sequence:
 
     def begin(self, outcome: Outcome, clock: Clock) -> None:
         """Commit the token that the prompt's last position gave."""
-        self.past_len = self.prompt_length
+        self.cache_len = self.prompt_length
         self._append(outcome.tokens)
         self.first_token = time.perf_counter()
         self.began = clock.copy()
 
     def commit(self, tree: DraftTree, outcome: Outcome) -> None:
         """Add a step's tokens, cut after the first that ends the text. The root and the accepted path are now live."""
-        self.past_len += 1 + len(outcome.path)
+        self.cache_len += 1 + len(outcome.path)
         kept = self._append(outcome.tokens)
         self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
 

@@ -67,11 +67,11 @@ class SyntheticAcceptance:
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def judge(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
-        """See `Sampler.judge`."""
+    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+        """See `Sampler.verify`."""
         return self.accept(logits.argmax(axis=-1), tree, position)
 
-    def accept(self, node_tokens: Several[int], tree: DraftTree, position: int) -> Outcome:
+    def accept(self, target_token_ids: Several[int], tree: DraftTree, position: int) -> Outcome:
         """See `OverTokens.accept`."""
         path: list[int] = []
         last = 0
@@ -82,6 +82,6 @@ class SyntheticAcceptance:
                     break
                 path.append(node)
                 last = node
-        bonus = node_tokens[last]
+        bonus = target_token_ids[last]
         tokens = (*(int(tree.tokens[node]) for node in path), bonus)
-        return Outcome(node_tokens, tuple(path), bonus, tokens)
+        return Outcome(target_token_ids, tuple(path), bonus, tokens)

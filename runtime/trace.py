@@ -63,12 +63,12 @@ class TraceWriter:
         self._write(
             {
                 "request": self._numbers[id(seq)],
-                "position": seq.past_len,
+                "position": seq.cache_len,
                 "source": str(plan),
                 "tokens": tree.tokens.tolist(),
                 "parents": tree.parents.tolist(),
                 "log_probs": [round(value, 5) for value in tree.log_probs.tolist()],
-                "said": outcome.node_tokens,
+                "said": outcome.target_token_ids,
                 "path": list(outcome.path),
                 "committed": list(outcome.tokens),
                 **({"choice": _choice(choice, tree)} if choice else {}),

@@ -68,14 +68,14 @@ def ancestor_mask(parents: IntArray) -> BoolArray:
     return mask
 
 
-def accepted_path(tokens: Sequence[int], parents: Sequence[int], node_tokens: Sequence[int]) -> tuple[int, ...]:
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Nodes that agree with the verifier, root excluded, from the top: a node is accepted when its parent is and its
     token is the verifier's token after that parent. Siblings carry distinct tokens, so the path is unique.
     """
     path = []
     last = 0
     for node in range(1, len(tokens)):
-        if parents[node] == last and tokens[node] == node_tokens[last]:
+        if parents[node] == last and tokens[node] == target_token_ids[last]:
             path.append(node)
             last = node
     return tuple(path)
@@ -88,7 +88,7 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     """
     if len(tree) <= nodes + 1:
         return tree
-    if tree.unread:
+    if tree.on_device:
         return tree.first(nodes)
     log_probs = tree.log_probs.tolist()
     keep = sorted(sorted(range(len(tree)), key=log_probs.__getitem__, reverse=True)[: nodes + 1])
@@ -136,27 +136,27 @@ def is_chain(tree: DraftTree) -> bool:
     return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
-def exact_part(tree: DraftTree, past_len: int, branches: bool, block_rows: int | None) -> DraftTree:
+def exact_part(tree: DraftTree, cache_len: int, branches: bool, block_rows: int | None) -> DraftTree:
     """The part of a tree that a verifier computes to the bit as it would a chain: all of it, unless it branches.
 
     branches: whether the verifier takes such trees; otherwise the likeliest chain is left.
-    block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row past_len + i of
+    block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row cache_len + i of
     the KV buffers. Of a tree whose rows would lie in two blocks, the likeliest nodes that fit into the first are left,
     or the likeliest chain, whichever promises more tokens.
     """
-    within = block_rows is None or past_len % block_rows + len(tree) <= block_rows
+    within = block_rows is None or cache_len % block_rows + len(tree) <= block_rows
     if branches and within:
         return tree
-    if tree.unread:
+    if tree.on_device:
         assert block_rows is not None
-        return tree.first(block_rows - past_len % block_rows - 1)
+        return tree.first(block_rows - cache_len % block_rows - 1)
     if is_chain(tree):
         return tree
     longest = likeliest_chain(tree)
     if not branches:
         return longest
     assert block_rows is not None
-    return max(prune(tree, block_rows - past_len % block_rows - 1), longest, key=_promised)
+    return max(prune(tree, block_rows - cache_len % block_rows - 1), longest, key=_promised)
 
 
 def _promised(tree: DraftTree) -> float:

@@ -24,20 +24,21 @@ PREFILL_CHUNK = 128
 PREFILL_STEP = 16
 
 Features = Mapping[str, FloatArray]
-"""Feature rows by tap, float32[n, hidden] each: views that the next call overwrites."""
+"""Feature rows by hidden state, float32[n, hidden] each: views that the next call overwrites."""
 
 
 class Verifier(ABC):
     """Runs the verifier's graph over trees and prompts, and keeps the KV rows of every slot.
 
-    `capacity` is the number of rows of a slot, `slots` the largest batch, `vocabulary` the number of token ids.
+    `max_model_len` is the number of rows of a slot, `max_num_seqs` the largest batch, `vocabulary` the number of
+    token ids.
     `ranges` are those of all that works with this verifier, `clock` is theirs.
     """
 
     device: Device | None = None
     """Where its buffers are, if the host cannot read them."""
     largest_tree: int = sys.maxsize
-    """Nodes of a tree that a call takes at most, root included; what `capacity` leaves is another limit."""
+    """Nodes of a tree that a call takes at most, root included; what `max_model_len` leaves is another limit."""
     block_rows: int | None = None
     """A tree that branches must not cross a multiple of this row, for its numbers to be those of a chain to the bit."""
     fewest_rows: int = 1
@@ -47,13 +48,15 @@ class Verifier(ABC):
     prefers_chains: bool = False
     """Whether trees that branch take another engine, so that a method without engines of its own drafts chains."""
 
-    def __init__(self, shape: VerifierShape, capacity: int, slots: int, taps: tuple[str, ...]) -> None:
-        self.capacity = capacity
-        self.slots = slots
+    def __init__(
+        self, shape: VerifierShape, max_model_len: int, max_num_seqs: int, hidden_states: tuple[str, ...]
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
         self.vocabulary = shape.vocabulary
         self.clock = Clock()
         self.ranges = Ranges(self.clock)
-        self._taps = taps
+        self._hidden_states = hidden_states
 
     def close(self) -> None:  # noqa: B027 (only a device keeps what goes round in circles)
         """Let go of what holds memory. Nothing else may be asked for afterwards."""
@@ -70,7 +73,7 @@ class Verifier(ABC):
     def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
         """What the verifier says of every sequence's tree: one engine call. Rows of accepted paths are made contiguous.
 
-        Sequence i sits in slot i; past_len + the largest tree must fit in `capacity`.
+        Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`.
         """
 
     def prefill(self, seq: Request) -> Iterator[tuple[int, Features]]:
@@ -81,7 +84,7 @@ class Verifier(ABC):
         prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
-            width = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.capacity - start)
+            width = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.max_model_len - start)
             yield start, self.prefill_chunk(seq, chunk, start, width)
 
     @abstractmethod
@@ -101,5 +104,5 @@ class Verifier(ABC):
         """Copy the first `rows` rows of slot `source` to slot `target`."""
 
     @abstractmethod
-    def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
-        """Time of one call over `sequences` chains of `nodes` nodes after `live` rows; overwrites later rows."""
+    def measure_ms(self, sequences: int, nodes: int, kv_len: int) -> float:
+        """Time of one call over `sequences` chains of `nodes` nodes after `kv_len` rows; overwrites later rows."""

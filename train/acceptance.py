@@ -40,7 +40,7 @@ _EVERY = 4
 
 
 @torch.inference_mode()
-def greedy_sharpness(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> float:
+def greedy_draft_logit_scale(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> float:
     """The factor on a drafter's logits under which the verifier's likeliest tokens are likeliest, over all depths.
 
     A drafter learns how likely a token is to be sampled; beside a verifier that takes its likeliest token, its own

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.train.acceptance import conditional_acceptance, greedy_sharpness
+from redraft.train.acceptance import conditional_acceptance, greedy_draft_logit_scale
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
 from redraft.train.method import DrafterObjective
@@ -37,7 +37,9 @@ class DrafterLog:
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step; where it is due, a line of losses (means since the last line), acceptance and sharpness."""
+        """Show one step; where it is due, a line of losses (means since the last line), acceptance and draft logit
+        scale.
+        """
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)
@@ -60,7 +62,9 @@ class DrafterLog:
             "steps": steps,
             "losses": {name: sum(values) / len(values) for name, values in self._losses.items()},
             "acceptance": {kind: asdict(value) for kind, value in found.items()},
-            "sharpness": greedy_sharpness(self._objective, np.concatenate(list(self._held_out.values())), self._first),
+            "draft_logit_scale": greedy_draft_logit_scale(
+                self._objective, np.concatenate(list(self._held_out.values())), self._first
+            ),
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

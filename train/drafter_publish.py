@@ -47,7 +47,7 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
         "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in data_facts(run).items()},
         "measured": {key: measured[key] for key in ("step", "acceptance")},
     }
-    config = replace(config, sharpness=measured["sharpness"])
+    config = replace(config, draft_logit_scale=measured["draft_logit_scale"])
     save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
     (out / "README.md").write_text(card, encoding="utf-8")
@@ -56,7 +56,7 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
 
 def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
     """The line of progress that says how sharp the drafter of this step is, or an earlier one."""
-    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "sharpness" in line]
+    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "draft_logit_scale" in line]
     if not lines:
         raise TrainingError(
             f"the run in {run} was never measured up to step {step}",

@@ -4,7 +4,7 @@ run.json             method, configuration, verifier and data digests (RunFacts)
 data.json            of every kind: documents, tokens of every stream, names of the held-out documents
 texts/               token streams and rows that the verifier wrote
 token_counts.npy     int64 [V], over all streams
-progress.jsonl       step, losses, held-out acceptance and sharpness, a line each measurement
+progress.jsonl       step, losses, held-out acceptance and draft logit scale, a line each measurement
 checkpoint.pt        as the loop writes it
 """
 

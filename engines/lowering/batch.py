@@ -37,21 +37,21 @@ class BatchAttention:
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._nodes = nodes = Nodes(graph, "batch")
-        self._live = nodes.inputs[names.LIVE]
-        self._order = RowOrder(nodes, self._live)
+        self._kv_len = nodes.inputs[names.KV_LEN]
+        self._order = RowOrder(nodes, self._kv_len)
         self._long: dict[int, tuple[ir.Value, ir.Value]] = {}
         self._twice: tuple[ir.Value, ir.Value, ir.Value] | None = None
 
     def lower(self, node: ir.Node) -> None:
         """Put products in the place of a TreeAttention node."""
-        make, live = self._nodes.node, self._live
+        make, kv_len = self._nodes.node, self._kv_len
         q_heads, kv_heads, window, chunk = (
             attribute(node, name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
         )
         q, k, v, key_cache, value_cache, *_ = inputs = [value for value in node.inputs if value is not None]
         alone = q_heads == kv_heads
         caches = [self._written(*rows, kv_heads) for rows in ((k, key_cache), (v, value_cache))]
-        keys = make("Slice", [caches[0], self._ints(0), live, self._ints(2)])
+        keys = make("Slice", [caches[0], self._ints(0), kv_len, self._ints(2)])
         if alone:
             q = make("Gather", [q, self._rows()[2]], axis=1)
         grouped = self._reshaped(self._heads(q, q_heads), 0, kv_heads, -1, head_dim(node))
@@ -64,7 +64,7 @@ class BatchAttention:
             lambda: [self._order.probabilities(scores, visible, sinks, q_heads)],
             lambda: [self._order.probabilities(scores, visible, sinks)],
         )
-        shares = make("Reshape", [shares, make("Concat", [self._ints(0, kv_heads, -1), live], axis=0)])
+        shares = make("Reshape", [shares, make("Concat", [self._ints(0, kv_heads, -1), kv_len], axis=0)])
         summed = self._reshaped(self._summed(shares, caches[1], head_dim(node)), 0, q_heads, -1, head_dim(node))
         out = self._reshaped(make("Transpose", [summed], perm=[0, 2, 1, 3]), 0, 0, -1)
         if alone:
@@ -76,8 +76,8 @@ class BatchAttention:
         nodes, make = self._nodes, self._nodes.node
         width = block_keys(size)
         if size not in self._long:
-            more = make("Greater", [make("Squeeze", [self._live]), nodes.constant(width)])
-            blocks = make("Div", [make("Add", [self._live, self._ints(width - 1)]), self._ints(width)])
+            more = make("Greater", [make("Squeeze", [self._kv_len]), nodes.constant(width)])
+            blocks = make("Div", [make("Add", [self._kv_len, self._ints(width - 1)]), self._ints(width)])
             self._long[size] = more, make("Squeeze", [blocks])
         more, blocks = self._long[size]
 
@@ -87,13 +87,13 @@ class BatchAttention:
 
         def further(number: ir.Value, summed: ir.Value) -> ir.Value:
             start = make("Unsqueeze", [make("Mul", [number, nodes.constant(width)]), self._ints(0)])
-            end = make("Min", [make("Add", [start, self._ints(width)]), self._live])
+            end = make("Min", [make("Add", [start, self._ints(width)]), self._kv_len])
             return make("Add", [summed, product(start, end)])
 
         (summed,) = nodes.choose(
             more,
             lambda: [nodes.loop(nodes.constant(1), blocks, product(self._ints(0), self._ints(width)), further)],
-            lambda: [product(self._ints(0), self._live)],
+            lambda: [product(self._ints(0), self._kv_len)],
         )
         return summed
 
@@ -101,7 +101,7 @@ class BatchAttention:
         make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
         products = self._products(grouped, keys, scale, head_dim(node))
-        scores = make("Reshape", [products, make("Concat", [self._ints(0, q_heads, -1), self._live], axis=0)])
+        scores = make("Reshape", [products, make("Concat", [self._ints(0, q_heads, -1), self._kv_len], axis=0)])
         if not softcap:
             return scores
         cap = self._nodes.constant(np.float32(softcap))
@@ -122,7 +122,7 @@ class BatchAttention:
 
     def _written(self, rows: ir.Value, cache: ir.Value, kv_heads: int) -> ir.Value:
         """The cache with the new rows [B, T, Hkv * D] written in place."""
-        past = self._nodes.inputs[names.PAST_LEN]
+        past = self._nodes.inputs[names.CACHE_LEN]
         return self._nodes.node("TensorScatter", [cache, self._heads(rows, kv_heads), past], axis=2)
 
     def _heads(self, rows: ir.Value, heads: int) -> ir.Value:

@@ -73,7 +73,7 @@ class RowOrder:
         self._count = count
         self._columns = Columns(nodes, count)
         self._positions, self._past, self._mask = (
-            nodes.inputs[name] for name in (names.POSITIONS, names.PAST_LEN, names.TREE_MASK)
+            nodes.inputs[name] for name in (names.POSITIONS, names.CACHE_LEN, names.TREE_MASK)
         )
         self._visible: dict[tuple[int, int], ir.Value] = {}
         self._orders: dict[int, list[ir.Value]] = {}

@@ -33,7 +33,7 @@ class SingleAttention:
 
     The kernel takes its own positions instead of ours where the total equals T, that is with no rows live; so the total
     is one more than what is written, a column that nothing reads, except in a full buffer. With `exact` a single row is
-    taken twice, and its copy written behind it, so past_len + max(T, 2) rows must fit.
+    taken twice, and its copy written behind it, so cache_len + max(T, 2) rows must fit.
     """
 
     def __init__(self, graph: ir.Graph, exact: bool) -> None:
@@ -41,7 +41,7 @@ class SingleAttention:
         self._exact = exact
         self._nodes = nodes = Nodes(graph, "single")
         make, one = nodes.node, nodes.constant([1])
-        self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.LIVE]
+        self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.KV_LEN]
         self._biases: dict[tuple[int, int], ir.Value] = {}
         if exact:
             self._tokens, rows, self._twice = twice(nodes)

@@ -82,11 +82,11 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
 def _values(record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
     """Ranges of integer inputs that are sound together: every node sees the committed rows."""
     token, shape = (0, manifest.shape.vocabulary - 1), manifest.lyanna
-    rows = _DRAFTED if names.PENDING in {spec.name for spec in record.inputs} else _ROWS
+    rows = _DRAFTED if names.NUM_PENDING in {spec.name for spec in record.inputs} else _ROWS
     known = {
         names.TOKEN_IDS: token, names.TOKENS: token, names.POSITIONS: (_PAST, _PAST + rows - 1),
-        names.PAST_LEN: (_PAST, _PAST), names.LIVE: (_PAST + rows, _PAST + rows), names.OUTPUT_ROWS: (0, rows - 1),
-        names.PENDING: (1, rows), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
+        names.CACHE_LEN: (_PAST, _PAST), names.KV_LEN: (_PAST + rows, _PAST + rows), names.OUTPUT_ROWS: (0, rows - 1),
+        names.NUM_PENDING: (1, rows), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
         f"{names.TOKEN_INFO}index": (0, shape.hot if shape else 0),
     }  # fmt: skip
     return {spec.name: known[spec.name] for spec in record.inputs if spec.name in known}

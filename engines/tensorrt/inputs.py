@@ -51,8 +51,8 @@ def sound_inputs(record: GraphRecord, manifest: Manifest, profile: Profile) -> d
     """The integers of the call that a profile is tuned for: a chain behind as many rows as leave it room."""
     sizes = _sizes(record, profile)
     rows = sizes.get("T", sizes.get("M", 1))
-    past_len = min(sizes.get("C", rows) // 2, manifest.context - rows)
-    return {spec.name: _values(spec, sizes, max(past_len, 0), rows, manifest) for spec in made_inputs(record)}
+    cache_len = min(sizes.get("C", rows) // 2, manifest.max_model_len - rows)
+    return {spec.name: _values(spec, sizes, max(cache_len, 0), rows, manifest) for spec in made_inputs(record)}
 
 
 def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
@@ -66,19 +66,19 @@ def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
     }
 
 
-def _values(spec: TensorSpec, sizes: Mapping[str, int], past_len: int, rows: int, manifest: Manifest) -> Integers:
+def _values(spec: TensorSpec, sizes: Mapping[str, int], cache_len: int, rows: int, manifest: Manifest) -> Integers:
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     random = np.random.default_rng(0)
     hot = manifest.lyanna.hot if manifest.lyanna else 0
     made: Mapping[str, Any] = {
         names.TOKEN_IDS: random.integers(0, manifest.shape.vocabulary, shape),
         names.TOKENS: random.integers(0, manifest.shape.vocabulary, shape),
-        names.POSITIONS: past_len + np.arange(rows),
+        names.POSITIONS: cache_len + np.arange(rows),
         names.TREE_MASK: np.tri(rows, dtype=bool),
-        names.PAST_LEN: past_len,
-        names.LIVE: past_len + rows,
+        names.CACHE_LEN: cache_len,
+        names.KV_LEN: cache_len + rows,
         names.OUTPUT_ROWS: np.arange(rows - shape[-1], rows),
-        names.PENDING: rows,
+        names.NUM_PENDING: rows,
         names.FIRST_STEP: 1,
         f"{names.TOKEN_INFO}index": np.arange(int(np.prod(shape))) % (hot + 1),
     }

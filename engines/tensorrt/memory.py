@@ -102,7 +102,7 @@ def check_memory(needs: Mapping[str, Needs], free_bytes: int, gpu: str) -> None:
         f"{_gib(building)} GiB of GPU memory needed for building and {_gib(running)} for running, {_gib(free_bytes)} "
         f"free on {gpu} (GiB: {parts}; CUDA {_gib(CONTEXT_BYTES)}; shared buffers are there once, and the workspace "
         "only while building)",
-        "lower --context, --batch or --precision, free memory, or try all the same with --ignore-memory",
+        "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory",
     )
 
 

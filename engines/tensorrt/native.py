@@ -1,7 +1,7 @@
 """`redraft::TreeAttention` in operators that TensorRT has: TensorScatter for the KV buffers, Attention under a mask.
 
 The operator's own body puts the tree into the mask by TensorScatter, which TensorRT knows for KV buffers only. Here row
-r of the mask is looked up: before `past_len` it is committed, from there on it is node r - past_len.
+r of the mask is looked up: before `cache_len` it is committed, from there on it is node r - cache_len.
 
 TensorScatter becomes TensorRT's KV update, which writes to the memory of an input: one a buffer. Where single rows
 follow, each attending to those before it, as a drafter's chain does, they are kept beside the buffer and joined to it:
@@ -66,13 +66,13 @@ class _Chain:
     """A node over KV buffers, and the single rows that follow it.
 
     presents:  the buffers after it, keys and values.   joined: rows read of each, then those that followed.
-    past_len:  where the latest node's rows begin.      seen:   the mask of the buffer, then of each that followed.
+    cache_len:  where the latest node's rows begin.      seen:   the mask of the buffer, then of each that followed.
     """
 
     presents: list[ir.Value]
     joined: list[list[ir.Value]]
-    live: ir.Value
-    past_len: ir.Value
+    kv_len: ir.Value
+    cache_len: ir.Value
     seen: list[ir.Value]
 
 
@@ -86,24 +86,24 @@ def _called(graph: str, node: ir.Node) -> str:
 
 
 def _lower(to: Rewriter, node: ir.Node, visible: dict[int, ir.Value]) -> _Chain:
-    q, k, v, key_cache, value_cache, tree_mask, positions, past_len, live = node.inputs
+    q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len = node.inputs
     kv_heads, window = (node.attributes[name].as_int() for name in ("kv_heads", "window"))
     if window not in visible:
-        visible[window] = _visible(to, tree_mask, positions, past_len, live, window)
+        visible[window] = _visible(to, tree_mask, positions, cache_len, kv_len, window)
     presents = [
-        to.node("TensorScatter", [cache, _heads(to, new, kv_heads), past_len], axis=-2)
+        to.node("TensorScatter", [cache, _heads(to, new, kv_heads), cache_len], axis=-2)
         for cache, new in ((key_cache, k), (value_cache, v))
     ]
-    rows = [to.node("Slice", [present, to.constant([0]), live, to.constant([2])]) for present in presents]
+    rows = [to.node("Slice", [present, to.constant([0]), kv_len, to.constant([2])]) for present in presents]
     to.replace(_attend(to, node, q, rows, visible[window]), *presents)
-    assert live is not None
-    assert past_len is not None
-    return _Chain(presents, [[read] for read in rows], live, past_len, [])
+    assert kv_len is not None
+    assert cache_len is not None
+    return _Chain(presents, [[read] for read in rows], kv_len, cache_len, [])
 
 
 def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> None:
     """One more row of a chain: it sees the committed rows of the buffer, those that followed, and itself."""
-    q, k, v, key_cache, value_cache, tree_mask, _, past_len, _ = node.inputs
+    q, k, v, key_cache, value_cache, tree_mask, _, cache_len, _ = node.inputs
     caches = [id(cache) for cache in (key_cache, value_cache)]
     if chain is None or caches != [id(present) for present in chain.presents] or not _continues(node, chain):
         raise BackendError(
@@ -113,10 +113,10 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> No
         )
     kv_heads = node.attributes["kv_heads"].as_int()
     if not chain.seen:
-        chain.seen.append(_committed(to, chain.live, past_len))
+        chain.seen.append(_committed(to, chain.kv_len, cache_len))
     chain.seen.append(to.node("Unsqueeze", [tree_mask, to.constant([1])]))
-    assert past_len is not None
-    chain.past_len = past_len
+    assert cache_len is not None
+    chain.cache_len = cache_len
     for joined, new in zip(chain.joined, (k, v), strict=True):
         joined.append(_heads(to, new, kv_heads))
     rows = [to.node("Concat", joined, axis=2) for joined in chain.joined]  # [B, H_kv, live + rows that followed, D]
@@ -125,13 +125,13 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> No
 
 def _continues(node: ir.Node, chain: _Chain) -> bool:
     """Whether a node brings one row, without a window, that begins behind the rows of the one before it."""
-    k, past_len = node.inputs[1], node.inputs[7]
+    k, cache_len = node.inputs[1], node.inputs[7]
     single = k is not None and k.shape is not None and k.shape[1] == 1
-    added = past_len.producer() if past_len is not None else None
+    added = cache_len.producer() if cache_len is not None else None
     if not single or node.attributes["window"].as_int() or added is None or added.op_type != "Add":
         return False
     before, rows = added.inputs
-    if before is not chain.past_len or rows is None:
+    if before is not chain.cache_len or rows is None:
         return False
     count = ir.convenience.get_const_tensor(rows)
     # Of the rows that the first node brings, the caller says how many count; those that follow are one each.
@@ -145,16 +145,16 @@ def _attend(to: Rewriter, node: ir.Node, q: ir.Value | None, rows: list[ir.Value
     return to.node("Reshape", [to.node("Transpose", [attended], perm=[0, 2, 1, 3]), to.constant([0, 0, -1])])
 
 
-def _committed(to: Rewriter, live: ir.Value, past_len: ir.Value | None) -> Any:
-    """Rows of the buffer before `past_len`, bool [B, 1, 1, live]."""
-    rows = to.node("Unsqueeze", [_rows(to, live), to.constant([0])])
-    before = to.node("Less", [rows, to.node("Unsqueeze", [past_len, to.constant([1])])])
+def _committed(to: Rewriter, kv_len: ir.Value, cache_len: ir.Value | None) -> Any:
+    """Rows of the buffer before `cache_len`, bool [B, 1, 1, live]."""
+    rows = to.node("Unsqueeze", [_rows(to, kv_len), to.constant([0])])
+    before = to.node("Less", [rows, to.node("Unsqueeze", [cache_len, to.constant([1])])])
     return to.node("Unsqueeze", [before, to.constant([1, 2])])
 
 
-def _rows(to: Rewriter, live: ir.Value | None) -> Any:
+def _rows(to: Rewriter, kv_len: ir.Value | None) -> Any:
     """0 … live - 1."""
-    return to.node("Range", [to.constant(0), to.node("Squeeze", [live, to.constant([0])]), to.constant(1)])
+    return to.node("Range", [to.constant(0), to.node("Squeeze", [kv_len, to.constant([0])]), to.constant(1)])
 
 
 def _heads(to: Rewriter, rows: ir.Value | None, heads: int) -> Any:
@@ -163,18 +163,18 @@ def _heads(to: Rewriter, rows: ir.Value | None, heads: int) -> Any:
 
 
 def _visible(
-    to: Rewriter, tree_mask: ir.Value | None, positions: ir.Value | None, past_len: ir.Value | None,
-    live: ir.Value | None, window: int,
+    to: Rewriter, tree_mask: ir.Value | None, positions: ir.Value | None, cache_len: ir.Value | None,
+    kv_len: ir.Value | None, window: int,
 ) -> Any:  # fmt: skip
     """Rows that each node sees, bool [B, 1, T, live]."""
     zero, one = to.constant(0), to.constant(1)
-    rows = _rows(to, live)
-    past = to.node("Unsqueeze", [past_len, to.constant([1])])  # [B, 1]
+    rows = _rows(to, kv_len)
+    past = to.node("Unsqueeze", [cache_len, to.constant([1])])  # [B, 1]
     place = to.node("Sub", [to.node("Unsqueeze", [rows, to.constant([0])]), past])  # [B, live]: the node of a row
     nodes = to.node("Shape", [positions], start=1, end=2)  # [1]: T
     inside = to.node("And", [to.node("Not", [to.node("Less", [place, zero])]), to.node("Less", [place, nodes])])
     node = to.node("Max", [to.node("Min", [place, to.node("Sub", [nodes, one])]), zero])  # [B, live]
-    shape = to.node("Concat", [to.node("Shape", [positions]), live], axis=0)
+    shape = to.node("Concat", [to.node("Shape", [positions]), kv_len], axis=0)
     wide = to.node("Expand", [to.node("Unsqueeze", [node, to.constant([1])]), shape])  # [B, T, live]
     seen = to.node("And", [to.node("GatherElements", [tree_mask, wide], axis=2), _over(to, inside)])
     committed = _over(to, to.node("Less", [place, zero]))

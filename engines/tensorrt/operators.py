@@ -70,7 +70,7 @@ def check(graph: str, model: onnx.ModelProto, release: Release) -> None:
     """Raise BackendError naming the first node of the prepared graph that the parser of `release` does not take."""
     for line in problems(model, release):
         version = ".".join(map(str, release))
-        raise BackendError(f"{graph}: {line}, which the ONNX parser of TensorRT {version} does not take", _mend(line))
+        raise BackendError(f"{graph}: {line}, which the ONNX parser of TensorRT {version} does not take", _hint(line))
 
 
 def problems(model: onnx.ModelProto, release: Release) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _types(graph: onnx.GraphProto) -> dict[str, int]:
     return {**found, **{tensor.name: tensor.data_type for tensor in graph.initializer}}
 
 
-def _mend(line: str) -> str:
+def _hint(line: str) -> str:
     if "MatMulNBits" in line:
         return "build with --backend tensorrt, which quantizes by DequantizeLinear"
     if " of uint8" in line or " of int8" in line:

@@ -39,7 +39,7 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
         _give_out_links(model)
     else:
         lower_attention(graph, model, release)
-        if graph == names.STEP_KEEP:
+        if graph == names.STEP_COMPACT_KV:
             lower_keep(model)
     model.functions.clear()
     model.opset_imports.pop(names.TREE_ATTENTION_DOMAIN, None)

@@ -32,13 +32,13 @@ class Limits:
     batch: int
     tree: int
     prefill: int
-    capacity: int
+    max_model_len: int
     usual: int = 13  # the twelve nodes of Lyanna's paper and the root
 
     @property
     def widest(self) -> int:
         """Nodes that the largest tree is padded to, as far as the KV buffers have room for them."""
-        return min(names.padded_width(self.tree), self.capacity)
+        return min(names.padded_width(self.tree), self.max_model_len)
 
     @property
     def tuned(self) -> int:
@@ -46,27 +46,28 @@ class Limits:
         return min(names.padded_width(self.usual), self.widest)
 
     def __post_init__(self) -> None:
-        if min(self.batch, self.prefill, self.tree - 1, self.capacity - 1) < 1:
+        if min(self.batch, self.prefill, self.tree - 1, self.max_model_len - 1) < 1:
             raise UsageError(f"expected sizes of at least one sequence, one token and a tree of two nodes, not {self}")
         for wanted, size in (("tree", self.tree), ("prefill", self.prefill)):
-            if size > self.capacity:
+            if size > self.max_model_len:
                 raise UsageError(
-                    f"a {wanted} of {size} tokens does not fit in the context of {self.capacity}",
-                    f"raise --context, or lower the {wanted}",
+                    f"a {wanted} of {size} tokens does not fit in the context of {self.max_model_len}",
+                    f"raise --max-model-len, or lower the {wanted}",
                 )
 
 
-def profiles_of(graph: str, inputs: Sequence[TensorSpec], limits: Limits, live_is_shape: bool) -> tuple[Profile, ...]:
+def profiles_of(graph: str, inputs: Sequence[TensorSpec], limits: Limits, kv_len_is_shape: bool) -> tuple[Profile, ...]:
     """The profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
 
-    live_is_shape: the values of `live` are sizes inside the graph, as without the plugin, and get ranges of their own.
+    kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get ranges of their
+                     own.
     """
     found: list[Profile] = []
     for name, sizes in _symbols(graph, limits).items():
         ranges = {spec.name: _range(spec, sizes) for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
-        if live_is_shape and names.LIVE in {spec.name for spec in inputs}:
+        if kv_len_is_shape and names.KV_LEN in {spec.name for spec in inputs}:
             rows = sizes["T"] if "T" in sizes else sizes["M"]
-            ranges[names.LIVE] = Range((rows[0],), (max(limits.capacity // 2, rows[1]),), (sizes["C"][2],))
+            ranges[names.KV_LEN] = Range((rows[0],), (max(limits.max_model_len // 2, rows[1]),), (sizes["C"][2],))
         if all(ranges != profile.inputs for profile in found):
             found.append(Profile(name, ranges))
     return tuple(found)
@@ -87,12 +88,12 @@ def check_tree(largest: int, nodes: int) -> None:
         )
 
 
-def check_slots(largest: int, slots: int) -> None:
+def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
     """Raise UsageError for more sequences at once than engines take."""
-    if slots > largest:
+    if max_num_seqs > largest:
         raise UsageError(
-            f"{slots} sequences at once are more than the {largest} that the engine's profiles take",
-            f"lower the slots to {largest}, or build again with --batch {slots}",
+            f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
+            f"lower the slots to {largest}, or build again with --batch {max_num_seqs}",
         )
 
 
@@ -123,7 +124,7 @@ def _keeping(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
 
 def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     """After trees and prompts, and between what waits and a draft's rows: few sizes are shared."""
-    room = names.MOST_WAITING_ROWS
+    room = names.MAX_PENDING_FEATURES
     rows = (1, limits.tuned, room)
     return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
 
@@ -132,9 +133,9 @@ def _drafting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     """Few rows in a step, many after a prompt: calls have these widths and no others."""
     beyond = names.CATCH_UP_ROWS + _MOST_STEPS
     few, many = names.DRAFT_WIDTHS
-    capacity = {"C": (_SMALLEST_CACHE, limits.capacity, limits.capacity + beyond)}
+    max_model_len = {"C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len + beyond)}
     return {
-        name: {**_batch(limits), **capacity, "M": (width, width, width)}
+        name: {**_batch(limits), **max_model_len, "M": (width, width, width)}
         for name, width in ((PREFILL, many), (TREE, few))
     }
 
@@ -144,8 +145,9 @@ def _resampling(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
 
 
 _SYMBOLS = {
-    names.VERIFIER: _verifier, names.STEP_LAYOUT: _judging, names.STEP_ACCEPT: _judging, names.STEP_KEEP: _keeping,
-    names.STEP_COLLECT: _collecting, names.LYANNA_DRAFT: _drafting, names.LYANNA_RESAMPLE: _resampling,
+    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _judging, names.STEP_ACCEPT: _judging,
+    names.STEP_COMPACT_KV: _keeping,
+    names.STEP_GATHER_FEATURES: _collecting, names.LYANNA_DRAFT: _drafting, names.LYANNA_RESAMPLE: _resampling,
 }  # fmt: skip
 _MOST_STEPS = 64
 """Steps of a chain, whose rows lie beyond the context while a drafter runs."""
@@ -157,7 +159,7 @@ def _batch(limits: Limits) -> dict[str, Sizes]:
 
 
 def _buffers(limits: Limits) -> dict[str, Sizes]:
-    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.capacity, limits.capacity)}
+    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len)}
 
 
 def _trees(limits: Limits) -> dict[str, Sizes]:

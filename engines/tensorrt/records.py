@@ -14,7 +14,7 @@ Attention = Literal["plugin", "native"]
 class Range:
     """Sizes of one input in a profile: smallest, the one that is tuned for, largest.
 
-    Of an input whose values are sizes (`live` without the plugin), these are values.
+    Of an input whose values are sizes (`kv_len` without the plugin), these are values.
     """
 
     min: tuple[int, ...]

@@ -23,7 +23,8 @@ from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRe
 from redraft.engines.tensorrt.tools import Tools
 
 GRAPHS = (
-    names.VERIFIER, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_COLLECT, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE,
+    names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES, names.LYANNA_DRAFT,
+    names.LYANNA_RESAMPLE,
 )  # fmt: skip
 """Graphs that engines are built of, whoever computes attention. TensorRT lets outputs share an input's memory for KV
 updates and plugins only: what the collecting engine writes is copied to where it belongs, and slots are copied without
@@ -38,7 +39,7 @@ def graphs_of(attention: Attention) -> tuple[str, ...]:
     Without the plugin also the one that keeps accepted rows, by TensorRT's KV update; beside the plugin our kernel does
     it, which is built with it and needs no newer TensorRT.
     """
-    return (*GRAPHS, names.STEP_KEEP) if attention == "native" else GRAPHS
+    return (*GRAPHS, names.STEP_COMPACT_KV) if attention == "native" else GRAPHS
 
 
 def stage_engines(
@@ -50,7 +51,7 @@ def stage_engines(
     Raises BackendError.
     """
     target, plugin = tools.target, tools.plugin
-    limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.context)
+    limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
     if manifest.lyanna:
         limits = replace(limits, usual=manifest.lyanna.nodes)
     graphs = {graph: manifest.graphs[graph] for graph in graphs_of(options.attention) if graph in manifest.graphs}

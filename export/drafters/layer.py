@@ -31,7 +31,8 @@ def all_rows(rows: torch.Tensor) -> torch.Tensor:
 class LayerConfig:
     """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's.
 
-    sharpness: factor on the drafter's logits where trees are built beside a greedy verifier, measured after training.
+    draft_logit_scale: factor on the drafter's logits where trees are built beside a greedy verifier, measured after
+                       training.
     """
 
     hidden_size: int
@@ -42,7 +43,7 @@ class LayerConfig:
     head_dim: int
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
-    sharpness: float = 1.0
+    draft_logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:

@@ -70,8 +70,11 @@ def export_lyanna(
         raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {names.LYANNA!r}")
     settings = drafter.configure(LyannaConfig)
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    if (tap := names.LAST_TAP) not in verifier.taps:
-        raise CheckpointError(f"the verifier's graph has no feature {tap!r}", f'add "{tap}" to the taps of its recipe')
+    if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
+        raise CheckpointError(
+            f"the verifier's graph gives out no hidden state {hidden_state!r}",
+            f'add "{hidden_state}" to hidden_states in its recipe',
+        )
     module = empty_drafter(settings, verifier.shape.dtype)
     source, counts = drafter.open_weights(parameter_shapes(module), _STEM)
     return _export(module, source, counts, verifier, out, options, progress)
@@ -198,7 +201,8 @@ class _Draft(nn.Module):
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        past_len: torch.Tensor, live: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tables: list[torch.Tensor],
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         caches = [key, value]
         config = self.drafter.config
@@ -216,7 +220,7 @@ class _Draft(nn.Module):
 
         rows = tokens.shape[1]
         causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(tokens.shape[0], -1, -1)
-        attend = attend_at(positions, causal, past_len, live)
+        attend = attend_at(positions, causal, cache_len, kv_len)
         last = (pending - 1)[:, None]
         embeddings = F.embedding(tokens, self.embedding)
         hidden = self.drafter.first(
@@ -224,13 +228,13 @@ class _Draft(nn.Module):
         )  # [B, 1, n]
         place = positions.gather(1, last)
         alone = torch.ones_like(last, dtype=torch.bool)[:, :, None]
-        chain, past = [hidden], past_len + pending
+        chain, past = [hidden], cache_len + pending
         for _ in range(1, self.shape.steps):
-            place, live = place + 1, live + 1
-            hidden = self.drafter.following(hidden, place, attend_at(place, alone, past, live))
+            place, kv_len = place + 1, kv_len + 1
+            hidden = self.drafter.following(hidden, place, attend_at(place, alone, past, kv_len))
             chain.append(hidden)
             past = past + 1
-        states, scale = torch.cat(chain, dim=1), config.logit_scale * config.sharpness
+        states, scale = torch.cat(chain, dim=1), config.logit_scale * config.draft_logit_scale
         logits = F.linear(states if scale == 1.0 else states * scale, self.head).float()  # [B, N, V], in one product
         roots = tokens.gather(1, last)[:, 0]
         tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)

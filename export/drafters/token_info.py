@@ -1,7 +1,7 @@
 """Token information as engines read it: E·W1·W2, normalized, pruned to hot tokens, in fp16, int8, fp8 or two factors.
 
 Lyanna §5.1 (the collapsed table) and §6.1 (hot tokens). The RMS of a row is taken over the whole vocabulary, before its
-columns are pruned; the gain and the drafter's sharpness are folded in.
+columns are pruned; the gain and the draft logit scale are folded in.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _factors(
     left = np.concatenate([rows @ down.T for rows in _hot_rows(embedding, hot)])  # [H, d]
     mean_square = np.einsum("td,de,te->t", left, up.T @ up, left, optimize=True) / len(up)  # over the vocabulary
     left /= np.sqrt(mean_square + drafter.config.rms_norm_eps)[:, None]
-    right = np.ascontiguousarray((up[hot] * gain[hot, None]).T) * np.float32(drafter.config.sharpness)
+    right = np.ascontiguousarray((up[hot] * gain[hot, None]).T) * np.float32(drafter.config.draft_logit_scale)
     return left.astype(np.float32), right
 
 

@@ -142,7 +142,7 @@ class TreeAttention final : public IPluginV3,
     args.v = inputs[kV];
     args.mask_bools = static_cast<const uint8_t *>(inputs[kTreeMask]);
     args.positions = static_cast<const int64_t *>(inputs[kPositions]);
-    args.past_len = static_cast<const int64_t *>(inputs[kPastLen]);
+    args.cache_len = static_cast<const int64_t *>(inputs[kPastLen]);
     args.out = outputs[kOut - kInputs];
     args.key_cache = outputs[kPresentKey - kInputs];
     args.value_cache = outputs[kPresentValue - kInputs];

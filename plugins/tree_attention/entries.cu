@@ -92,7 +92,7 @@ int check_pointers(const redraft_tree_attention_args &args) {
       {"out", args.out, 16, true},
       {"key_cache", args.key_cache, 16, true},
       {"value_cache", args.value_cache, 16, true},
-      {"past_len", args.past_len, 8, true},
+      {"cache_len", args.cache_len, 8, true},
       {"k", args.k, 16, args.k != nullptr || args.v != nullptr},
       {"v", args.v, 16, args.k != nullptr || args.v != nullptr},
       {"mask_bits", args.mask_bits, 4, args.mask_bits != nullptr},
@@ -120,7 +120,7 @@ Problem problem_of(const redraft_tree_attention_args &args, void *workspace) {
   problem.value_cache = args.value_cache;
   problem.mask = args.mask_bools ? static_cast<const uint32_t *>(workspace) : args.mask_bits;
   problem.positions = problem.mask ? args.positions : nullptr;
-  problem.past_len = args.past_len;
+  problem.cache_len = args.cache_len;
   problem.node_counts = args.node_counts;
   problem.partials = reinterpret_cast<float *>(static_cast<char *>(workspace) + packed_mask_bytes(args));
   problem.batch = args.batch;
@@ -224,12 +224,12 @@ int redraft_compact(const redraft_compact_args *args, void *stream) {
   if (const int status = check_positive("cache_count", args->cache_count)) return status;
   if (const int status = check_positive("max_path", args->max_path)) return status;
   if (const int status = check_pointer("caches", args->caches, 8)) return status;
-  if (const int status = check_pointer("past_len", args->past_len, 8)) return status;
+  if (const int status = check_pointer("cache_len", args->cache_len, 8)) return status;
   if (const int status = check_pointer("paths", args->paths, 8)) return status;
   if (const int status = check_pointer("path_lengths", args->path_lengths, 8)) return status;
   Compact work{};
   work.caches = args->caches;
-  work.past_len = args->past_len;
+  work.cache_len = args->cache_len;
   work.paths = args->paths;
   work.path_lengths = args->path_lengths;
   work.cache_count = args->cache_count;

@@ -19,8 +19,8 @@ struct Problem {
   const void *key_cache;       // [B, Hkv, C, D]
   const void *value_cache;     // [B, Hkv, C, D]
   const uint32_t *mask;        // [B, T, mask_words], null: causal
-  const int64_t *positions;    // [B, T], null: past_len + i
-  const int64_t *past_len;     // [B]
+  const int64_t *positions;    // [B, T], null: cache_len + i
+  const int64_t *cache_len;     // [B]
   const int64_t *node_counts;  // [B], null: T
   float *partials;             // [2 * blocks][rows * (D + 2)]
   int batch;
@@ -49,7 +49,7 @@ struct Extent {
 };
 
 REDRAFT_DEVICE Extent extent_of(const Problem &problem, int sequence) {
-  const int64_t given = problem.past_len[sequence];
+  const int64_t given = problem.cache_len[sequence];
   const int64_t count = problem.node_counts ? problem.node_counts[sequence] : problem.nodes;
   Extent extent;
   extent.past = given < 0 ? 0 : given > problem.capacity ? problem.capacity : static_cast<int>(given);

@@ -27,7 +27,7 @@ REDRAFT_DEVICE uint32_t pack_mask(const uint8_t *row, int nodes, int word) {
   return bits;
 }
 
-// k, v [B, T, Hkv D] -> rows past_len .. past_len + T - 1 of the caches; a mask of bytes -> a mask of bits. Moves
+// k, v [B, T, Hkv D] -> rows cache_len .. cache_len + T - 1 of the caches; a mask of bytes -> a mask of bits. Moves
 // 4 B T Hkv D elements, reads B T T bytes.
 REDRAFT_GLOBAL(kCopyThreads) append(Problem problem, Append rows) {
   const int64_t stride = static_cast<int64_t>(block_count()) * kCopyThreads;
@@ -55,7 +55,7 @@ REDRAFT_GLOBAL(kCopyThreads) append(Problem problem, Append rows) {
 
 struct Compact {
   void *const *caches;          // [cache_count] of [B, Hkv, C, D]
-  const int64_t *past_len;      // [B]
+  const int64_t *cache_len;      // [B]
   const int64_t *paths;         // [B, max_path]
   const int64_t *path_lengths;  // [B]
   int cache_count;
@@ -80,7 +80,7 @@ REDRAFT_GLOBAL(kCopyThreads) compact(Compact work) {
     const int sequence = static_cast<int>(i / work.chunks / work.kv_heads % work.batch);
     Chunk *cache = static_cast<Chunk *>(work.caches[i / work.chunks / work.kv_heads / work.batch]);
     cache += (static_cast<int64_t>(sequence) * work.kv_heads + head) * work.capacity * work.chunks + column;
-    const int64_t past = work.past_len[sequence];
+    const int64_t past = work.cache_len[sequence];
     const int64_t *path = work.paths + static_cast<int64_t>(sequence) * work.max_path;
     const int64_t length = work.path_lengths[sequence];
     const int accepted = length < 0 ? 0 : length > work.max_path ? work.max_path : static_cast<int>(length);

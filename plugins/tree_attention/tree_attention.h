@@ -30,7 +30,7 @@ enum { REDRAFT_FLOAT16 = 0, REDRAFT_BFLOAT16 = 1, REDRAFT_FLOAT32 = 2 };
 // Trees are given as masks of at most this many nodes; causal chunks may be longer.
 #define REDRAFT_MAX_TREE_NODES 4096
 
-// Attention of B sequences, T query nodes each, over a KV cache that holds `past_len` committed rows and, behind them,
+// Attention of B sequences, T query nodes each, over a KV cache that holds `cache_len` committed rows and, behind them,
 // the rows of the nodes themselves. Query head h reads key head h / (q_heads / kv_heads). Node i of sequence b sees
 // the committed rows and the nodes that its mask names (always itself and its ancestors), less what `window` hides.
 //
@@ -51,12 +51,12 @@ typedef struct {
   const void *q;               // [B, T, Hq * D]
   const void *k;               // [B, T, Hkv * D], new rows, written to the cache; null: the cache has them already
   const void *v;               // [B, T, Hkv * D], null where k is
-  void *key_cache;             // [B, Hkv, C, D]; rows from past_len + T on are never read
+  void *key_cache;             // [B, Hkv, C, D]; rows from cache_len + T on are never read
   void *value_cache;           // [B, Hkv, C, D]
   const uint32_t *mask_bits;   // [B, T, ceil(T / 32)], bit j of node i's row: i sees node j; null: see below
   const uint8_t *mask_bools;   // [B, T, T], the same a byte a bit; null as well: node i sees nodes 0 .. i (causal)
-  const int64_t *positions;    // [B, T], past_len <= position < past_len + T; needed by a windowed tree, else unread
-  const int64_t *past_len;     // [B]; a length outside 0 .. C is taken as the nearest one inside
+  const int64_t *positions;    // [B, T], cache_len <= position < cache_len + T; needed by a windowed tree, else unread
+  const int64_t *cache_len;     // [B]; a length outside 0 .. C is taken as the nearest one inside
   const int64_t *node_counts;  // [B], nodes of each tree; null: T. Rows of other nodes are not written, their out is 0
   void *out;                   // [B, T, Hq * D]
 } redraft_tree_attention_args;
@@ -83,8 +83,8 @@ REDRAFT_API int redraft_tree_attention_workspace(const redraft_tree_attention_ar
 REDRAFT_API int redraft_tree_attention(const redraft_tree_attention_args *args, void *workspace, size_t workspace_bytes,
                                        void *stream);
 
-// Makes the rows of accepted nodes contiguous in all caches at once: row past_len + paths[b][i] goes to row
-// past_len + 1 + i (the root's row stays). Paths increase, as paths in a tree do, so that rows move in place.
+// Makes the rows of accepted nodes contiguous in all caches at once: row cache_len + paths[b][i] goes to row
+// cache_len + 1 + i (the root's row stays). Paths increase, as paths in a tree do, so that rows move in place.
 typedef struct {
   int32_t dtype;
   int32_t cache_count;  // key and value caches of all layers
@@ -94,8 +94,8 @@ typedef struct {
   int32_t capacity;
   int32_t max_path;             // P
   void *const *caches;          // device array of cache_count pointers to [B, Hkv, C, D]
-  const int64_t *past_len;      // [B]
-  const int64_t *paths;         // [B, P], accepted nodes after the root; entries outside 1 .. C - 1 - past_len stay
+  const int64_t *cache_len;      // [B]
+  const int64_t *paths;         // [B, P], accepted nodes after the root; entries outside 1 .. C - 1 - cache_len stay
   const int64_t *path_lengths;  // [B], 0 .. P
 } redraft_compact_args;
 

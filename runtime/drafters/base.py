@@ -76,8 +76,8 @@ class Drafter(ABC):
         """As `draft`, from what the last drafts left over; only sequences with remaining steps have nodes wanted."""
         raise NotImplementedError
 
-    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
-        """Milliseconds of one draft with `rows` rows to catch up on after `live` ones, and of one resampling.
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Milliseconds of one draft with `rows` rows to catch up on after `kv_len` ones, and of one resampling.
 
         Only while no request runs.
         """

@@ -52,30 +52,30 @@ class LyannaConfig:
 
 
 @dataclass(slots=True)
-class Backlog:
+class PendingFeatures:
     """Of one sequence: rows in the drafter's KV, feature rows that wait to go there, steps used of the last draft."""
 
     used: int
-    past_len: int = 0
-    waiting: int = 0
+    cache_len: int = 0
+    pending: int = 0
     features: FloatArray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def append(self, rows: FloatArray) -> None:
         """Keep a copy of feature rows [r, n]."""
-        needed = self.waiting + len(rows)
+        needed = self.pending + len(rows)
         if needed > len(self.features):
             grown = np.empty((max(2 * needed, CATCH_UP), rows.shape[1]), np.float32)
-            if self.waiting:
-                grown[: self.waiting] = self.features[: self.waiting]
+            if self.pending:
+                grown[: self.pending] = self.features[: self.pending]
             self.features = grown
-        self.features[self.waiting : needed] = rows
-        self.waiting = needed
+        self.features[self.pending : needed] = rows
+        self.pending = needed
 
     def shift(self, rows: int) -> None:
-        """The first `rows` waiting rows went in."""
-        self.past_len += rows
-        self.waiting -= rows
-        self.features[: self.waiting] = self.features[rows : rows + self.waiting]
+        """The first `rows` pending rows went in."""
+        self.cache_len += rows
+        self.pending -= rows
+        self.features[: self.pending] = self.features[rows : rows + self.pending]
 
 
 class LyannaDrafter(Drafter):
@@ -91,9 +91,9 @@ class LyannaDrafter(Drafter):
         self.config = config or LyannaConfig()
         self.beside_lookup = self.config.lookup
         self.shape = shape
-        capacity = verifier.capacity + CATCH_UP + shape.steps
-        self._kv = np.zeros((2, verifier.slots, shape.kv_heads, capacity, shape.head_dim), shape.dtype)
-        self._chain_logits = np.zeros((verifier.slots, shape.steps, shape.vocabulary), np.float32)
+        max_model_len = verifier.max_model_len + CATCH_UP + shape.steps
+        self._kv = np.zeros((2, verifier.max_num_seqs, shape.kv_heads, max_model_len, shape.head_dim), shape.dtype)
+        self._chain_logits = np.zeros((verifier.max_num_seqs, shape.steps, shape.vocabulary), np.float32)
         self._draft_engine, self._resample_engine = draft_engine, resample_engine
         draft_engine.bind(names.key_cache(0), self._kv[0])
         draft_engine.bind(names.value_cache(0), self._kv[1])
@@ -114,7 +114,7 @@ class LyannaDrafter(Drafter):
         if engines is None or manifest is None or manifest.lyanna is None:
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
         shape = manifest.lyanna
-        single = verifier.slots == 1 and names.LYANNA_DRAFT_SINGLE in manifest.graphs
+        single = verifier.max_num_seqs == 1 and names.LYANNA_DRAFT_SINGLE in manifest.graphs
         return cls(
             verifier,
             shape,
@@ -126,38 +126,38 @@ class LyannaDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = Backlog(used=self.shape.steps)
+        seq.drafting = PendingFeatures(used=self.shape.steps)
 
     def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
-        backlog: Backlog = seq.drafting
-        backlog.append(features[names.LAST_TAP])
+        pending: PendingFeatures = seq.drafting
+        pending.append(features[names.LAST_HIDDEN_STATE])
         self._catch_up([seq], [True])
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         """See `Drafter.accept`."""
-        backlog: Backlog = seq.drafting
-        rows = features[names.LAST_TAP]
-        backlog.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
-        backlog.used += len(outcome.path) + 1
+        pending: PendingFeatures = seq.drafting
+        rows = features[names.LAST_HIDDEN_STATE]
+        pending.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
+        pending.used += len(outcome.path) + 1
 
     def remaining(self, seq: Sequence) -> int:
         """See `Drafter.remaining`."""
-        backlog: Backlog = seq.drafting
-        remaining = self.shape.steps - backlog.used
+        pending: PendingFeatures = seq.drafting
+        remaining = self.shape.steps - pending.used
         return remaining if self.config.resample and remaining > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.draft`. Raises ValueError where nothing was committed since the last draft."""
         wanted = [budget.nodes > 0 for budget in budgets]
-        backlogs: list[Backlog] = [seq.drafting for seq in batch]
-        if any(yes and not backlog.waiting for backlog, yes in zip(backlogs, wanted, strict=True)):
+        pendings: list[PendingFeatures] = [seq.drafting for seq in batch]
+        if any(yes and not pending.pending for pending, yes in zip(pendings, wanted, strict=True)):
             raise ValueError("nothing was committed since the last draft of a sequence")
         self._catch_up(batch, wanted)
-        call = self._run_draft(batch, [b.waiting if yes else 0 for b, yes in zip(backlogs, wanted, strict=True)])
-        for backlog, yes in zip(backlogs, wanted, strict=True):
+        call = self._run_draft(batch, [b.pending if yes else 0 for b, yes in zip(pendings, wanted, strict=True)])
+        for pending, yes in zip(pendings, wanted, strict=True):
             if yes:
-                backlog.used = 0
+                pending.used = 0
         return self._trees(call, batch, budgets, [self.shape.nodes] * len(batch))
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
@@ -165,8 +165,8 @@ class LyannaDrafter(Drafter):
         assert self._resample_engine is not None
         call = self._resample_engine.prepare(B=len(batch))
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
-            backlog: Backlog = seq.drafting
-            call.inputs[names.FIRST_STEP][slot] = backlog.used if budget.nodes else 1
+            pending: PendingFeatures = seq.drafting
+            call.inputs[names.FIRST_STEP][slot] = pending.used if budget.nodes else 1
             call.inputs[names.TOKENS][slot] = seq.tokens[-1]
         with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
             call.run()
@@ -174,18 +174,18 @@ class LyannaDrafter(Drafter):
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
-        backlog: Backlog = seq.drafting
-        self._kv[:, target, :, : backlog.past_len] = self._kv[:, source, :, : backlog.past_len]
+        pending: PendingFeatures = seq.drafting
+        self._kv[:, target, :, : pending.cache_len] = self._kv[:, source, :, : pending.cache_len]
         self._chain_logits[target] = self._chain_logits[source]
 
-    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
-        past_len = min(live, self.verifier.capacity - rows)
+        cache_len = min(kv_len, self.verifier.max_model_len - rows)
         call = self._draft_call(1, rows)
-        call.inputs[names.PENDING][:] = rows
-        call.inputs[names.PAST_LEN][:] = past_len
-        call.inputs[names.LIVE][0] = past_len + rows
-        call.inputs[names.POSITIONS][:] = np.arange(past_len, past_len + rows)
+        call.inputs[names.NUM_PENDING][:] = rows
+        call.inputs[names.CACHE_LEN][:] = cache_len
+        call.inputs[names.KV_LEN][0] = cache_len + rows
+        call.inputs[names.POSITIONS][:] = np.arange(cache_len, cache_len + rows)
         drafted = _seconds(call)
         if self._resample_engine is None:
             return drafted * 1e3, 0.0
@@ -194,15 +194,15 @@ class LyannaDrafter(Drafter):
         return drafted * 1e3, _seconds(again) * 1e3
 
     def _catch_up(self, batch: Several[Sequence], wanted: Several[bool]) -> None:
-        """Put waiting rows into the KV until no wanted sequence has more than CATCH_UP of them."""
+        """Put pending rows into the KV until no wanted sequence has more than CATCH_UP of them."""
         while any(
-            full := [CATCH_UP if yes and seq.drafting.waiting > CATCH_UP else 0
+            full := [CATCH_UP if yes and seq.drafting.pending > CATCH_UP else 0
                      for seq, yes in zip(batch, wanted, strict=True)]
         ):  # fmt: skip
             self._run_draft(batch, full)
 
     def _run_draft(self, batch: Several[Sequence], rows: list[int]) -> Call:
-        """One call in which sequence i brings its first rows[i] waiting rows; those without any stay as they are."""
+        """One call in which sequence i brings its first rows[i] pending rows; those without any stay as they are."""
         most = max(rows)
         width = most if most <= _ROW_STEP else -(-most // _ROW_STEP) * _ROW_STEP
         call = self._draft_call(len(batch), width)
@@ -210,15 +210,15 @@ class LyannaDrafter(Drafter):
         kept = {slot: self._chain_logits[slot].copy() for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
                 if not count and seq.drafting.used < self.shape.steps}  # fmt: skip
         for slot, (seq, count) in enumerate(zip(batch, rows, strict=True)):
-            backlog: Backlog = seq.drafting
-            past_len = backlog.past_len
-            inputs[names.PENDING][slot] = max(count, 1)
-            inputs[names.PAST_LEN][slot] = past_len
-            inputs[names.POSITIONS][slot] = np.arange(past_len, past_len + width)
+            pending: PendingFeatures = seq.drafting
+            cache_len = pending.cache_len
+            inputs[names.NUM_PENDING][slot] = max(count, 1)
+            inputs[names.CACHE_LEN][slot] = cache_len
+            inputs[names.POSITIONS][slot] = np.arange(cache_len, cache_len + width)
             if count:
-                inputs[names.FEATURE_ROWS][slot, :count] = backlog.features[:count]
-                inputs[names.TOKENS][slot, :count] = seq.tokens[past_len + 1 : past_len + 1 + count]
-        inputs[names.LIVE][0] = max([seq.drafting.past_len for seq in batch]) + width
+                inputs[names.FEATURE_ROWS][slot, :count] = pending.features[:count]
+                inputs[names.TOKENS][slot, :count] = seq.tokens[cache_len + 1 : cache_len + 1 + count]
+        inputs[names.KV_LEN][0] = max([seq.drafting.cache_len for seq in batch]) + width
         with self.verifier.ranges.call(names.LYANNA_DRAFT):
             call.run()
         for slot, logits in kept.items():

@@ -21,7 +21,7 @@ from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run, byte_size, sized
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
-from redraft.runtime.device_frame import SlotMove, leading
+from redraft.runtime.bound_step import SlotMove, leading
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters.base import Drafter, OpenEngine
@@ -36,11 +36,11 @@ _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
 
 @dataclass(slots=True)
-class Waiting:
+class Pending:
     """Of one sequence: rows in the drafter's KV, rows that wait, steps used of the last draft."""
 
     used: int
-    past_len: int = 0
+    cache_len: int = 0
     rows: int = 0
 
 
@@ -58,16 +58,16 @@ class DeviceLyanna(Drafter):
         self.beside_lookup = config.lookup
         self.shape = shape
         device = self._device = verifier.device
-        room = names.MOST_WAITING_ROWS
-        sizes = {"B": verifier.slots, "C": verifier.capacity + CATCH_UP + shape.steps, "W": room}
+        room = names.MAX_PENDING_FEATURES
+        sizes = {"B": verifier.max_num_seqs, "C": verifier.max_model_len + CATCH_UP + shape.steps, "W": room}
         state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)}
         graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
-            "drafter's KV, chain and waiting rows": sum(state.values()),
+            "drafter's KV, chain and pending rows": sum(state.values()),
             "token information": sum(table.nbytes for table in tables.values()),
-        }, (*graphs, names.STEP_COLLECT))  # fmt: skip
+        }, (*graphs, names.STEP_GATHER_FEATURES))  # fmt: skip
         self._programs = {name: device.program(name) for name in graphs}
-        self._collect = device.program(names.STEP_COLLECT)
+        self._collect = device.program(names.STEP_GATHER_FEATURES)
         self._state = {
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
         }
@@ -76,7 +76,7 @@ class DeviceLyanna(Drafter):
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
         self._shifts: dict[int, _Shift] = {}
-        self._copy_slot = SlotMove(device, names.LYANNA_MOVE, self._state)
+        self._copy_slot = SlotMove(device, names.LYANNA_COPY_SLOT, self._state)
         verifier.attach(self)
         if device.asynchronous:
             self._warm(verifier)
@@ -96,15 +96,15 @@ class DeviceLyanna(Drafter):
     def bind(self, features: Mapping[str, Buffer], path: Buffer, start: Buffer) -> Run:
         """See `Collector.bind`."""
         sequences, rows = path.shape
-        if rows > (most := names.MOST_WAITING_ROWS - CATCH_UP):
+        if rows > (most := names.MAX_PENDING_FEATURES - CATCH_UP):
             raise UsageError(f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes")
-        waiting = leading(self._state[names.WAITING], sequences)
-        return collected(self._collect, features[names.features(names.LAST_TAP)], path, waiting, start)
+        pending = leading(self._state[names.PENDING_FEATURES], sequences)
+        return collected(self._collect, features[names.hidden_states(names.LAST_HIDDEN_STATE)], path, pending, start)
 
-    def waiting(self, batch: Several[Sequence]) -> list[int]:
-        """See `Collector.waiting`. Where others draft for the batch, what waits for them is not kept."""
+    def pending(self, batch: Several[Sequence]) -> list[int]:
+        """See `Collector.pending`. Where others draft for the batch, what waits for them is not kept."""
         for seq in batch:
-            if not isinstance(seq.drafting, Waiting):
+            if not isinstance(seq.drafting, Pending):
                 return [0] * len(batch)
         while max(rows := [seq.drafting.rows for seq in batch]) > CATCH_UP:
             self._catch_up(batch)
@@ -112,19 +112,19 @@ class DeviceLyanna(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = Waiting(used=self.shape.steps)
+        seq.drafting = Pending(used=self.shape.steps)
 
     def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
         """See `Drafter.prefilled`."""
-        seq.drafting.rows += len(features[names.LAST_TAP])
+        seq.drafting.rows += len(features[names.LAST_HIDDEN_STATE])
         while seq.drafting.rows > CATCH_UP:
             self._catch_up([seq])
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
         """See `Drafter.accept`; the rows are there already."""
-        waiting: Waiting = seq.drafting
-        waiting.rows += 1 + len(outcome.path)
-        waiting.used += 1 + len(outcome.path)
+        pending: Pending = seq.drafting
+        pending.rows += 1 + len(outcome.path)
+        pending.used += 1 + len(outcome.path)
 
     def remaining(self, seq: Sequence) -> int:
         """See `Drafter.remaining`."""
@@ -144,7 +144,7 @@ class DeviceLyanna(Drafter):
         """See `Drafter.resample`."""
         call = self._call(names.LYANNA_RESAMPLE, len(batch), 0)
         used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
-        values = call.inbox.open()
+        values = call.host_inputs.open()
         values[names.FIRST_STEP][:] = used
         values[names.TOKENS][:] = [seq.tokens[-1] for seq in batch]
         self._run(names.LYANNA_RESAMPLE, call)
@@ -156,15 +156,15 @@ class DeviceLyanna(Drafter):
         """See `Drafter.move`."""
         self._copy_slot(source, target)
 
-    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
         call = self._call(names.LYANNA_DRAFT, 1, names.DRAFT_WIDTHS[0])
-        self._fill_rows(call, [rows], [min(live, self.verifier.capacity - names.DRAFT_WIDTHS[0])])
+        self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - names.DRAFT_WIDTHS[0])])
         drafted = self._measured(call)
         if self.shape.steps == 1:
             return drafted, 0.0
         again = self._call(names.LYANNA_RESAMPLE, 1, 0)
-        again.inbox.open()[names.FIRST_STEP][:] = 1
+        again.host_inputs.open()[names.FIRST_STEP][:] = 1
         return drafted, self._measured(again)
 
     def _measured(self, call: _Call) -> float:
@@ -178,7 +178,7 @@ class DeviceLyanna(Drafter):
     def _warm(self, verifier: DeviceVerifier) -> None:
         """Run every call, and the verification of what it makes, until it is replayed as a graph."""
         verifier.warm()
-        for sequences in sorted({1, verifier.slots}, reverse=True):
+        for sequences in sorted({1, verifier.max_num_seqs}, reverse=True):
             calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
             calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
             for graph, width in calls:
@@ -187,7 +187,7 @@ class DeviceLyanna(Drafter):
                     if graph == names.LYANNA_DRAFT:
                         self._fill_rows(call, [1] * sequences, [0] * sequences)
                     else:
-                        call.inbox.open()[names.FIRST_STEP][:] = 1
+                        call.host_inputs.open()[names.FIRST_STEP][:] = 1
                     call.work()
                     self._device.wait()
                 if width != CATCH_UP:
@@ -201,33 +201,33 @@ class DeviceLyanna(Drafter):
             seq.drafting.used = self.shape.steps
         shift = self._shifts.get(len(batch))
         if shift is None:
-            shift = self._shifts[len(batch)] = _Shift(self._device, self._collect, self._waiting(len(batch)))
+            shift = self._shifts[len(batch)] = _Shift(self._device, self._collect, self._pending(len(batch)))
         shift(rows)
 
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
-        """One call that takes in the first rows[i] waiting rows of sequence i."""
+        """One call that takes in the first rows[i] pending rows of sequence i."""
         width = names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, max(rows))]
         call = self._call(names.LYANNA_DRAFT, len(batch), width)
-        states: list[Waiting] = [seq.drafting for seq in batch]
-        values = self._fill_rows(call, rows, [state.past_len for state in states])
+        states: list[Pending] = [seq.drafting for seq in batch]
+        values = self._fill_rows(call, rows, [state.cache_len for state in states])
         tokens = values[names.TOKENS]
         for slot, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
-            start = state.past_len + 1
+            start = state.cache_len + 1
             tokens[slot, :count] = seq.tokens[start : start + count]
-            state.past_len += count
+            state.cache_len += count
             state.rows -= count
         self._run(names.LYANNA_DRAFT, call)
         return call
 
-    def _fill_rows(self, call: _Call, rows: Several[int], past_len: Several[int]) -> Mapping[str, Array]:
+    def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Mapping[str, Array]:
         """Where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
-        values = call.inbox.open()
-        positions, pending, lengths = values[names.POSITIONS], values[names.PENDING], values[names.PAST_LEN]
-        for slot, start in enumerate(past_len):
+        values = call.host_inputs.open()
+        positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
+        for slot, start in enumerate(cache_len):
             positions[slot] = self._positions[start : start + call.width]
             pending[slot] = rows[slot] or 1
             lengths[slot] = start
-        values[names.LIVE][0] = max(past_len) + call.width
+        values[names.KV_LEN][0] = max(cache_len) + call.width
         return values
 
     def _run(self, graph: str, call: _Call) -> None:
@@ -238,19 +238,23 @@ class DeviceLyanna(Drafter):
                 with ranges.stage(WAIT):
                     self._device.wait()
 
-    def _waiting(self, sequences: int) -> Buffer:
-        return leading(self._state[names.WAITING], sequences)
+    def _pending(self, sequences: int) -> Buffer:
+        return leading(self._state[names.PENDING_FEATURES], sequences)
 
     def _call(self, graph: str, sequences: int, width: int) -> _Call:
         key = (graph, sequences, width)
         if key not in self._calls:
-            held = {name: leading(buffer, sequences) for name, buffer in self._state.items() if name != names.WAITING}
+            held = {
+                name: leading(buffer, sequences)
+                for name, buffer in self._state.items()
+                if name != names.PENDING_FEATURES
+            }
             program = self._programs[graph]
             trees = self._trees.setdefault((graph, sequences), {})
             call = _Call(self._device, program, {"B": sequences, "M": width}, {**held, **self._tables, **trees})
             trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
             if graph == names.LYANNA_DRAFT:
-                call.gather(self._collect, self._waiting(sequences))
+                call.gather(self._collect, self._pending(sequences))
             self._calls[key] = call
         return self._calls[key]
 
@@ -266,9 +270,9 @@ class _Call:
             for spec in program.inputs
             if spec.dtype == "int64" and spec.name not in given
         }
-        self.inbox = device.inbox(**shapes)
+        self.host_inputs = device.host_inputs(**shapes)
         self.width = sizes["M"]
-        known |= self.inbox.buffers
+        known |= self.host_inputs.buffers
         for spec in (*program.inputs, *program.outputs):
             if spec.name not in known:
                 other = known.get(spec.in_place_of) if spec.in_place_of else None
@@ -277,16 +281,16 @@ class _Call:
         self.tree_buffers = {name: known[name] for name in _TREE}
         self._tokens, self._parents, self._log_probs = (known[name] for name in _TREE)
         self._run = program.bind(self._buffers)
-        self.work = device.chain([self.inbox.send, self._run])
+        self.work = device.chain([self.host_inputs.send, self._run])
 
-    def gather(self, collect: Program, waiting: Buffer) -> None:
+    def gather(self, collect: Program, pending: Buffer) -> None:
         """Take the first rows that wait before every run."""
         rows = self._buffers[names.FEATURE_ROWS]
         sequences, width = rows.shape[:2]
         path, start = self._device.empty("int64", sequences, width), self._device.empty("int64", sequences)
         path.write(np.tile(np.arange(width), (sequences, 1)))
-        taken = collected(collect, waiting, path, rows, start)
-        self.work = self._device.chain([self.inbox.send, taken, self._run])
+        taken = collected(collect, pending, path, rows, start)
+        self.work = self._device.chain([self.host_inputs.send, taken, self._run])
 
     def made(self, stage: str) -> DeviceTrees:
         """The trees of the latest run, made in this stage of a step."""
@@ -304,24 +308,24 @@ class _Call:
 class _Shift:
     """Brings the rows that still wait to the front."""
 
-    def __init__(self, device: Device, collect: Program, waiting: Buffer) -> None:
-        sequences, room = waiting.shape[0], waiting.shape[1] - CATCH_UP
+    def __init__(self, device: Device, collect: Program, pending: Buffer) -> None:
+        sequences, room = pending.shape[0], pending.shape[1] - CATCH_UP
         self._columns = np.arange(room)
-        self._inbox = device.inbox(**{names.PATH: (sequences, room), names.WAITING_ROWS: (sequences,)})
-        path, start = (self._inbox.buffers[name] for name in (names.PATH, names.WAITING_ROWS))
-        self._work = device.chain([self._inbox.send, collected(collect, waiting, path, waiting, start)])
+        self._host_inputs = device.host_inputs(**{names.PATH: (sequences, room), names.PENDING_OFFSET: (sequences,)})
+        path, start = (self._host_inputs.buffers[name] for name in (names.PATH, names.PENDING_OFFSET))
+        self._work = device.chain([self._host_inputs.send, collected(collect, pending, path, pending, start)])
 
     def __call__(self, gone: Several[int]) -> None:
         """The first gone[i] rows of sequence i went in."""
-        self._inbox.open()[names.PATH][:] = self._columns + np.array(gone)[:, None]
+        self._host_inputs.open()[names.PATH][:] = self._columns + np.array(gone)[:, None]
         self._work()
 
 
-def collected(collect: Program, features: Buffer, path: Buffer, waiting: Buffer, start: Buffer) -> Run:
-    """What writes features[b, path[b, i]] to waiting[b, start[b] + i]."""
+def collected(collect: Program, features: Buffer, path: Buffer, pending: Buffer, start: Buffer) -> Run:
+    """What writes features[b, path[b, i]] to pending[b, start[b] + i]."""
     return collect.bind({
-        names.FEATURE_ROWS: features, names.PATH: path, names.WAITING: waiting, names.WAITING_ROWS: start,
-        names.present(names.WAITING): waiting,
+        names.FEATURE_ROWS: features, names.PATH: path, names.PENDING_FEATURES: pending, names.PENDING_OFFSET: start,
+        names.present(names.PENDING_FEATURES): pending,
     })  # fmt: skip
 
 

@@ -20,9 +20,9 @@ def letters(tokens: list[int]) -> int:
     return 97 + sum(tokens) % 26
 
 
-def chats(context: int = 200) -> Runtime:
+def chats(max_model_len: int = 200) -> Runtime:
     """A runtime whose template shows roles and messages."""
-    return make_runtime(letters, context=context, template=TEMPLATE)
+    return make_runtime(letters, max_model_len=max_model_len, template=TEMPLATE)
 
 
 def test_every_turn_continues_the_plain_answers() -> None:
@@ -35,14 +35,14 @@ def test_every_turn_continues_the_plain_answers() -> None:
     expected = "s:s;"
     for run, text in zip(runs, TURNS.turns, strict=True):
         expected += f"u:{text};"
-        assert runtime.text.decode(run.token_ids) == expected
+        assert runtime.tokenizer.decode(run.token_ids) == expected
         expected += f"a:{run.generations[PLAIN].text};"
 
 
 def test_without_chat_a_prompt_is_its_first_turn_as_it_is() -> None:
     runtime = make_runtime()
     (run,) = compare(runtime, [TURNS], ["ngram"], Settings(PARAMS))
-    assert (runtime.text.decode(run.token_ids), run.turn) == ("one", 1)
+    assert (runtime.tokenizer.decode(run.token_ids), run.turn) == ("one", 1)
     assert run.generations["ngram"].token_ids == run.generations[PLAIN].token_ids
 
 

@@ -34,7 +34,7 @@ def as_captured(calls: list[Callable[[], Any]]) -> Captured:
 
 
 def test_checks_cover_every_kernel(kernels: Kernels) -> None:
-    found = list(checks(kernels, device="cpu", live=21))
+    found = list(checks(kernels, device="cpu", kv_len=21))
     trees = {(each["dtype"], each["head_dim"], each["rows"]) for each in found if each["what"] == "tree"}
     dtypes = ("float16", "bfloat16", "float32")
     assert {each[:2] for each in trees} == {(d, h) for d in dtypes for h in (64, 80, 96, 128, 256)}
@@ -62,13 +62,13 @@ def test_checks_notice_what_a_kernel_does_not_heed(
 
     monkeypatch.setattr(DeviceProblem, "args", args)
     with pytest.raises(KernelError, match=r"float16, head size 64, .* nodes, .*: e(rror|xpected)"):
-        list(checks(kernels, device="cpu", live=101))
+        list(checks(kernels, device="cpu", kv_len=101))
 
 
 def test_checks_notice_compaction_that_moves_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernels, "compact", lambda self, args, stream=0: None)
     with pytest.raises(KernelError, match="float16, compaction of 1 rows"):
-        list(checks(kernels, device="cpu", live=21))
+        list(checks(kernels, device="cpu", kv_len=21))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     monkeypatch.setattr(gpu_attention, "missing_kernels", lambda: None)
     monkeypatch.setattr(gpu_attention, "device_environment", lambda: {"device": "host"})
     monkeypatch.setattr(gpu_attention, "open_kernels", lambda: SimpleNamespace(on_cpu=False))
-    monkeypatch.setattr(gpu_attention, "checks", lambda _: checks(kernels, device="cpu", live=21))
+    monkeypatch.setattr(gpu_attention, "checks", lambda _: checks(kernels, device="cpu", kv_len=21))
     return kernels
 
 

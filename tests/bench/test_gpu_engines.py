@@ -35,7 +35,7 @@ def test_every_section(bundle: Path, tmp_path: Path, measure: Measure) -> None:
     assert found["tokens"]["reference"] == {"bundle": str(bundle), "precision": "fp32"}
     assert set(found["curve"]["ms"]) == {"1", "2", "4", "8", "13", "16", "32", "64"}
     assert all(ms > 0 for ms in found["curve"]["ms"].values())
-    assert found["curve"]["live"] == CONTEXT - 1
+    assert found["curve"]["kv_len"] == CONTEXT - 1
     plain, bound = found["plain"], found["bound"]
     assert plain["skipped"] == "on the CPU `redraft profile --roofline` compares with the memory"
     assert plain["verification_ms"] == found["curve"]["ms"]["1"]
@@ -123,7 +123,7 @@ def test_a_wrong_token_is_an_error_after_all_was_written(
     for method in METHODS:
         (difference,) = found["tokens"][method]["differences"]
         assert (difference["prompt"], difference["token"]) == ("p1", 3)
-        assert difference["gap"] > 0
+        assert difference["logit_margin"] > 0
         assert len(found["tokens"][method]["wrong"]) == 1
     assert {"figures", "stages", "error"} <= set(found)
 

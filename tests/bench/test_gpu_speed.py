@@ -33,7 +33,7 @@ def test_the_hosts_time_is_what_it_does_not_wait_for(
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     with open_over(fakes.device, bundle) as runtime:
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-        wait, fill = fakes.device.wait, device_verifier.TreeFrame.fill
+        wait, fill = fakes.device.wait, device_verifier.BoundTreeStep.fill
 
         def waited() -> None:
             wait()
@@ -44,7 +44,7 @@ def test_the_hosts_time_is_what_it_does_not_wait_for(
             now[0] += 20e-6
 
         monkeypatch.setattr(fakes.device, "wait", waited)
-        monkeypatch.setattr(device_verifier.TreeFrame, "fill", filled)
+        monkeypatch.setattr(device_verifier.BoundTreeStep, "fill", filled)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         found = host_us(runtime, Prompt("one", "letters", "abcd"), params, size)
     assert found == pytest.approx(20, rel=1e-3)
@@ -64,9 +64,9 @@ def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path
     opened = open_bundle(bundle, verify=False)
     runs = [Run(Prompt("p", "letters", "abcd"), [1], {"none": generation(41, 250.0)})]
     found = plain_share(opened, runs, 2.0, 1e9)
-    step, alone = (traffic(opened, names.VERIFIER, 1, live).total for live in (40, CONTEXT - 1))
+    step, alone = (traffic(opened, names.VERIFIER, 1, kv_len).total for kv_len in (40, CONTEXT - 1))
     assert step < alone
-    assert (found["ms"], found["verification_ms"], found["live"]) == (4.0, 2.0, 40)
+    assert (found["ms"], found["verification_ms"], found["kv_len"]) == (4.0, 2.0, 40)
     assert found["bytes"] == step
     assert found["share_of_copy"] == pytest.approx(step / 4e-3 / 1e9)
     assert found["verification_share_of_copy"] == pytest.approx(alone / 2e-3 / 1e9)

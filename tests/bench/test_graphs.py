@@ -60,7 +60,7 @@ def test_naive_graph_computes_what_transformers_does(tmp_path: Path) -> None:
     mask = np.zeros((1, 1, 6, 16), bool)
     mask[0, 0, :, :6] = np.tri(6, dtype=bool)
     caches = {spec.name: np.zeros(spec.shape, np.float32) for spec in session.get_inputs()[4:]}
-    inputs = {"token_ids": tokens, "positions": tokens, "past_len": np.array([0]), "mask": mask, **caches}
+    inputs = {"token_ids": tokens, "positions": tokens, "cache_len": np.array([0]), "mask": mask, **caches}
     logits = session.run(None, inputs)[0]
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()

@@ -142,7 +142,7 @@ def test_a_restricted_drafter_is_what_engines_make_of_a_pruned_table(verifier, e
 
 
 def test_a_sharpened_table_says_the_same(verifier, tokens):
-    sharp = LyannaConfig(**{**vars(CONFIG), "sharpness": 4.0})
+    sharp = LyannaConfig(**{**vars(CONFIG), "draft_logit_scale": 4.0})
     exact = filled(LyannaObjective(verifier, sharp))
     tables = tables_of(exact, torch.ones(VOCABULARY), token_info="lowrank", hot=VOCABULARY)
     stored = TableObjective(verifier, sharp, tables)

@@ -39,7 +39,7 @@ from redraft.runtime.cost import VerifyCosts
 from redraft.signatures import LyannaShape
 
 DECODER = Decoder()
-TOKENS, LIVE = 3, 40
+TOKENS, KV_LEN = 3, 40
 KV_ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size of a head, float32
 LYANNA = LyannaShape(hidden=32, vocabulary=61, kv_heads=2, head_dim=16, steps=4, width=3, nodes=13, token_info="int8",
                      hot=20, rank=5)  # fmt: skip
@@ -49,8 +49,8 @@ def test_a_verifiers_call(tmp_path: Path) -> None:
     """All weights but of the embedding only the tokens' rows, unless the head is the same table."""
     write_bundle(tmp_path / "bundle", DECODER)
     bundle = open_bundle(tmp_path / "bundle")
-    found = traffic(bundle, names.VERIFIER, TOKENS, LIVE)
-    assert (found.kv_read, found.kv_written) == (LIVE * KV_ROW, TOKENS * KV_ROW)
+    found = traffic(bundle, names.VERIFIER, TOKENS, KV_LEN)
+    assert (found.kv_read, found.kv_written) == (KV_LEN * KV_ROW, TOKENS * KV_ROW)
     assert found.inputs == 8 * (TOKENS + TOKENS + 1 + 1 + TOKENS) + TOKENS * TOKENS
     assert found.outputs == 4 * TOKENS * (DECODER.vocabulary + DECODER.hidden)
     products = DECODER.hidden * (64 + 32 + 32 + 64 + 3 * DECODER.mlp) * DECODER.layers * 4
@@ -73,12 +73,12 @@ def write_graph(folder: Path, graph: str, *uses: tuple[str, int]) -> Bundle:
 
 
 def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_path: Path) -> None:
-    found = traffic(write_graph(tmp_path, names.LYANNA_DRAFT, ("MatMul", 1)), names.LYANNA_DRAFT, 2, LIVE)
+    found = traffic(write_graph(tmp_path, names.LYANNA_DRAFT, ("MatMul", 1)), names.LYANNA_DRAFT, 2, KV_LEN)
     token_info = (1 + 3 * 3) * (21 + 4) + 61 * 8
     cache_row = 2 * 2 * 16 * 4
     assert found == Traffic(
         weights=280 + token_info,
-        kv_read=LIVE * cache_row,
+        kv_read=KV_LEN * cache_row,
         kv_written=(2 + 3) * cache_row,
         inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1),
         outputs=13 * (8 + 8 + 4) + 4 * 61 * 4,
@@ -86,7 +86,7 @@ def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_pat
 
 
 def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
-    found = traffic(write_graph(tmp_path, names.LYANNA_RESAMPLE, ("Identity", 0)), names.LYANNA_RESAMPLE, 1, LIVE)
+    found = traffic(write_graph(tmp_path, names.LYANNA_RESAMPLE, ("Identity", 0)), names.LYANNA_RESAMPLE, 1, KV_LEN)
     assert found.weights == 280 + (1 + 2 * 3) * (21 + 4) + 61 * 8
     assert (found.kv_read, found.kv_written) == (0, 0)
     assert found.inputs == 4 * 61 * 4 + 8 + 8
@@ -107,14 +107,14 @@ def test_a_table_is_read_by_rows_and_a_product_s_weight_once(
 ) -> None:
     bundle = write_graph(tmp_path, names.LYANNA_RESAMPLE, *uses)
     rest = (1 + 2 * 3) * (21 + 4) + 61 * 8
-    assert traffic(bundle, names.LYANNA_RESAMPLE, 3, LIVE).weights - rest == size
+    assert traffic(bundle, names.LYANNA_RESAMPLE, 3, KV_LEN).weights - rest == size
 
 
 def test_engines_are_timed_one_token_and_a_tree(tmp_path: Path) -> None:
     write_bundle(tmp_path / "bundle", DECODER)
-    found = measure(tmp_path / "bundle", threads=1, nodes=4, live=1000)
+    found = measure(tmp_path / "bundle", threads=1, nodes=4, kv_len=1000)
     assert [(engine.graph, engine.tokens) for engine in found.engines] == [("verifier", 1), ("verifier", 4)]
-    assert found.live_rows == DECODER.max_positions - 4
+    assert found.kv_len == DECODER.max_positions - 4
     for engine in found.engines:
         assert engine.gigabytes_per_second == pytest.approx(engine.traffic.total / engine.ms / 1e6)
         assert engine.share_of_bandwidth == pytest.approx(engine.gigabytes_per_second / max(found.read, found.copy))
@@ -161,10 +161,10 @@ def test_programs_of_a_device_are_timed_against_its_own_copy(lyanna_bundle: Path
     assert [(engine.graph, engine.tokens) for engine in found.engines] == ON_DEVICE
     assert (found.device, found.threads, found.read, found.streamed_bytes) == ("cpu", 1, None, 256 << 20)
     bundle = open_bundle(lyanna_bundle, verify=False)
-    live = CONTEXT - 8
-    assert found.live_rows == live
+    kv_len = CONTEXT - 8
+    assert found.kv_len == kv_len
     for engine in found.engines:
-        assert engine.traffic == traffic(bundle, engine.graph, engine.tokens, live)
+        assert engine.traffic == traffic(bundle, engine.graph, engine.tokens, kv_len)
         assert engine.share_of_bandwidth == pytest.approx(engine.traffic.total / engine.ms / 1e6 / found.copy)
     assert found.to_json()["device"] == "cpu"
     assert found.to_json()["read"] is None

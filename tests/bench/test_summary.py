@@ -49,14 +49,14 @@ def test_a_difference_is_named_with_its_gap() -> None:
     pair = (generation(), generation(other))
     near = summarise(runs(pair), lambda run, place: 5e-5)["ngram"]
     far = summarise(runs(pair), lambda run, place: 0.3)["ngram"]
-    assert near["differences"] == [{"prompt": "0", "turn": 1, "token": 5, "gap": 5e-5, "near_tie": True}]
+    assert near["differences"] == [{"prompt": "0", "turn": 1, "token": 5, "logit_margin": 5e-5, "near_tie": True}]
     assert (near["identical_to_plain"], near["lossless"]) == (False, True)
     assert (far["identical_to_plain"], far["lossless"]) == (False, False)
 
 
 def test_an_output_that_goes_on_past_the_plain_one_is_no_near_tie() -> None:
     figures = summarise(runs((generation(), generation((*TOKENS, 99)))), lambda run, place: None)["ngram"]
-    assert figures["differences"] == [{"prompt": "0", "turn": 1, "token": 11, "gap": None, "near_tie": False}]
+    assert figures["differences"] == [{"prompt": "0", "turn": 1, "token": 11, "logit_margin": None, "near_tie": False}]
     assert figures["lossless"] is False
 
 

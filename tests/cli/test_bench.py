@@ -12,7 +12,7 @@ import pytest
 
 from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
-from redraft.cli.bench import gap_finder, warnings
+from redraft.cli.bench import margin_finder, warnings
 from redraft.runtime import Generation, Runtime, SamplingParams
 from redraft.runtime.metrics import Metrics
 
@@ -94,10 +94,10 @@ def test_a_difference_names_its_turn_and_its_gap_is_that_of_its_turn() -> None:
             ]
 
     run = Run(Prompt("p", "k", "first", ("second",)), [7, 8, 9], {}, turn=2)
-    gap_of = gap_finder(cast("Runtime", Again()), Settings(SamplingParams()))
-    assert (gap_of(run, 1), gap_of(run, 2)) == (2.0, None)
+    margin_of = margin_finder(cast("Runtime", Again()), Settings(SamplingParams()))
+    assert (margin_of(run, 1), margin_of(run, 2)) == (2.0, None)
     assert seen == [[7, 8, 9], [7, 8, 9]]
-    difference = {"prompt": "p", "turn": 2, "token": 1, "gap": 2.0, "near_tie": False}
+    difference = {"prompt": "p", "turn": 2, "token": 1, "logit_margin": 2.0, "near_tie": False}
     plain = {"looping_outputs": 1, "outputs": 2, "repetition": {"repeated_4gram_share": 0.5}}
     result = {"environment": {"model": {"caveats": []}}, "synthetic_acceptance": None, "chat": True,
               "turns_left_out": 3, "methods": {

@@ -54,11 +54,11 @@ def test_second_build_is_a_no_op(redraft: Redraft, checkpoint: Path, bundle: Pat
 
 def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
-    step = {"step.layout", "step.accept", "step.keep", "step.move"}
+    step = {"step.prepare_tree", "step.accept", "step.compact_kv", "step.copy_slot"}
     assert set(manifest["graphs"]) == {"verifier", "verifier.batch", "verifier.single", "verifier.fast", *step}
     assert {"tokenizer.json", "chat_template.jinja", "verifier.onnx"} <= set(manifest["files"])
     assert (manifest["bos_token_id"], manifest["eos_token_ids"]) == (1, [2])
-    assert manifest["context"] == 64
+    assert manifest["max_model_len"] == 64
     assert len(manifest["model"]["weights"]) > 1
 
 
@@ -158,7 +158,7 @@ def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path,
     out = Path(shutil.copytree(bundle, tmp_path / "little"))
     before = digest_tree(out)
     program = [sys.executable, "-c", "from redraft.cli.main import main; main()"]
-    command = [*program, "build", checkpoint, "-o", out, "--force", "--context", "32", "--eval-text", "none"]
+    command = [*program, "build", checkpoint, "-o", out, "--force", "--max-model-len", "32", "--eval-text", "none"]
     # A job started in the background of a script ignores SIGINT, and so would its children.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -178,8 +178,8 @@ def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path,
     [
         (["--precision", "fp7"], "--precision"),
         (["--weights", "none"], "--weights"),
-        (["--context", "-1"], "context must be at least 2"),
-        (["--context", "many"], "--context"),
+        (["--max-model-len", "-1"], "context must be at least 2"),
+        (["--max-model-len", "many"], "--max-model-len"),
         (["--backend", "abacus"], "--backend"),
         (["--eval-text", "prose"], "expected KIND=FILE"),
         (["--eval-text", "prose=/no/such/file"], "cannot read /no/such/file"),

@@ -9,7 +9,7 @@ from redraft.runtime.exactness import Exactness
 
 
 def test_a_bundle_is_exact_and_its_costs_are_shown_as_measured_and_as_believed(redraft, bundle):
-    found = json.loads(redraft("doctor", "--engines", bundle, "--slots", 2, "--json").stdout)
+    found = json.loads(redraft("doctor", "--engines", bundle, "--max-num-seqs", 2, "--json").stdout)
     (exact,) = (finding for finding in found["findings"] if finding["name"] == "exact texts")
     assert exact["status"] == "ok"
     assert exact["found"].endswith("logits agree to the bit, however they are computed") or "as two" in exact["found"]

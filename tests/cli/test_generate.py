@@ -52,7 +52,7 @@ def test_batched_graph_writes_what_the_single_one_does(bundle: Path, method: str
     prompts = ["a", "the cat sat on the mat", "dog. dog. dog. dog", "xyz", "b, c"]
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     budget = Budget(nodes=5, depth=3, width=2) if method == "ngram" else None
-    with Runtime.open(bundle, threads=1) as alone, Runtime.open(bundle, threads=1, slots=3) as together:
+    with Runtime.open(bundle, threads=1) as alone, Runtime.open(bundle, threads=1, max_num_seqs=3) as together:
         expected = [alone.generate([prompt], params, "none")[0].token_ids for prompt in prompts]
         found = [generation.token_ids for generation in together.generate(prompts, params, method, budget)]
     assert found == expected

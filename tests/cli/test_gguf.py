@@ -61,7 +61,7 @@ def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gg
     content = file.read_bytes()
     file.write_bytes(content.replace(b"qwen2.context_length\4\0\0\0\x40", b"qwen2.context_length\4\0\0\0\x20"))
     changed = json.loads(redraft(*build).stdout)
-    assert (changed["cached"], changed["context"]) == (False, 32)
+    assert (changed["cached"], changed["max_model_len"]) == (False, 32)
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ OWN = LyannaBuild("recipes", steps=3, nodes=12)
     ("recipe", "config"),
     [
         (BuildConfig(), BuildConfig()),
-        (BuildConfig(), BuildConfig(precision="int4", context=64, random_weights=True)),
+        (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
         (BuildConfig(lyanna=OWN), BuildConfig(lyanna=OWN)),
         (BuildConfig(lyanna=OWN), BuildConfig()),
         (BuildConfig(lyanna=OWN), BuildConfig(random_weights=True)),
@@ -289,10 +289,14 @@ def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig,
     told = options_of(recipe, config)
     values = dict(zip(told[::2], told[1::2], strict=True))
     some = [value for flag, value in zip(told[::2], told[1::2], strict=True) if flag == "--drafter-option"]
-    precision, form, context = (values.get(flag) for flag in ("--precision", "--token-info", "--context"))
+    precision, form, max_model_len = (values.get(flag) for flag in ("--precision", "--token-info", "--max-model-len"))
     weights = Weights(values.get("--weights", "checkpoint"))
     found = choose(
-        recipe, Precision(precision) if precision else None, None, weights, int(context) if context else None
+        recipe,
+        Precision(precision) if precision else None,
+        None,
+        weights,
+        int(max_model_len) if max_model_len else None,
     )
     lyanna = choose_lyanna(found, values.get("--lyanna"), TokenInfo(form) if form else None, some)
     assert replace(found, lyanna=lyanna) == config

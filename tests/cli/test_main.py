@@ -98,7 +98,7 @@ def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
     assert doctor._driver((12, 4), None).status == "ok"
     found = doctor._driver((12, 4), "13.4.4")
     assert (found.status, found.found) == ("warning", "CUDA 12.4, which does not run cuda-python 13.4.4")
-    assert found.mend == "run `pip install 'cuda-python<13'`, or install a newer driver"
+    assert found.hint == "run `pip install 'cuda-python<13'`, or install a newer driver"
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -118,7 +118,7 @@ def test_doctor_takes_the_build_for_a_gpu_in_place_of_the_other(monkeypatch: pyt
     installed(monkeypatch, onnxruntime=None, onnxruntime_gpu="1.0.0")
     found = {finding.name: finding for finding in doctor._packages()}
     assert found["onnxruntime-gpu"].status == "warning"
-    assert str(found["onnxruntime-gpu"].mend).endswith(f"run `pip install 'onnxruntime-gpu[cuda,cudnn]=={pin}'`")
+    assert str(found["onnxruntime-gpu"].hint).endswith(f"run `pip install 'onnxruntime-gpu[cuda,cudnn]=={pin}'`")
     installed(monkeypatch, onnxruntime=None, onnxruntime_gpu=None)
     assert {finding.name: finding.status for finding in doctor._packages()}["onnxruntime"] == "broken"
 
@@ -130,7 +130,7 @@ def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPa
     assert finding in list(doctor.examine())
     assert finding.status == "warning"
     assert finding.found == "onnxruntime 1.31.1 and onnxruntime-gpu 1.31.0 are both installed, over each other"
-    assert finding.mend == (
+    assert finding.hint == (
         "run `pip uninstall -y onnxruntime onnxruntime-gpu`, then `pip install 'onnxruntime-gpu[cuda,cudnn]==1.31.1'` "
         "for a GPU, else `pip install onnxruntime==1.31.1`"
     )
@@ -150,7 +150,7 @@ def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.M
 
     monkeypatch.setattr("redraft.engines.onnxruntime_backend.start_provider", missing)
     found = doctor._onnxruntime_on_cuda()
-    assert (found.status, found.mend) == ("absent", "install it")
+    assert (found.status, found.hint) == ("absent", "install it")
     assert found.found == "cannot start CUDAExecutionProvider: no libcublas.so.13"
     monkeypatch.setattr("redraft.engines.onnxruntime_backend.start_provider", lambda provider: None)
     assert doctor._onnxruntime_on_cuda().status == "ok"

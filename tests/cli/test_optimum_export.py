@@ -63,7 +63,7 @@ def test_help_is_that_of_build(optimum_cli: Run) -> None:
 
 def test_builds_a_bundle(optimum_cli: Run, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    result = optimum_cli("export", "redraft", "--model", checkpoint, out, "--eval-text=none", "--context", 32)
+    result = optimum_cli("export", "redraft", "--model", checkpoint, out, "--eval-text=none", "--max-model-len", 32)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{out}: built in ")
     assert "context 32" in result.stdout

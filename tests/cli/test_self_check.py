@@ -84,14 +84,14 @@ def test_trees_are_accepted_in_both_graphs(checkpoint, tmp_path):
 
 def test_context_of_two_tokens_is_checked(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "little")
-    assert [line for line in build(checkpoint, tmp_path / "engines", context=2) if line.startswith("checked")]
+    assert [line for line in build(checkpoint, tmp_path / "engines", max_model_len=2) if line.startswith("checked")]
 
 
 def test_the_known_text_is_accepted_behind_wrong_siblings():
     sampler = KnownText([5, 6, 7, 8, 9])
     tree = make_tree([6, 1, 7, 2, 8], [-1, 0, 0, 2, 2], [1.0, 0.9, 0.8, 0.7, 0.6])
     logits = np.arange(10, dtype=np.float32).reshape(5, 2)
-    outcome = sampler.judge(logits, tree, 1)
+    outcome = sampler.verify(logits, tree, 1)
     assert outcome.path == (2, 4)
     assert outcome.tokens == (7, 8, 9)
     assert {position: row.tolist() for position, row in sampler.rows.items()} == {1: [0, 1], 2: [4, 5], 3: [8, 9]}

@@ -15,7 +15,7 @@ from redraft.cli.models import HUB_FILES
 from redraft.cli.tokenizers import SpecialTokens, write_text_files
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
 from redraft.export.checkpoint import Checkpoint
-from redraft.runtime.text import Text
+from redraft.runtime.tokenizer import Text
 
 from .tokenizer_files import (
     NAMES,

@@ -22,7 +22,7 @@ def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Man
     graph = GraphRecord(
         "verifier.onnx",
         signatures.verifier_inputs(decoder.shape),
-        signatures.verifier_outputs(decoder.shape, decoder.taps),
+        signatures.verifier_outputs(decoder.shape, decoder.hidden_states),
     )
     values = {
         "name": name,
@@ -31,11 +31,11 @@ def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Man
         "backend_version": onnxruntime.__version__,
         "precision": "fp32",
         "shape": decoder.shape,
-        "context": decoder.max_positions,
+        "max_model_len": decoder.max_positions,
         "bos_token_id": 1,
         "eos_token_ids": (2,),
         "pad_token_id": None,
-        "taps": decoder.taps,
+        "hidden_states": decoder.hidden_states,
         "graphs": {names.VERIFIER: graph},
     }
     return Manifest(**{**values, **changes})  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
     drafter = precision if backend == "onnxruntime" else None  # in TensorRT that of the carrier
     lyanna = LyannaBuild(source=str(source / "lyanna"), precision=drafter)
     config = BuildConfig(
-        backend=backend, precision=precision, taps=(names.LAST_TAP,), lyanna=lyanna,
+        backend=backend, precision=precision, hidden_states=(names.LAST_HIDDEN_STATE,), lyanna=lyanna,
         tensorrt=TensorRtBuild(batch=2, attention=attention or "plugin"),
     )  # fmt: skip
     build_bundle(Model("tiny", str(source), source), config, out, {}, False, lambda message: None)

@@ -18,7 +18,7 @@ from redraft.runtime.tree import ancestor_mask
 Array = np.ndarray[Any, np.dtype[Any]]
 STALE: Mapping[Dtype, float] = {"float32": 1e3, "float16": 1e2, "bfloat16": 1e2}
 """What rows hold that may be read but must not count. A masked row may be multiplied by zero, so these are finite;
-rows at or past `live`, and of slots that the call does not use, are NaN."""
+rows at or past `kv_len`, and of slots that the call does not use, are NaN."""
 SLOTS, NODES, CHUNK, MOST_CAPACITY = 3, 13, 32, 256
 _CACHES = "kv."
 
@@ -49,15 +49,15 @@ class Calls:
         self._bundle = bundle
         self._shape = bundle.manifest.shape
         self._lyanna = bundle.manifest.lyanna
-        self._capacity = min(bundle.manifest.context, MOST_CAPACITY)
+        self._capacity = min(bundle.manifest.max_model_len, MOST_CAPACITY)
         self._random = np.random.default_rng(7)
 
     def of(self, graph: str, batches: Sequence[int]) -> Iterator[Call]:
         """The calls that a graph is compared in."""
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, names.LYANNA_DRAFT: self._draft, names.LYANNA_RESAMPLE: self._resample,
-            names.STEP_LAYOUT: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_KEEP: self._keep,
-            names.STEP_COLLECT: self._collect,
+            names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
+            names.STEP_GATHER_FEATURES: self._collect,
         }  # fmt: skip
         if graph in kinds:
             return kinds[graph](batches)
@@ -79,14 +79,14 @@ class Calls:
     def _verified(self, kind: str, parents: Array, past: Sequence[int], rows: Array) -> Call:
         batch, nodes = parents.shape
         mask = np.stack([ancestor_mask(tree) for tree in parents])
-        live = max(past) + nodes
+        kv_len = max(past) + nodes
         values = {
             names.TOKEN_IDS: self._random.integers(0, self._shape.vocabulary, parents.shape),
             names.POSITIONS: np.array(past)[:, None] + mask.sum(2) - 1,
-            names.TREE_MASK: mask, names.PAST_LEN: np.array(past), names.LIVE: np.array([live]),
+            names.TREE_MASK: mask, names.CACHE_LEN: np.array(past), names.KV_LEN: np.array([kv_len]),
             names.OUTPUT_ROWS: rows,
         }  # fmt: skip
-        poisoned, clean = self._caches(signatures.verifier_state(self._shape), self._capacity, past, live)
+        poisoned, clean = self._caches(signatures.verifier_state(self._shape), self._capacity, past, kv_len)
         written = [range(start, start + nodes) for start in past]
         sizes = {"B": batch, "T": nodes, "R": rows.shape[1]}
         return Call(kind, sizes, {**values, **poisoned}, clean, written)
@@ -99,16 +99,16 @@ class Calls:
         for batch in batches:
             past = self._lengths(batch)
             for rows, pending in ((16, [3, 1]), (names.CATCH_UP_ROWS, [names.CATCH_UP_ROWS, 40])):
-                live = max(past) + rows
+                kv_len = max(past) + rows
                 values = {
                     names.FEATURE_ROWS: self._floats(shape.dtype, batch, rows, shape.hidden),
                     names.TOKENS: self._random.integers(0, shape.vocabulary, (batch, rows)),
                     names.POSITIONS: np.array(past)[:, None] + np.arange(rows),
-                    names.PENDING: np.array(pending[:batch]), names.PAST_LEN: np.array(past),
-                    names.LIVE: np.array([live]),
+                    names.NUM_PENDING: np.array(pending[:batch]), names.CACHE_LEN: np.array(past),
+                    names.KV_LEN: np.array([kv_len]),
                 }  # fmt: skip
                 state = [spec for spec in signatures.lyanna_state(shape) if spec.name.startswith(_CACHES)]
-                poisoned, clean = self._caches(state, capacity, past, live + shape.steps - 1)
+                poisoned, clean = self._caches(state, capacity, past, kv_len + shape.steps - 1)
                 written = [range(start, start + rows + shape.steps - 1) for start in past]
                 left = [range(row.start + n, row.stop) for row, n in zip(written, pending[:batch], strict=True)]
                 sizes = {"B": batch, "M": rows}
@@ -137,7 +137,7 @@ class Calls:
                         names.HOST_PARENTS: np.stack([self._parents(nodes) for _ in range(batch)]),
                         names.TREE_PARENTS: np.stack([self._parents(NODES) for _ in range(batch)]),
                         names.ON_DEVICE: np.array(on_device[:batch]),
-                        names.PAST_LEN: np.array(self._lengths(batch)),
+                        names.CACHE_LEN: np.array(self._lengths(batch)),
                     }
                     yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "K": NODES}, values)
 
@@ -167,25 +167,25 @@ class Calls:
             state = signatures.verifier_state(self._shape)
             values = {spec.name: self._floats(spec.dtype, *self._cache(spec, self._capacity)) for spec in state}
             sizes = {"B": batch, "T": NODES}
-            yield Call("path", sizes, {names.PATH: paths, names.PAST_LEN: np.array(past), **values})
+            yield Call("path", sizes, {names.PATH: paths, names.CACHE_LEN: np.array(past), **values})
 
     def _collect(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             hidden, dtype = self._shape.hidden, self._shape.dtype
             paths = np.tile(np.arange(NODES), (batch, 1))
             paths[0, 1:4] = (2, 5, 11)
-            room = names.MOST_WAITING_ROWS
+            room = names.MAX_PENDING_FEATURES
             yield Call("path", {"B": batch, "F": NODES, "T": NODES, "W": room}, {
                 names.FEATURE_ROWS: self._floats(dtype, batch, NODES, hidden), names.PATH: paths,
-                names.WAITING: self._floats(dtype, batch, room, hidden),
-                names.WAITING_ROWS: np.array([5, 17][:batch]),
+                names.PENDING_FEATURES: self._floats(dtype, batch, room, hidden),
+                names.PENDING_OFFSET: np.array([5, 17][:batch]),
             })  # fmt: skip
 
     def _move(self, graph: str) -> Iterator[Call]:
-        verifier = graph == names.STEP_MOVE
+        verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
         state = signatures.verifier_state(self._shape) if verifier else signatures.lyanna_state(self._lyanna)  # type: ignore[arg-type]
-        sizes = {"B": SLOTS, "C": self._capacity, "W": names.MOST_WAITING_ROWS}
+        sizes = {"B": SLOTS, "C": self._capacity, "W": names.MAX_PENDING_FEATURES}
         values = {spec.name: self._floats(spec.dtype, *sized(spec, sizes)) for spec in state}
         for source, target in ((2, 0), (0, 1)):
             slots = {names.SOURCE_SLOT: np.array([source]), names.TARGET_SLOT: np.array([target])}

@@ -23,7 +23,7 @@ from .fake_cuda import FakeCuda
 class QueuedSession:
     """A session on a GPU, which reads `host` on the host."""
 
-    def __init__(self, session: ort.InferenceSession, cuda: FakeCuda, host: Sequence[str] = (names.LIVE,)) -> None:
+    def __init__(self, session: ort.InferenceSession, cuda: FakeCuda, host: Sequence[str] = (names.KV_LEN,)) -> None:
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
         self.get_provider_graph_assignment_info = lambda: []
         self.host = host

@@ -27,7 +27,7 @@ class Decoder:
     mlp: int = 48
     vocabulary: int = 61
     max_positions: int = 64
-    taps: tuple[str, ...] = ("last",)
+    hidden_states: tuple[str, ...] = ("last",)
     qkv_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
@@ -84,7 +84,11 @@ def verifier_model(decoder: Decoder) -> onnx.ModelProto:
     for layer in range(decoder.layers):
         hidden = _layer(graph, layer, hidden)
     last = graph.node(
-        "RMSNormalization", [hidden, graph.gain("norm", decoder.hidden)], names.features("last"), axis=-1, epsilon=1e-5
+        "RMSNormalization",
+        [hidden, graph.gain("norm", decoder.hidden)],
+        names.hidden_states("last"),
+        axis=-1,
+        epsilon=1e-5,
     )
     rows = graph.node("Unsqueeze", [names.OUTPUT_ROWS, graph.constant("last_axis", [2])], "rows")
     wide = graph.node("Expand", [rows, graph.constant("wide", [1, 1, decoder.hidden])], "rows.wide")
@@ -117,7 +121,7 @@ def _layer(graph: _Graph, layer: int, x: str) -> str:
         graph.node("Mul", [p + "gate", graph.node("Sigmoid", [p + "gate"], p + "sigmoid")], p + "act")
     graph.node("Mul", [p + "act", p + "up"], p + "mlp")
     down = graph.product(p + "mlp", p + "down", (p + "wd", d.hidden), inner=d.mlp)
-    return graph.node("Add", [x, down], names.features(str(layer)) if str(layer) in d.taps else p + "x2")
+    return graph.node("Add", [x, down], names.hidden_states(str(layer)) if str(layer) in d.hidden_states else p + "x2")
 
 
 def _attention(graph: _Graph, layer: int, y: str) -> str:
@@ -139,7 +143,7 @@ def _attention(graph: _Graph, layer: int, y: str) -> str:
     key, value = names.key_cache(layer), names.value_cache(layer)
     return graph.node(
         names.TREE_ATTENTION,
-        [*rotated, p + "v", key, value, names.TREE_MASK, names.POSITIONS, names.PAST_LEN, names.LIVE],
+        [*rotated, p + "v", key, value, names.TREE_MASK, names.POSITIONS, names.CACHE_LEN, names.KV_LEN],
         p + "attended",
         names.present(key),
         names.present(value),
@@ -167,9 +171,9 @@ def _model(graph: _Graph) -> onnx.ModelProto:
     d = graph.decoder
     inputs, outputs = (
         [helper.make_tensor_value_info(spec.name, _TYPES[spec.dtype], spec.shape) for spec in specs]
-        for specs in (signatures.verifier_inputs(d.shape), signatures.verifier_outputs(d.shape, d.taps))
+        for specs in (signatures.verifier_inputs(d.shape), signatures.verifier_outputs(d.shape, d.hidden_states))
     )
-    if "last" not in d.taps:
+    if "last" not in d.hidden_states:
         raise ValueError("the test decoder always names its last features")
     return helper.make_model(
         helper.make_graph(graph.nodes, "verifier", inputs, outputs, graph.initializers),

@@ -36,8 +36,9 @@ NATS = 20.0
 """What errors of log-probabilities are held against, in place of the largest of them: they come of the logits, up to 50
 in these calls, not of what a tree's differences amount to. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
 GRAPHS = (
-    names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP,
-    names.STEP_COLLECT, names.STEP_MOVE, names.LYANNA_MOVE,
+    names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
+    names.STEP_COMPACT_KV,
+    names.STEP_GATHER_FEATURES, names.STEP_COPY_SLOT, names.LYANNA_COPY_SLOT,
 )  # fmt: skip
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
@@ -78,12 +79,12 @@ def run(
     types = {spec.name: spec.dtype for spec in (*record.inputs, *record.outputs)}
     whole: dict[str, Buffer] = {}
     bound: dict[str, Buffer] = {}
-    sent = {name: values[name] for name in (names.LIVE, names.SOURCE_SLOT, names.TARGET_SLOT) if name in values}
-    inbox = device.inbox(**{name: given.shape for name, given in sent.items()})
+    sent = {name: values[name] for name in (names.KV_LEN, names.SOURCE_SLOT, names.TARGET_SLOT) if name in values}
+    host_inputs = device.host_inputs(**{name: given.shape for name, given in sent.items()})
     for name, given in sent.items():
-        inbox.open()[name][:] = given
-    inbox.send()
-    whole.update(inbox.buffers)
+        host_inputs.open()[name][:] = given
+    host_inputs.send()
+    whole.update(host_inputs.buffers)
     for spec in program.inputs:
         if spec.name not in sent:
             whole[spec.name] = device.empty(spec.dtype, *values[spec.name].shape)
@@ -106,7 +107,7 @@ def _converted(values: Array, dtype: Dtype, wanted: Dtype) -> Array:
 
 def _compare(
     where: str, specs: Sequence[TensorSpec], call: Call, found: Mapping[str, Array], expected: Mapping[str, Array],
-    carrier: Dtype,
+    compute_dtype: Dtype,
 ) -> float:  # fmt: skip
     """The largest error of a call's outputs."""
     errors = [0.0]
@@ -122,7 +123,7 @@ def _compare(
             wanted = counting & _changed_rows(f"{name} of the reference", call, theirs, call.clean[spec.in_place_of])
             np.testing.assert_array_equal(changed, wanted, f"{name}: other rows were written")
             ours, theirs = (as_float(rows, spec.dtype).swapaxes(1, 2)[changed] for rows in (ours, theirs))
-            errors.append(_error(name, ours, theirs, TOLERANCES[carrier]))
+            errors.append(_error(name, ours, theirs, TOLERANCES[compute_dtype]))
         elif spec.in_place_of or not spec.dtype.startswith(("float", "bfloat")):
             np.testing.assert_array_equal(ours.view(np.uint8), theirs.view(np.uint8), f"{name}: expected the same bits")
         else:
@@ -130,11 +131,13 @@ def _compare(
                 for slot in range(len(ours)):
                     nodes = int(count[slot]) if count.ndim else ours.shape[1]
                     trees = [[given[part][slot, :nodes] for part in _TREE] for given in (found, expected)]
-                    compare_trees(f"{name}[{slot}]", trees[0], trees[1], TOLERANCES[carrier])
-                    errors.append(_error(name, ours[slot, :nodes], theirs[slot, :nodes], TOLERANCES[carrier], NATS))
+                    compare_trees(f"{name}[{slot}]", trees[0], trees[1], TOLERANCES[compute_dtype])
+                    errors.append(
+                        _error(name, ours[slot, :nodes], theirs[slot, :nodes], TOLERANCES[compute_dtype], NATS)
+                    )
                 continue
             pair = as_float(ours, spec.dtype), as_float(theirs, spec.dtype)
-            errors.append(_error(name, *pair, TOLERANCES[carrier]))
+            errors.append(_error(name, *pair, TOLERANCES[compute_dtype]))
     return max(errors)
 
 

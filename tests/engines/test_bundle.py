@@ -109,10 +109,10 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=1), "expected schema version 3, found 1"),
-        (lambda m: m.pop("schema_version"), "expected schema version 3, found None"),
+        (lambda m: m.update(schema_version=1), "expected schema version 4, found 1"),
+        (lambda m: m.pop("schema_version"), "expected schema version 4, found None"),
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
-        (lambda m: m.pop("taps"), "manifest: missing key taps"),
+        (lambda m: m.pop("hidden_states"), "manifest: missing key hidden_states"),
         (lambda m: m["shape"].update(layers="2"), "manifest.shape.layers: expected int, found str"),
         (lambda m: m.update(precision="fp12"), "expected one of fp32, fp16, bf16, int8, int4, fp8, found 'fp12'"),
         (lambda m: m["files"].update({"../x": {"size": 1, "sha256": ""}}), "file name '../x' leaves the bundle"),
@@ -122,7 +122,7 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
             lambda m: m["graphs"]["verifier"]["inputs"][0].update(dtype="int32"),
             "graph verifier: expected token_ids int64[B,T], found token_ids int32[B,T]",
         ),
-        (lambda m: m["graphs"]["verifier"]["outputs"].pop(1), "expected tensor features.last, found none"),
+        (lambda m: m["graphs"]["verifier"]["outputs"].pop(1), "expected tensor hidden_states.last, found none"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(out, change, message):

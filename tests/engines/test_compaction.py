@@ -37,9 +37,9 @@ def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bun
     return Bundle(folder, manifest_of(Decoder(), shape=shape, graphs=graphs))
 
 
-def kept(device: Device, dtype: Dtype, paths: np.ndarray, past_len: np.ndarray, slots: int = 3) -> list[np.ndarray]:
+def kept(device: Device, dtype: Dtype, paths: np.ndarray, cache_len: np.ndarray, slots: int = 3) -> list[np.ndarray]:
     """The KV buffers after keeping, bound to the slots that `paths` has."""
-    program = device.program(names.STEP_KEEP)
+    program = device.program(names.STEP_COMPACT_KV)
     rng, buffers = np.random.default_rng(5), dict[str, Buffer]()
     caches = []
     for spec in program.inputs[2:]:
@@ -47,13 +47,13 @@ def kept(device: Device, dtype: Dtype, paths: np.ndarray, past_len: np.ndarray, 
         whole.write(rng.standard_normal(whole.shape).astype(dtype))
         caches.append(whole)
         buffers[spec.name] = buffers[names.present(spec.name)] = whole.part(len(paths), *whole.shape[1:])
-    buffers[names.PATH], buffers[names.PAST_LEN] = (device.empty("int64", *x.shape) for x in (paths, past_len))
+    buffers[names.PATH], buffers[names.CACHE_LEN] = (device.empty("int64", *x.shape) for x in (paths, cache_len))
     run = device.chain([program.bind(buffers)])
     for _ in range(3):  # of a chain, the first in order, the rest as a graph: moving again changes nothing that counts
         for cache, seed in zip(caches, range(len(caches)), strict=True):
             cache.write(np.random.default_rng(seed).standard_normal(cache.shape).astype(dtype))
         buffers[names.PATH].write(paths)
-        buffers[names.PAST_LEN].write(past_len)
+        buffers[names.CACHE_LEN].write(cache_len)
         run()
     return [cache.read() for cache in caches]
 
@@ -82,25 +82,25 @@ def test_the_kernel_keeps_what_the_graph_keeps(
 ) -> None:
     """The last row of the last path ends with its buffer; slots that are not in the batch stay as they are."""
     bundle = bundle_of(tmp_path, head_dim, dtype)
-    past_len = np.array([7, 0, CAPACITY - 12][: len(paths)])
+    cache_len = np.array([7, 0, CAPACITY - 12][: len(paths)])
     cuda = FakeCuda()
     queued = QueuedKernels(kernels, cuda)
     graph = HostDevice(bundle, 1)
     host = HostDevice(bundle, 1, kernels)
     gpu = TensorRtDevice(bundle, {}, Cuda(cuda), FakeTensorRt(cuda), queued)
-    assert isinstance(graph.program(names.STEP_KEEP), OnnxRuntimeProgram)
-    expected = kept(graph, dtype, np.array(paths), past_len)
+    assert isinstance(graph.program(names.STEP_COMPACT_KV), OnnxRuntimeProgram)
+    expected = kept(graph, dtype, np.array(paths), cache_len)
     for device in (host, gpu):
-        assert isinstance(device.program(names.STEP_KEEP), CompactProgram)
-        for found, wanted in zip(kept(device, dtype, np.array(paths), past_len), expected, strict=True):
+        assert isinstance(device.program(names.STEP_COMPACT_KV), CompactProgram)
+        for found, wanted in zip(kept(device, dtype, np.array(paths), cache_len), expected, strict=True):
             assert found.tobytes() == wanted.tobytes()
     assert (queued.launched, cuda.launches) == (2, 2)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_the_graph(kernels: Kernels, tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, head_dim=16)
-    assert not can_compact(bundle.graph(names.STEP_KEEP))
-    assert isinstance(HostDevice(bundle, 1, kernels).program(names.STEP_KEEP), OnnxRuntimeProgram)
+    assert not can_compact(bundle.graph(names.STEP_COMPACT_KV))
+    assert isinstance(HostDevice(bundle, 1, kernels).program(names.STEP_COMPACT_KV), OnnxRuntimeProgram)
 
 
 def test_reads_of_paths_end_with_the_buffer(kernels: Kernels, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
-from redraft.runtime.device_frame import SlotMove
+from redraft.runtime.bound_step import SlotMove
 
 from .bundles import manifest_of
 from .fake_cuda import FakeCuda
@@ -25,7 +25,7 @@ from .fake_tensorrt import FakeTensorRt, write_engine
 from .graphs import Decoder, save_verifier
 
 DECODER = Decoder(layers=1, vocabulary=11)
-GRAPHS = (names.STEP_LAYOUT, names.STEP_KEEP)
+GRAPHS = (names.STEP_PREPARE_TREE, names.STEP_COMPACT_KV)
 Change = Callable[[Device, dict[str, Buffer]], object]
 
 
@@ -61,7 +61,7 @@ def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[s
               names.PARENTS, names.POSITIONS)  # fmt: skip
     return {
         **{name: device.empty("int64", sequences, nodes) for name in fields},
-        **{name: device.empty("int64", sequences) for name in (names.ON_DEVICE, names.PAST_LEN)},
+        **{name: device.empty("int64", sequences) for name in (names.ON_DEVICE, names.CACHE_LEN)},
         names.TREE_MASK: device.empty("bool", sequences, nodes, nodes),
     }  # fmt: skip
 
@@ -156,10 +156,10 @@ def test_a_part_is_the_beginning_and_no_larger_than_the_whole(device: Device) ->
 def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device) -> None:
     """Twice, and in a chain, which TensorRT replays as a captured graph."""
     buffers = layout_buffers(device)
-    run = device.chain([device.program(names.STEP_LAYOUT).bind(buffers)])
+    run = device.chain([device.program(names.STEP_PREPARE_TREE).bind(buffers)])
     for past in ([4, 9], [0, 1], [7, 2], [5, 5]):
         buffers[names.HOST_PARENTS].write(np.array([[-1, 0, 1], [-1, 0, 0]]))
-        buffers[names.PAST_LEN].write(np.array(past))
+        buffers[names.CACHE_LEN].write(np.array(past))
         run()
         positions = np.array([[0, 1, 2], [0, 1, 1]]) + np.array(past)[:, None]
         np.testing.assert_array_equal(buffers[names.POSITIONS].read(), positions)
@@ -168,38 +168,38 @@ def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device
 
 def test_an_inbox_sends_what_was_filled_in_and_an_outbox_fetches(device: Device) -> None:
     """Again and again, with one copy each way; what is not filled in again stays as it was."""
-    inbox = device.inbox(past_len=(2,), parents=(2, 3))
-    sent = {names.PAST_LEN: inbox.buffers["past_len"], names.HOST_PARENTS: inbox.buffers["parents"]}
+    host_inputs = device.host_inputs(cache_len=(2,), parents=(2, 3))
+    sent = {names.CACHE_LEN: host_inputs.buffers["cache_len"], names.HOST_PARENTS: host_inputs.buffers["parents"]}
     buffers = {**layout_buffers(device), **sent}
-    outbox = device.outbox(buffers[names.POSITIONS])
-    layout = device.program(names.STEP_LAYOUT).bind(buffers)
-    work = device.chain([inbox.send, layout, outbox.fetch])
-    inbox.open()["parents"][:] = [[-1, 0, 1], [-1, 0, 0]]
+    host_outputs = device.host_outputs(buffers[names.POSITIONS])
+    layout = device.program(names.STEP_PREPARE_TREE).bind(buffers)
+    work = device.chain([host_inputs.send, layout, host_outputs.fetch])
+    host_inputs.open()["parents"][:] = [[-1, 0, 1], [-1, 0, 0]]
     for past in ([4, 9], [0, 1], [7, 2], [5, 5]):
-        inbox.open()["past_len"][:] = past
+        host_inputs.open()["cache_len"][:] = past
         work()
         device.wait()
         positions = np.array([[0, 1, 2], [0, 1, 1]]) + np.array(past)[:, None]
-        np.testing.assert_array_equal(outbox.values, positions)
+        np.testing.assert_array_equal(host_outputs.values, positions)
         assert work.seconds() > 0
 
 
 def test_what_is_still_on_its_way_is_not_written_over(device: Device) -> None:
     """Filled in again before the device has taken the first values: they are waited for."""
-    inbox, seen = device.inbox(past_len=(2,)), []
-    buffers = {**layout_buffers(device, nodes=1), names.PAST_LEN: inbox.buffers["past_len"]}
-    outboxes = [device.outbox(buffers[names.POSITIONS]) for _ in range(3)]
-    layout = device.program(names.STEP_LAYOUT).bind(buffers)
-    chains = [device.chain([inbox.send, layout, outbox.fetch]) for outbox in outboxes]
+    host_inputs, seen = device.host_inputs(cache_len=(2,)), []
+    buffers = {**layout_buffers(device, nodes=1), names.CACHE_LEN: host_inputs.buffers["cache_len"]}
+    host_outputs_made = [device.host_outputs(buffers[names.POSITIONS]) for _ in range(3)]
+    layout = device.program(names.STEP_PREPARE_TREE).bind(buffers)
+    chains = [device.chain([host_inputs.send, layout, host_outputs.fetch]) for host_outputs in host_outputs_made]
     for turn in range(3):  # in order, captured, replayed
         for place, chain in enumerate(chains):
-            values = inbox.open()
+            values = host_inputs.open()
             if place == 1:
                 device.wait()  # of which only what was sent before it knows
-            values["past_len"][:] = [10 * turn + place, 1]
+            values["cache_len"][:] = [10 * turn + place, 1]
             chain()
         device.wait()
-        seen += [outbox.values[0, 0] for outbox in outboxes]
+        seen += [host_outputs.values[0, 0] for host_outputs in host_outputs_made]
     assert seen == [0, 1, 2, 10, 11, 12, 20, 21, 22]
 
 
@@ -215,11 +215,14 @@ def test_a_chain_is_its_runs_in_order(device: Device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda device, buffers: buffers.pop(names.PAST_LEN), "missing or unknown: past_len"),
+        (lambda device, buffers: buffers.pop(names.CACHE_LEN), "missing or unknown: cache_len"),
         (lambda device, buffers: buffers.update(more=device.empty("int64", 1)), "missing or unknown: more"),
-        (lambda device, buffers: buffers.update(past_len=device.empty("int32", 2)), r"past_len: expected int64\['B'\]"),
-        (lambda device, buffers: buffers.update(past_len=device.empty("int64", 2, 1)), "past_len: expected"),
-        (lambda device, buffers: buffers.update(past_len=device.empty("int64", 3)), "'B': 2.*found int64.*3"),
+        (
+            lambda device, buffers: buffers.update(cache_len=device.empty("int32", 2)),
+            r"cache_len: expected int64\['B'\]",
+        ),
+        (lambda device, buffers: buffers.update(cache_len=device.empty("int64", 2, 1)), "cache_len: expected"),
+        (lambda device, buffers: buffers.update(cache_len=device.empty("int64", 3)), "'B': 2.*found int64.*3"),
         (lambda device, buffers: buffers.update(tree_mask=device.empty("bool", 2, 3, 4)), "tree_mask: expected"),
     ],
 )
@@ -227,10 +230,10 @@ def test_bindings_that_do_not_fit_are_named(device: Device, change: Change, mess
     buffers = layout_buffers(device)
     change(device, buffers)
     with pytest.raises(ValueError, match=message):
-        device.program(names.STEP_LAYOUT).bind(buffers)
+        device.program(names.STEP_PREPARE_TREE).bind(buffers)
 
 
-@pytest.mark.parametrize("graph", [names.STEP_KEEP, names.STEP_MOVE])
+@pytest.mark.parametrize("graph", [names.STEP_COMPACT_KV, names.STEP_COPY_SLOT])
 def test_what_is_updated_in_place_is_one_buffer(device: Device, graph: str) -> None:
     buffers = state_buffers(device, graph)
     device.program(graph).bind(buffers)
@@ -250,18 +253,18 @@ def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) ->
         buffers[spec.name] = device.empty(spec.dtype, *shape)
         if spec.dtype == "float32":
             buffers[spec.name].write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
-    inbox = device.inbox(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
-    slots_of = {name: buffer for name, buffer in inbox.buffers.items() if graph == names.STEP_MOVE}
+    host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
+    slots_of = {name: buffer for name, buffer in host_inputs.buffers.items() if graph == names.STEP_COPY_SLOT}
     updated = {s.name: buffers[s.in_place_of] for s in device.program(graph).outputs if s.in_place_of}
     return {**buffers, **slots_of, **updated}
 
 
 def test_a_slot_moves_where_the_host_says(device: Device) -> None:
     """The latest slots filled in count, though earlier moves may still be under way."""
-    buffers = state_buffers(device, names.STEP_MOVE, slots=4)
+    buffers = state_buffers(device, names.STEP_COPY_SLOT, slots=4)
     before = buffers["kv.0.key"].read()
     state = {name: buffer for name, buffer in buffers.items() if name in ("kv.0.key", "kv.0.value")}
-    move = SlotMove(device, names.STEP_MOVE, state)
+    move = SlotMove(device, names.STEP_COPY_SLOT, state)
     for source, target in ((3, 0), (2, 1)):
         move(source, target)
     np.testing.assert_array_equal(buffers["kv.0.key"].read(), before[[3, 2, 2, 3]])

@@ -34,7 +34,7 @@ from .bundles import build_tiny, write_bundle
 from .graphs import Decoder, save_verifier
 from .outputs import TOLERANCES, compare_outputs
 
-GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
+GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV)
 """Those that TensorRT's own operators compute otherwise than plugin and kernels."""
 DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 
@@ -58,13 +58,15 @@ def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
 
 
 def devices(bundle: Bundle, own: Bundle, fakes: bool, folder: Path) -> tuple[Device, Device]:
-    """What runs the portable graphs, and what runs those in TensorRT's operators: `live` is read on the host there."""
+    """What runs the portable graphs, and what runs those in TensorRT's operators: `kv_len` is read on the host
+    there.
+    """
     if not fakes:
         return HostDevice(bundle, 1), HostDevice(own, 1)
     (folder / "engines").mkdir()
     return (
         tensorrt_device(bundle, folder).device,
-        tensorrt_device(own, folder / "engines", host=(names.LIVE,)).device,
+        tensorrt_device(own, folder / "engines", host=(names.KV_LEN,)).device,
     )
 
 
@@ -97,28 +99,28 @@ def sees_all(to: Any, *inputs: Any) -> Any:
     return to.node("Or", [visible(to, *inputs), to.constant(True, np.bool_)])
 
 
-def beyond_live(to: Any, tree_mask: Any, positions: Any, past_len: Any, live: Any, window: int) -> Any:
+def beyond_kv_len(to: Any, tree_mask: Any, positions: Any, cache_len: Any, kv_len: Any, window: int) -> Any:
     """The same with the first sequence's length for all."""
-    first = to.node("Slice", [past_len, to.constant([0]), to.constant([1]), to.constant([0])])
-    wide = to.node("Expand", [first, to.node("Shape", [past_len])])
-    return visible(to, tree_mask, positions, wide, live, window)
+    first = to.node("Slice", [cache_len, to.constant([0]), to.constant([1]), to.constant([0])])
+    wide = to.node("Expand", [first, to.node("Shape", [cache_len])])
+    return visible(to, tree_mask, positions, wide, kv_len, window)
 
 
 visible = native._visible
 
 
-@pytest.mark.parametrize("fault", [sees_all, beyond_live])
+@pytest.mark.parametrize("fault", [sees_all, beyond_kv_len])
 def test_a_stale_row_that_counts_is_seen(fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale rows of the shorter of two sequences lie before `live`: only their values tell that they were read."""
+    """Stale rows of the shorter of two sequences lie before `kv_len`: only their values tell that they were read."""
     monkeypatch.setattr(native, "_visible", fault)
     bundle, spoiled = lowered(tmp_path, Decoder())
     with pytest.raises(AssertionError, match=r"verifier, .*: logits: off by"):
         compare_outputs(HostDevice(spoiled, 1), HostDevice(bundle, 1), bundle, [names.VERIFIER])
 
 
-def all_committed(to: Any, live: Any, past_len: Any) -> Any:
+def all_committed(to: Any, kv_len: Any, cache_len: Any) -> Any:
     """Every row of the buffer, for those that follow in a chain."""
-    return to.node("Or", [committed(to, live, past_len), to.constant(True, np.bool_)])
+    return to.node("Or", [committed(to, kv_len, cache_len), to.constant(True, np.bool_)])
 
 
 committed = native._committed

@@ -17,7 +17,7 @@ from redraft.bench.gpu_bundle import missing
 from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Buffer, Device, Inbox, Program, Run
+from redraft.engines.device import Buffer, Device, HostInputs, Program, Run
 from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
@@ -43,8 +43,8 @@ def bundle(lyanna_bundle: Path) -> Bundle:
 @pytest.fixture
 def fakes(bundle: Bundle, tmp_path: Path) -> Device:
     """Engines with the profiles that a build for two sequences gives them, so that every call must fit one."""
-    built, context = TensorRtBuild(batch=2), bundle.manifest.context
-    limits = Limits(built.batch, min(built.tree_nodes, context), min(built.prefill, context), context)
+    built, max_model_len = TensorRtBuild(batch=2), bundle.manifest.max_model_len
+    limits = Limits(built.batch, min(built.tree_nodes, max_model_len), min(built.prefill, max_model_len), max_model_len)
     profiles = {
         graph: [
             {name: (sizes.min, sizes.max) for name, sizes in profile.inputs.items()}
@@ -82,8 +82,8 @@ class Faulty:
         self._whole[made.address] = made
         return made
 
-    def inbox(self, **shapes: tuple[int, ...]) -> Inbox:
-        made = self._device.inbox(**shapes)
+    def host_inputs(self, **shapes: tuple[int, ...]) -> HostInputs:
+        made = self._device.host_inputs(**shapes)
         self._whole.update({buffer.address: buffer for buffer in made.buffers.values()})
         return made
 
@@ -144,7 +144,7 @@ def past_end(buffers: Mapping[str, Buffer]) -> None:
 
 def unwritten(buffers: Mapping[str, Buffer]) -> None:
     """The last of the new rows stays as it was."""
-    values, last = buffers[KEY].read(), int(buffers[names.LIVE].read()[0]) - 1
+    values, last = buffers[KEY].read(), int(buffers[names.KV_LEN].read()[0]) - 1
     values[0, :, last] = STALE["float32"]
     buffers[KEY].write(values)
 
@@ -160,24 +160,34 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
     ("graph", "before", "after", "message"),
     [
         (names.VERIFIER, None, changed(names.LOGITS, (0, 0, 3), 0.01), "prefill, first chunk, B=1: logits: off by"),
-        (names.VERIFIER, None, changed(names.features("last"), (-1, -1, 0), np.nan), "features.last: off by nan"),
+        (
+            names.VERIFIER,
+            None,
+            changed(names.hidden_states("last"), (-1, -1, 0), np.nan),
+            "hidden_states.last: off by nan",
+        ),
         (names.VERIFIER, None, put(KEY, (0, 0, -1, 0), 1.0), "row 95 of slot 0 changed"),
         (names.VERIFIER, None, put(KEY, (2, 0, 0, 0), 1.0), "row 0 of slot 2 changed"),
         (names.VERIFIER, None, past_end, "row 95 of slot 0 changed"),
         (names.VERIFIER, None, unwritten, "other rows were written"),
         (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "tree, B=1: .*: off by"),
         (names.VERIFIER, None, put(KEY, (0, 0, 0, 0), 50.0), "kv.0.key.present: off by"),
-        (names.LYANNA_DRAFT, changed(names.PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
+        (names.LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
         (names.LYANNA_DRAFT, None, changed(names.CHAIN_LOGITS, (0, -1, 0), 0.1), "chain_logits: off by"),
         (names.LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: \("),
         (names.LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),
         (names.LYANNA_RESAMPLE, None, changed(names.TREE_COUNT, (0,)), "tree.count: expected the same bits"),
-        (names.STEP_LAYOUT, None, changed(names.POSITIONS, (0, -1)), "positions: expected the same bits"),
-        (names.STEP_ACCEPT, None, changed(names.VERDICT, (0, -1)), "verdict: expected the same bits"),
-        (names.STEP_KEEP, None, changed(KEY, (2, 0, 0, 0)), "kv.0.key.present: expected the same bits"),
-        (names.STEP_COLLECT, None, changed(names.WAITING, (0, 0, 0)), "waiting.present: expected the same bits"),
-        (names.STEP_MOVE, changed(names.SOURCE_SLOT, (0,), -1), None, "step.move, 2 to 0"),
-        (names.LYANNA_MOVE, None, changed(names.CHAIN_LOGITS, (1, 0, 0)), "lyanna.move, 2 to 0"),
+        (names.STEP_PREPARE_TREE, None, changed(names.POSITIONS, (0, -1)), "positions: expected the same bits"),
+        (names.STEP_ACCEPT, None, changed(names.ACCEPT_OUTPUT, (0, -1)), "accept_output: expected the same bits"),
+        (names.STEP_COMPACT_KV, None, changed(KEY, (2, 0, 0, 0)), "kv.0.key.present: expected the same bits"),
+        (
+            names.STEP_GATHER_FEATURES,
+            None,
+            changed(names.PENDING_FEATURES, (0, 0, 0)),
+            "pending_features.present: expected the same bits",
+        ),
+        (names.STEP_COPY_SLOT, changed(names.SOURCE_SLOT, (0,), -1), None, "step.copy_slot, 2 to 0"),
+        (names.LYANNA_COPY_SLOT, None, changed(names.CHAIN_LOGITS, (1, 0, 0)), "lyanna.copy_slot, 2 to 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -250,7 +260,9 @@ def test_the_embedded_model_is_built_for_two_sequences(
     assert [config.tensorrt.batch for config in asked] == [2, 2, 2]
     assert [config.tensorrt.attention for config in asked] == ["plugin", "native", "plugin"]
     assert all(config.lyanna is not None for config in asked), "both compute the drafter's attention too"
-    assert {config.taps for config in asked} == {(names.LAST_TAP,)}, "the verifiers of both must give the same outputs"
+    assert {config.hidden_states for config in asked} == {(names.LAST_HIDDEN_STATE,)}, (
+        "the verifiers of both must give the same outputs"
+    )
     assert asked[0].tensorrt.tree_nodes >= NODES
     assert asked[0].tensorrt.prefill >= CHUNK
 

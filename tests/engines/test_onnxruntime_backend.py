@@ -57,8 +57,8 @@ def run_chain(engine, tokens, past, batch=1):
     call.inputs[names.TOKEN_IDS][:] = tokens
     call.inputs[names.POSITIONS][:] = np.arange(past, past + count)
     call.inputs[names.TREE_MASK][:] = np.tril(np.ones((count, count), bool))
-    call.inputs[names.PAST_LEN][:] = past
-    call.inputs[names.LIVE][:] = past + count
+    call.inputs[names.CACHE_LEN][:] = past
+    call.inputs[names.KV_LEN][:] = past + count
     call.inputs[names.OUTPUT_ROWS][:] = np.arange(count)
     call.run()
     return call.outputs[names.LOGITS].copy()
@@ -88,7 +88,7 @@ def test_runtime_warns_of_a_cache_that_is_not_updated_in_place(bundle, capfd):
         engine._session, engine.inputs, tuple(replace(spec, in_place_of=None) for spec in engine.outputs)
     )
     call = copying.prepare(B=1, T=1, R=1, C=CAPACITY)
-    call.inputs[names.LIVE][:] = 1
+    call.inputs[names.KV_LEN][:] = 1
     call.inputs[names.TREE_MASK][:] = True
     call.run()
     assert COPY_WARNING in capfd.readouterr().err
@@ -99,7 +99,7 @@ def test_calls_are_kept_and_their_arrays_reused(bundle):
     call = engine.prepare(B=1, T=2, R=1)
     assert engine.prepare(R=1, T=2, B=1) is call
     assert call.outputs[names.LOGITS].shape == (1, 1, DECODER.vocabulary)
-    assert set(call.inputs) == {names.TOKEN_IDS, names.POSITIONS, names.TREE_MASK, names.PAST_LEN, names.LIVE,
+    assert set(call.inputs) == {names.TOKEN_IDS, names.POSITIONS, names.TREE_MASK, names.CACHE_LEN, names.KV_LEN,
                                 names.OUTPUT_ROWS}  # fmt: skip
     assert all(array.ctypes.data % 64 == 0 for array in (*call.inputs.values(), *call.outputs.values()))
     engine.bind(names.key_cache(0), caches[names.key_cache(0)].copy())

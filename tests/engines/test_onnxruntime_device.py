@@ -63,7 +63,7 @@ def test_a_real_session_says_which_nodes_the_cpu_has(bundle: Bundle) -> None:
     options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
     session = ort.InferenceSession(bundle.path / "verifier.onnx", options, providers=["CPUExecutionProvider"])
     assert "TensorScatter" in left_to_cpu(session.get_provider_graph_assignment_info())
-    assert names.LIVE in host_inputs(session)
+    assert names.KV_LEN in host_inputs(session)
 
 
 def test_a_build_without_cuda_is_refused_in_one_line(bundle: Bundle) -> None:
@@ -99,23 +99,23 @@ def test_sizes_are_bound_where_the_host_keeps_them(bundle: Bundle, gpu: OnnxRunt
     program = gpu.program(names.VERIFIER)
     assert isinstance(program, OnnxRuntimeProgram)
     sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
-    inbox = gpu.inbox(**{names.LIVE: (1,), names.PAST_LEN: (1,)})
-    buffers: dict[str, Any] = dict(inbox.buffers)
+    host_inputs = gpu.host_inputs(**{names.KV_LEN: (1,), names.CACHE_LEN: (1,)})
+    buffers: dict[str, Any] = dict(host_inputs.buffers)
     for spec in (*program.inputs, *program.outputs):
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
         if spec.name not in buffers:
             buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
     buffers[names.TREE_MASK].write(np.tri(2, dtype=np.bool_)[None])
-    work = gpu.chain([inbox.send, program.bind(buffers)])
+    work = gpu.chain([host_inputs.send, program.bind(buffers)])
     found = []
     for past in (0, 3, 0):
-        values = inbox.open()
-        values[names.PAST_LEN][0], values[names.LIVE][0] = past, past + 2
+        values = host_inputs.open()
+        values[names.CACHE_LEN][0], values[names.KV_LEN][0] = past, past + 2
         work()
         found.append(buffers[names.LOGITS].read())
     bound = program._session.bound
-    assert bound[names.LIVE] == ("cpu", inbox.open()[names.LIVE].ctypes.data)
-    assert bound[names.PAST_LEN] == ("cuda", buffers[names.PAST_LEN].address)
+    assert bound[names.KV_LEN] == ("cpu", host_inputs.open()[names.KV_LEN].ctypes.data)
+    assert bound[names.CACHE_LEN] == ("cuda", buffers[names.CACHE_LEN].address)
     np.testing.assert_array_equal(found[0], found[2])
     assert not np.array_equal(found[0], found[1])
 
@@ -127,14 +127,14 @@ def test_sizes_that_the_host_does_not_send_are_refused(bundle: Bundle, gpu: Onnx
     for spec in (*program.inputs, *program.outputs):
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
         buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
-    with pytest.raises(BackendError, match="reads live on the host, which does not send it"):
+    with pytest.raises(BackendError, match="reads kv_len on the host, which does not send it"):
         program.bind(buffers)
 
 
 def test_falling_back_is_loud(
     bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded(monkeypatch, (names.LIVE,), ("Shape", "Attention"))
+    loaded(monkeypatch, (names.KV_LEN,), ("Shape", "Attention"))
     gpu.program(names.VERIFIER)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING

@@ -22,16 +22,16 @@ def test_packaged_recipes_load():
     assert tiny.source.endswith("assets/tiny")
     assert tiny.build.lyanna is not None
     assert tiny.build.lyanna.source.endswith("assets/tiny/lyanna")
-    assert tiny.build == BuildConfig(taps=("last",), lyanna=tiny.build.lyanna)
+    assert tiny.build == BuildConfig(hidden_states=("last",), lyanna=tiny.build.lyanna)
 
 
 def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "mine.toml"
-    file.write_text('source = "model"\n[build]\nprecision = "int8"\ncontext = 512\n')
+    file.write_text('source = "model"\n[build]\nprecision = "int8"\nmax_model_len = 512\n')
     recipe = load_recipe(str(file))
     assert (recipe.name, recipe.source) == ("mine", str(tmp_path / "model"))
-    assert recipe.build == BuildConfig(precision="int8", context=512)
+    assert recipe.build == BuildConfig(precision="int8", max_model_len=512)
     file.write_text('source = "someone/model-7b"\n')
     assert load_recipe(str(file)).source == "someone/model-7b"
 
@@ -105,7 +105,7 @@ def test_a_recipes_shape_has_the_published_number_of_parameters(name):
         model = AutoModelForCausalLM.from_config(config)
     assert f"{sum(p.numel() for p in model.parameters()) / 1e9:.3g}" == f"{PARAMETERS[name]:.3g}"
     assert type(model).__name__ == recipe.shape["architectures"][0]
-    assert recipe.build.context <= recipe.shape["max_position_embeddings"]
+    assert recipe.build.max_model_len <= recipe.shape["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -57,8 +57,8 @@ def test_what_a_device_rounds_is_within_the_tolerance(built: Built) -> None:
     bundle = built.bundle
     errors = compare_outputs(HostDevice(built.rounded), HostDevice(built.reference), bundle)
     assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
-    carrier, worst = bundle.manifest.shape.dtype, max(errors.values())
-    assert worst == 0 if carrier == "float32" else 0.1 < worst / TOLERANCES[carrier] < 0.4
+    compute_dtype, worst = bundle.manifest.shape.dtype, max(errors.values())
+    assert worst == 0 if compute_dtype == "float32" else 0.1 < worst / TOLERANCES[compute_dtype] < 0.4
 
 
 def other_rows(values: Array) -> Array:

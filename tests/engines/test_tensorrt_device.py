@@ -23,7 +23,7 @@ from redraft.engines import cuda as cuda_module
 from redraft.engines import open_device, tensorrt_device
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.cuda import Cuda
-from redraft.engines.device import Buffer, Inbox, byte_size
+from redraft.engines.device import Buffer, HostInputs, byte_size
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
@@ -72,15 +72,15 @@ def verifier_buffers(device: TensorRtDevice, nodes: int = 3, rows: int = 3, sequ
         shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
         buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else device.empty(spec.dtype, *shape)
     buffers[names.TREE_MASK].write(np.tri(nodes, dtype=np.bool_)[None].repeat(sequences, 0))
-    buffers[names.LIVE].write(np.array([nodes]))
+    buffers[names.KV_LEN].write(np.array([nodes]))
     return buffers
 
 
-def lengths(device: TensorRtDevice, buffers: dict[str, Buffer]) -> Inbox:
+def lengths(device: TensorRtDevice, buffers: dict[str, Buffer]) -> HostInputs:
     """An inbox of the lengths in place of their buffers."""
-    inbox = device.inbox(**{names.LIVE: (1,), names.PAST_LEN: buffers[names.PAST_LEN].shape})
-    buffers.update(inbox.buffers)
-    return inbox
+    host_inputs = device.host_inputs(**{names.KV_LEN: (1,), names.CACHE_LEN: buffers[names.CACHE_LEN].shape})
+    buffers.update(host_inputs.buffers)
+    return host_inputs
 
 
 PREFILL: Profile = {names.TOKEN_IDS: ([1, 1], [1, 16]), names.OUTPUT_ROWS: ([1, 1], [1, 1])}
@@ -171,18 +171,18 @@ def test_a_chain_is_captured_after_its_first_run_and_replayed(make: Make) -> Non
 
 def test_sizes_that_an_engine_reads_on_the_host_are_never_stale(make: Make) -> None:
     """Such a step is not captured: the graph would keep the size of the first."""
-    device = make(host=[names.LIVE])
+    device = make(host=[names.KV_LEN])
     device.program(names.VERIFIER)  # before its file is written over
     plain = make()
     cuda, tensorrt = fakes(device)
     found, expected = [], []
     for where, outputs in ((device, found), (plain, expected)):
         buffers = verifier_buffers(where)
-        inbox = lengths(where, buffers)
-        chain = where.chain([inbox.send, where.program(names.VERIFIER).bind(buffers)])
+        host_inputs = lengths(where, buffers)
+        chain = where.chain([host_inputs.send, where.program(names.VERIFIER).bind(buffers)])
         for past in (0, 3, 6):
-            values = inbox.open()
-            values[names.PAST_LEN][:], values[names.LIVE][:] = past, past + 3
+            values = host_inputs.open()
+            values[names.CACHE_LEN][:], values[names.KV_LEN][:] = past, past + 3
             chain()
             outputs.append(buffers[names.LOGITS].read())
     assert (cuda.launches, tensorrt.contexts[0].enqueued) == (0, 3)
@@ -190,8 +190,8 @@ def test_sizes_that_an_engine_reads_on_the_host_are_never_stale(make: Make) -> N
 
 
 def test_any_other_input_on_the_host_is_refused(make: Make) -> None:
-    device = make(host=[names.PAST_LEN])
-    with pytest.raises(BackendError, match="wants past_len on the host"):
+    device = make(host=[names.CACHE_LEN])
+    with pytest.raises(BackendError, match="wants cache_len on the host"):
         device.program(names.VERIFIER).bind(verifier_buffers(device))
 
 
@@ -272,7 +272,7 @@ def test_buffers_that_do_not_fit_are_refused_part_by_part(make: Make, caplog: py
 def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bundle: Path, tmp_path: Path) -> None:
     """Runs never are at once, and each shape of a step would have a copy of all rows that wait."""
     made = over_fakes(open_bundle(lyanna_bundle), tmp_path)
-    program = made.device.program(names.STEP_COLLECT)
+    program = made.device.program(names.STEP_GATHER_FEATURES)
     sizes = {"B": 1, "F": 2, "T": 2, "W": 512}
     buffers: dict[str, Buffer] = {}
     for spec in (*program.inputs, *program.outputs):
@@ -282,7 +282,7 @@ def test_what_is_written_beside_a_buffer_is_written_where_others_are(lyanna_bund
     for _ in range(2):
         runs.append(program.bind(buffers))
         held.append(made.cuda.held())
-    waiting = buffers[names.WAITING]
+    waiting = buffers[names.PENDING_FEATURES]
     assert np.diff(held).tolist() == [byte_size(waiting.dtype, waiting.shape), 0]
     assert all(run.copies for run in runs)
 
@@ -340,10 +340,12 @@ def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, m
     }  # fmt: skip
     device = make()
     device._bundle = Bundle(bundle.path, manifest_of(DECODER, graphs=graphs))
-    with pytest.raises(BundleError, match=r"expected an engine of step\.layout, found verifier; run `redraft build"):
-        device.program(names.STEP_LAYOUT)
+    with pytest.raises(
+        BundleError, match=r"expected an engine of step\.prepare_tree, found verifier; run `redraft build"
+    ):
+        device.program(names.STEP_PREPARE_TREE)
     with pytest.raises(BundleError, match="our kernels do that as well: run `make plugins`"):
-        device.program(names.STEP_KEEP)
+        device.program(names.STEP_COMPACT_KV)
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def logits(exported: VerifierExport, folder: Path) -> np.ndarray:
     rows = np.arange(5)
     feeds = {
         names.TOKEN_IDS: rows[None] + 3, names.POSITIONS: rows[None], names.TREE_MASK: np.tri(5, dtype=bool)[None],
-        names.PAST_LEN: np.zeros(1, np.int64), names.LIVE: np.array([5]), names.OUTPUT_ROWS: rows[None],
+        names.CACHE_LEN: np.zeros(1, np.int64), names.KV_LEN: np.array([5]), names.OUTPUT_ROWS: rows[None],
     }  # fmt: skip
     cache = (1, exported.shape.kv_heads, 16, exported.shape.head_dim)
     feeds |= {name: np.zeros(cache, half) for name in signatures.caches(exported.shape)}

@@ -27,7 +27,7 @@ def refusal(path: Path) -> str:
     """The line with which reading the file fails."""
     with pytest.raises(RedraftError) as caught:
         GgufCheckpoint.open(path).tensors  # noqa: B018
-    assert caught.value.mend
+    assert caught.value.hint
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
     return str(caught.value)

@@ -50,12 +50,12 @@ def random_tree(rng: np.random.Generator, nodes: int, vocabulary: int) -> tuple[
 
 def laid_out(
     folder: Path, host: list[tuple[NDArray, NDArray]], made: list[tuple[NDArray, NDArray]], on_device: list[int],
-    past_len: NDArray,
+    cache_len: NDArray,
 ) -> dict[str, NDArray]:  # fmt: skip
     fields = [[np.stack([tree[field] for tree in trees]) for field in range(2)] for trees in (host, made)]
-    return run(folder, names.STEP_LAYOUT, {
+    return run(folder, names.STEP_PREPARE_TREE, {
         names.HOST_TOKENS: fields[0][0], names.HOST_PARENTS: fields[0][1], names.TREE_TOKENS: fields[1][0],
-        names.TREE_PARENTS: fields[1][1], names.ON_DEVICE: np.array(on_device), names.PAST_LEN: past_len,
+        names.TREE_PARENTS: fields[1][1], names.ON_DEVICE: np.array(on_device), names.CACHE_LEN: cache_len,
     })  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def test_layout(folder: Path, nodes: int) -> None:
     rng, width = np.random.default_rng(nodes), 9
     host = [random_tree(rng, nodes, 10**6) for _ in range(3)]
     made = [random_tree(rng, width, 10**6) for _ in range(3)]
-    past_len = np.array([5, 0, 17])
-    found = laid_out(folder, host, made, [1, 0, 1], past_len)
+    cache_len = np.array([5, 0, 17])
+    found = laid_out(folder, host, made, [1, 0, 1], cache_len)
     cut = [tuple(np.pad(field, (0, max(nodes - width, 0)))[:nodes] for field in tree) for tree in made]
     trees = [cut[0], host[1], cut[2]]
     tokens, parents = (np.stack([tree[field] for tree in trees]) for field in range(2))
@@ -74,7 +74,7 @@ def test_layout(folder: Path, nodes: int) -> None:
     np.testing.assert_array_equal(found[names.PARENTS], parents)
     masks = np.stack([ancestor_mask(row) for row in parents])
     np.testing.assert_array_equal(found[names.TREE_MASK], masks)
-    np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + past_len[:, None])
+    np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + cache_len[:, None])
 
 
 def test_layout_of_the_deepest_chain(folder: Path) -> None:
@@ -103,15 +103,15 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
         counts = np.array([nodes, rng.integers(1, nodes + 1)])
         found = judged(folder, trees, logits, counts)
         for b, (tokens, parents) in enumerate(trees):
-            live = counts[b]
-            tree = DraftTree(tokens[:live], parents[:live], np.zeros(live, np.float32))
-            outcome = Greedy().judge(logits[b, :live], tree, 0)
+            kv_len = counts[b]
+            tree = DraftTree(tokens[:kv_len], parents[:kv_len], np.zeros(kv_len, np.float32))
+            outcome = Greedy().verify(logits[b, :kv_len], tree, 0)
             kept = 1 + len(outcome.path)
             lengths.add(kept)
             expected = [0, *outcome.path, *range(kept, nodes)]
             assert found[names.PATH][b].tolist() == expected
-            verdict = found[names.VERDICT][b].tolist()
-            assert verdict == [kept, *expected, *logits[b].argmax(1).tolist()]
+            accept_output = found[names.ACCEPT_OUTPUT][b].tolist()
+            assert accept_output == [kept, *expected, *logits[b].argmax(1).tolist()]
     assert len(lengths) >= min(nodes, 3)
 
 
@@ -119,8 +119,8 @@ def test_rows_of_the_path_are_kept(folder: Path) -> None:
     rng = np.random.default_rng(3)
     shape = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
     caches = {name: rng.standard_normal(shape).astype(np.float32) for name in signatures.caches(SHAPE)}
-    path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
-    found = run(folder, names.STEP_KEEP, {names.PATH: path, names.PAST_LEN: past_len, **caches})
+    path, cache_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
+    found = run(folder, names.STEP_COMPACT_KV, {names.PATH: path, names.CACHE_LEN: cache_len, **caches})
     for name, cache in caches.items():
         expected = cache.copy()
         expected[0, :, 4:10] = cache[0][:, 4 + path[0]]
@@ -132,9 +132,9 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
     features = rng.standard_normal((2, 4, SHAPE.hidden)).astype(np.float32)
     waiting = rng.standard_normal((2, 9, SHAPE.hidden)).astype(np.float32)
     path, rows = np.array([[0, 3, 2, 3], [0, 1, 2, 3]]), np.array([0, 5])
-    found = run(folder, names.STEP_COLLECT, {
-        names.FEATURE_ROWS: features, names.PATH: path, names.WAITING: waiting, names.WAITING_ROWS: rows,
-    })[names.present(names.WAITING)]  # fmt: skip
+    found = run(folder, names.STEP_GATHER_FEATURES, {
+        names.FEATURE_ROWS: features, names.PATH: path, names.PENDING_FEATURES: waiting, names.PENDING_OFFSET: rows,
+    })[names.present(names.PENDING_FEATURES)]  # fmt: skip
     np.testing.assert_array_equal(found[0, :4], features[0][path[0]])
     np.testing.assert_array_equal(found[0, 4:], waiting[0, 4:])
     np.testing.assert_array_equal(found[1], np.concatenate([waiting[1, :5], features[1]]))
@@ -142,7 +142,10 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("graph", "state"),
-    [(names.STEP_MOVE, signatures.verifier_state(SHAPE)), (names.LYANNA_MOVE, signatures.lyanna_state(LYANNA))],
+    [
+        (names.STEP_COPY_SLOT, signatures.verifier_state(SHAPE)),
+        (names.LYANNA_COPY_SLOT, signatures.lyanna_state(LYANNA)),
+    ],
 )
 def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
     sizes = {"B": 4, "C": 7, "W": 6}
@@ -170,7 +173,7 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
 
 
 def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
-    assert {names.STEP_COLLECT, names.LYANNA_MOVE}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
+    assert {names.STEP_GATHER_FEATURES, names.LYANNA_COPY_SLOT}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
 
 
 # ONNX Runtime's kernels for CUDA take these types only, of operators here whose kernels for the CPU take more

@@ -34,7 +34,7 @@ def export_config(tmp_path: Path, values: dict, **config):
         ({"model_type": "phi3", "head_dim": 12, "original_max_position_embeddings": 64,
           "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
           "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}},
-         "changes its rotary embedding in texts of more than 64 tokens; give --context 64 or less"),
+         "changes its rotary embedding in texts of more than 64 tokens; give --max-model-len 64 or less"),
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 3},
          "bart counts token positions itself"),
@@ -78,13 +78,13 @@ def test_window_that_a_layer_contradicts_is_noticed(tmp_path, monkeypatch):
 
 def test_context_past_the_limit(tmp_path):
     with pytest.raises(UsageError, match="context 500 passes the model's limit of 128"):
-        export_config(tmp_path, {"model_type": "llama"}, context=500)
+        export_config(tmp_path, {"model_type": "llama"}, max_model_len=500)
 
 
-@pytest.mark.parametrize("tap", ["3", "first", "-1"])
-def test_unknown_tap(tmp_path, tap):
-    with pytest.raises(UsageError, match="unknown feature tap"):
-        export_config(tmp_path, {"model_type": "llama"}, taps=(tap,))
+@pytest.mark.parametrize("hidden_state", ["3", "first", "-1"])
+def test_unknown_tap(tmp_path, hidden_state):
+    with pytest.raises(UsageError, match="unknown hidden state"):
+        export_config(tmp_path, {"model_type": "llama"}, hidden_states=(hidden_state,))
 
 
 def test_invalid_config_is_one_line(tmp_path):

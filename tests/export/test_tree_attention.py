@@ -21,9 +21,9 @@ def one_node_model(
 ) -> onnx.ModelProto:
     """A model of nothing but one TreeAttention node and its bodies."""
     floats, integers, booleans = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
-    types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "past_len", "live"), integers)
+    types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "cache_len", "kv_len"), integers)
     types["tree_mask"] = booleans
-    ranks = {"positions": 2, "past_len": 1, "live": 1, "key_cache": 4, "value_cache": 4}
+    ranks = {"positions": 2, "cache_len": 1, "kv_len": 1, "key_cache": 4, "value_cache": 4}
     values = [
         ir.Value(name=n, type=ir.TensorType(types[n]), shape=ir.Shape([f"{n}{i}" for i in range(ranks.get(n, 3))]))
         for n in INPUTS

@@ -30,8 +30,8 @@ class Graph:
     """An exported verifier with KV buffers full of garbage, driven without the runtime."""
 
     def __init__(self, folder: Path, export: VerifierExport, batch: int, reference: bool = False) -> None:
-        self.shape, self.taps = export.shape, export.taps
-        self.outputs = [spec.name for spec in signatures.verifier_outputs(export.shape, export.taps)]
+        self.shape, self.hidden_states = export.shape, export.hidden_states
+        self.outputs = [spec.name for spec in signatures.verifier_outputs(export.shape, export.hidden_states)]
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         path = str(folder / export.graph)
@@ -62,7 +62,7 @@ class Graph:
                 mask[b, i, i] = True
         feeds = {
             names.TOKEN_IDS: tokens, names.POSITIONS: self.past[:, None] + depth, names.TREE_MASK: mask,
-            names.PAST_LEN: self.past.copy(), names.LIVE: np.array([self.past.max() + nodes]),
+            names.CACHE_LEN: self.past.copy(), names.KV_LEN: np.array([self.past.max() + nodes]),
             names.OUTPUT_ROWS: rows, **self.caches,
         }  # fmt: skip
         found = dict(zip(self.outputs, self.run(feeds), strict=True))
@@ -101,10 +101,10 @@ OTHERS = {
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def exported(request, tmp_path_factory):
-    """(checkpoint folder, export folder, export) of one architecture, all taps of its first layer and the last."""
+    """(checkpoint folder, export folder, export) of one architecture, hidden states of the first layer and the last."""
     source = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
     out = tmp_path_factory.mktemp("graph")
-    return source, out, export_verifier(Checkpoint.open(source), out, BuildConfig(taps=("last", "1")))
+    return source, out, export_verifier(Checkpoint.open(source), out, BuildConfig(hidden_states=("last", "1")))
 
 
 def check_against_transformers(
@@ -124,16 +124,19 @@ def check_against_transformers(
             with torch.no_grad():
                 expected = model(torch.tensor([path]), output_hidden_states=True)
             np.testing.assert_allclose(found[names.LOGITS][b, r], expected.logits[0, -1], atol=tolerance, rtol=0)
-            if not graph.taps:
+            if not graph.hidden_states:
                 continue
             np.testing.assert_allclose(
-                found[names.features("last")][b, node],
+                found[names.hidden_states("last")][b, node],
                 expected.hidden_states[-1][0, -1],
                 atol=tolerance,
                 rtol=tolerance,
             )
             np.testing.assert_allclose(
-                found[names.features("1")][b, node], expected.hidden_states[2][0, -1], atol=tolerance, rtol=tolerance
+                found[names.hidden_states("1")][b, node],
+                expected.hidden_states[2][0, -1],
+                atol=tolerance,
+                rtol=tolerance,
             )
 
 
@@ -152,26 +155,28 @@ def test_one_node_equals_transformers(exported):
 def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
     """KV buffers and features are fp16, logits are not; norms with an offset and experts have casts of their own."""
     source = write_checkpoint(tmp_path / "model", architecture, dtype=torch.float16)
-    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", taps=("last", "1")))
+    export = export_verifier(
+        Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", hidden_states=("last", "1"))
+    )
     check_against_transformers(source, Graph(tmp_path, export, 2), (12, 7), nodes=5, tolerance=HALF_TOLERANCE)
 
 
 def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
     """ONNX Runtime has no kernels to run it: the checker infers the type of every value."""
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
-    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="bf16", taps=("last",)))
+    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="bf16", hidden_states=("last",)))
     onnx.checker.check_model(str(tmp_path / export.graph), full_check=True)
     graph = onnx.load(tmp_path / export.graph, load_external_data=False).graph
     found = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
     assert found.pop(names.LOGITS) == onnx.TensorProto.FLOAT
-    floating = {kind for name, kind in found.items() if name.startswith(("kv.", "features."))}
+    floating = {kind for name, kind in found.items() if name.startswith(("kv.", "hidden_states."))}
     assert floating == {onnx.TensorProto.BFLOAT16}
 
 
 def test_reference_evaluator_agrees(tmp_path):
     """The function body means the same outside ONNX Runtime."""
     source = write_checkpoint(tmp_path / "model", "gemma2", num_hidden_layers=3)
-    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(taps=("last", "1")))
+    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(hidden_states=("last", "1")))
     check_against_transformers(source, Graph(tmp_path, export, 2, reference=True), (12, 7), nodes=5)
 
 
@@ -198,5 +203,5 @@ def test_signature_is_the_contract(exported):
 
     assert described(graph.input) == [(s.name, s.shape) for s in signatures.verifier_inputs(export.shape)]
     assert described(graph.output) == [
-        (s.name, s.shape) for s in signatures.verifier_outputs(export.shape, export.taps)
+        (s.name, s.shape) for s in signatures.verifier_outputs(export.shape, export.hidden_states)
     ]

@@ -26,7 +26,7 @@ class Case:
     v: NDArray
     key_cache: NDArray  # [B, Hkv, C, D]
     value_cache: NDArray
-    past_len: NDArray[np.int64]  # [B]
+    cache_len: NDArray[np.int64]  # [B]
     counts: NDArray[np.int64] | None = None  # [B]
     mask: NDArray[np.bool_] | None = None  # [B, T, T]; None: causal
     positions: NDArray[np.int64] | None = None  # [B, T]
@@ -44,7 +44,7 @@ def random_case(
     seed: int,
     dtype: str,
     head_dim: int,
-    past_len: list[int],
+    cache_len: list[int],
     nodes: int,
     heads: tuple[int, int] = (2, 1),
     counts: list[int] | None = None,
@@ -56,27 +56,27 @@ def random_case(
     """Caches whose rows past the live end, and the rows that the nodes will take, are NaN."""
     rng = np.random.default_rng(seed)
     q_heads, kv_heads = heads
-    batch, capacity = len(past_len), max(past_len) + nodes + spare
+    batch, capacity = len(cache_len), max(cache_len) + nodes + spare
 
     def normal(*shape: int) -> NDArray:
         return (rng.standard_normal(shape) * magnitude).astype(NUMPY[dtype])
 
     caches = [normal(batch, kv_heads, capacity, head_dim) for _ in range(2)]
     for cache in caches:
-        for b, past in enumerate(past_len):
+        for b, past in enumerate(cache_len):
             cache[b, :, past:] = np.nan
     mask = positions = None
     if not causal:
-        trees = [random_parents(rng, nodes) for _ in past_len]
+        trees = [random_parents(rng, nodes) for _ in cache_len]
         mask = np.stack([ancestor_mask(parents) for parents in trees])
-        positions = np.array(past_len)[:, None] + mask.sum(axis=2) - 1
+        positions = np.array(cache_len)[:, None] + mask.sum(axis=2) - 1
     return Case(
         dtype,
         normal(batch, nodes, q_heads, head_dim),
         normal(batch, nodes, kv_heads, head_dim),
         normal(batch, nodes, kv_heads, head_dim),
         *caches,
-        np.array(past_len),
+        np.array(cache_len),
         None if counts is None else np.array(counts),
         mask,
         positions,
@@ -91,7 +91,7 @@ def reference(case: Case) -> tuple[NDArray[np.float64], NDArray, NDArray]:
     keys, values = case.key_cache.copy(), case.value_cache.copy()
     out = np.zeros((batch, nodes, q_heads, head_dim))
     for b in range(batch):
-        past = int(case.past_len[b])
+        past = int(case.cache_len[b])
         count = nodes if case.counts is None else int(case.counts[b])
         keys[b, :, past : past + count] = case.k[b, :count].swapaxes(0, 1)
         values[b, :, past : past + count] = case.v[b, :count].swapaxes(0, 1)
@@ -161,7 +161,7 @@ def run(
         ctas=ctas,
         q=inputs[0].ctypes.data, k=inputs[1].ctypes.data if write else None,
         v=inputs[2].ctypes.data if write else None, key_cache=keys.ctypes.data, value_cache=values.ctypes.data,
-        past_len=case.past_len.ctypes.data, out=out.ctypes.data,
+        cache_len=case.cache_len.ctypes.data, out=out.ctypes.data,
         positions=None if case.positions is None else case.positions.ctypes.data,
         node_counts=None if case.counts is None else case.counts.ctypes.data,
         **({} if mask is None else {"mask_bits" if bits else "mask_bools": mask.ctypes.data}),
@@ -193,6 +193,6 @@ def error_of(case: Case, out: NDArray, truncated: bool = False) -> float:
     return float(error / (allowed + np.abs(scores).max() * 2.0**-22))
 
 
-def with_lengths(case: Case, past_len: list[int]) -> Case:
+def with_lengths(case: Case, cache_len: list[int]) -> Case:
     """The same call with other lengths."""
-    return replace(case, past_len=np.array(past_len))
+    return replace(case, cache_len=np.array(cache_len))

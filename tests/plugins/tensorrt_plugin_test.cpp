@@ -307,7 +307,7 @@ void test_sizes() {
   EXPECT(said("expected 9 inputs and 3 outputs, found 8 and 3"));
 
   const char *const names[kInputs] = {"q",         "k",         "v",        "key_cache", "value_cache",
-                                      "tree_mask", "positions", "past_len", "live"};
+                                      "tree_mask", "positions", "cache_len", "live"};
   for (int input = 0; input < kInputs; ++input) {
     const std::string name = std::string(names[input]) + ": expected ";
     const int rank = tensors_of(DataType::kHALF)[input].dims.nbDims;
@@ -441,7 +441,7 @@ struct Call {
     args.value_cache = at(redraft::kValueCache);
     args.mask_bools = static_cast<const uint8_t *>(at(redraft::kTreeMask));
     args.positions = static_cast<const int64_t *>(at(redraft::kPositions));
-    args.past_len = static_cast<const int64_t *>(at(redraft::kPastLen));
+    args.cache_len = static_cast<const int64_t *>(at(redraft::kPastLen));
     args.out = at(redraft::kOut);
     size_t needed = 0;
     if (const int status = redraft_tree_attention_workspace(&args, &needed)) return status;

@@ -43,7 +43,7 @@ def test_random_trees_in_a_ragged_batch(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "past_len", "nodes", "heads", "options"),
+    ("head_dim", "cache_len", "nodes", "heads", "options"),
     [
         *((head_dim, [70, 0, 131, 64], 13, (4, 2), {}) for head_dim in HEAD_DIMS),
         (256, [131, 70], 13, (4, 2), {"scale": 1 / 16}),
@@ -53,17 +53,17 @@ def test_random_trees_in_a_ragged_batch(
     ],
 )
 def test_float32_with_sums_cut_off_as_tensor_cores_do(
-    kernels: Kernels, head_dim: int, past_len: list[int], nodes: int, heads: tuple[int, int], options: dict[str, float]
+    kernels: Kernels, head_dim: int, cache_len: list[int], nodes: int, heads: tuple[int, int], options: dict[str, float]
 ) -> None:
-    case = random_case(13, "float32", head_dim, past_len, nodes, heads, **options)
+    case = random_case(13, "float32", head_dim, cache_len, nodes, heads, **options)
     assert_right(kernels, case, truncate=True)
     assert not same_bits(run(kernels, case)[0], run(kernels, case, truncate=True)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("past_len", [[0], [7, 90]])
-def test_causal_chunks(kernels: Kernels, dtype: str, past_len: list[int]) -> None:
-    assert_right(kernels, random_case(3, dtype, 64, past_len, 100, (2, 1), causal=True))
+@pytest.mark.parametrize("cache_len", [[0], [7, 90]])
+def test_causal_chunks(kernels: Kernels, dtype: str, cache_len: list[int]) -> None:
+    assert_right(kernels, random_case(3, dtype, 64, cache_len, 100, (2, 1), causal=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,7 +184,7 @@ def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
     for cache in (case.key_cache, case.value_cache):
         cache[np.isnan(cache)] = 0  # the operator's torch meaning reads what it hides
     flat = [torch.from_numpy(array.reshape(2, 7, -1)) for array in (case.q, case.k, case.v)]
-    rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.past_len, np.array([47]))
+    rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.cache_len, np.array([47]))
     expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)
     for found, tensor in zip(run(kernels, case), expected, strict=True):
         np.testing.assert_allclose(found.reshape(tensor.shape), tensor.numpy(), atol=2e-6)

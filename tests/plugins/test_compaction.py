@@ -13,7 +13,7 @@ from .cases import NUMPY, guarded, guards_hold
 
 
 def compact(
-    kernels: Kernels, caches: list[NDArray], past_len: NDArray, paths: NDArray, lengths: NDArray, order: int = 0
+    kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray, order: int = 0
 ) -> list[NDArray]:
     """The caches [B, Hkv, C, D] afterwards. Fails if something was written past an array's end."""
     copies = [guarded(cache) for cache in caches]
@@ -22,7 +22,7 @@ def compact(
     args = CompactArgs(
         dtype=DTYPES[{v: k for k, v in NUMPY.items()}[caches[0].dtype]], cache_count=len(caches), batch=batch,
         kv_heads=kv_heads, head_dim=head_dim, capacity=capacity, max_path=paths.shape[1], caches=pointers.ctypes.data,
-        past_len=past_len.ctypes.data, paths=paths.ctypes.data, path_lengths=lengths.ctypes.data,
+        cache_len=cache_len.ctypes.data, paths=paths.ctypes.data, path_lengths=lengths.ctypes.data,
     )  # fmt: skip
     kernels.set_order(order)
     kernels.compact(args)
@@ -41,13 +41,13 @@ def caches_of(seed: int, dtype: str, shape: tuple[int, ...], count: int = 4) -> 
 def test_accepted_rows_follow_the_root(kernels: Kernels, dtype: str, head_dim: int, order: int) -> None:
     rng = np.random.default_rng(head_dim)
     caches = caches_of(1, dtype, (3, 2, 60, head_dim))
-    past_len, lengths = np.array([0, 17, 30]), np.array([12, 0, 5])
-    paths = np.stack([np.sort(rng.choice(np.arange(1, 28), 12, replace=False)) for _ in past_len])
+    cache_len, lengths = np.array([0, 17, 30]), np.array([12, 0, 5])
+    paths = np.stack([np.sort(rng.choice(np.arange(1, 28), 12, replace=False)) for _ in cache_len])
     expected = [cache.copy() for cache in caches]
     for cache, before in zip(expected, caches, strict=True):
-        for b, (past, length) in enumerate(zip(past_len, lengths, strict=True)):
+        for b, (past, length) in enumerate(zip(cache_len, lengths, strict=True)):
             cache[b, :, past + 1 : past + 1 + length] = before[b, :, past + paths[b, :length]].swapaxes(0, 1)
-    for found, wanted in zip(compact(kernels, caches, past_len, paths, lengths, order), expected, strict=True):
+    for found, wanted in zip(compact(kernels, caches, cache_len, paths, lengths, order), expected, strict=True):
         assert found.tobytes() == wanted.tobytes()
 
 
@@ -94,7 +94,7 @@ def test_a_length_beyond_the_path_ends_with_it(kernels: Kernels) -> None:
 def test_bad_arguments_are_named(kernels: Kernels, wrong: str, value: int | None, line: str) -> None:
     good = {
         "dtype": 0, "cache_count": 2, "batch": 1, "kv_heads": 1, "head_dim": 64, "capacity": 8, "max_path": 4,
-        "caches": 64, "past_len": 64, "paths": 64, "path_lengths": 64,
+        "caches": 64, "cache_len": 64, "paths": 64, "path_lengths": 64,
     }  # fmt: skip
     with pytest.raises(KernelError, match=line):
         kernels.compact(CompactArgs(**{**good, wrong: value}))

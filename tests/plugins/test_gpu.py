@@ -72,7 +72,7 @@ def run(
     device = OnDevice()
     out = np.full(case.q.shape, np.nan, dtype=case.q.dtype)
     put = {name: device.put(value) for name, value in {
-        "q": case.q, "key_cache": case.key_cache, "value_cache": case.value_cache, "past_len": case.past_len,
+        "q": case.q, "key_cache": case.key_cache, "value_cache": case.value_cache, "cache_len": case.cache_len,
         "out": out, **({"k": case.k, "v": case.v} if write else {}),
         **({} if case.mask is None else {"positions": case.positions}),
         **({} if case.mask is None else {"mask_bits": pack_bits(case.mask)} if bits else {"mask_bools": case.mask}),
@@ -171,8 +171,8 @@ def test_one_graph_serves_lengths_that_change(device_kernels: Kernels) -> None:
     for cache in (problem.keys, problem.values):
         cache[:] = problem.torch.randn_like(cache)
     graph = capture([problem.ours(device_kernels)])
-    for live in (900, 17, 0):
-        problem.past_len[:] = live
+    for kv_len in (900, 17, 0):
+        problem.cache_len[:] = kv_len
         graph.replay()
         captured = problem.out.clone()
         problem.out.zero_()
@@ -188,7 +188,7 @@ def test_compaction(device_kernels: Kernels, path: list[int]) -> None:
     addresses = [device.put(cache) for cache in caches]
     args = CompactArgs(
         dtype=0, cache_count=6, batch=2, kv_heads=3, head_dim=128, capacity=90, max_path=len(path),
-        caches=device.put(np.array(addresses)), past_len=device.put(np.array([10, 40])),
+        caches=device.put(np.array(addresses)), cache_len=device.put(np.array([10, 40])),
         paths=device.put(np.array([path, path])), path_lengths=device.put(np.array([len(path), 1])),
     )  # fmt: skip
     device_kernels.compact(args)

@@ -25,7 +25,7 @@ HEADER = Path(library.__file__).parent / "tree_attention" / "tree_attention.h"
 
 GOOD = {
     "dtype": 0, "batch": 1, "nodes": 4, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "capacity": 8, "scale": 0.1,
-    **dict.fromkeys(("q", "k", "v", "key_cache", "value_cache", "mask_bits", "past_len", "out"), 64),
+    **dict.fromkeys(("q", "k", "v", "key_cache", "value_cache", "mask_bits", "cache_len", "out"), 64),
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ GOOD = {
         ({"v": None}, "v: expected a pointer, found null"),
         ({"k": None}, "k: expected a pointer, found null"),
         ({"key_cache": 72}, "key_cache: expected an address at a multiple of 16 bytes, found 0x48"),
-        ({"past_len": None}, "past_len: expected a pointer, found null"),
+        ({"cache_len": None}, "cache_len: expected a pointer, found null"),
         ({"window": 3}, "positions: expected a pointer, found null"),
         ({"out": 8}, "out: expected an address at a multiple of 16 bytes, found 0x8"),
     ],

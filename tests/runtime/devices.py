@@ -19,8 +19,8 @@ from redraft.runtime import Runtime, api
 from tests.engines.fake_cuda import FakeCuda
 from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
 
-UPDATING = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP)
-GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_COLLECT)
+UPDATING = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV)
+GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
 
 
 @dataclass
@@ -57,12 +57,14 @@ def tensorrt_device(
     return Fakes(cuda, tensorrt, TensorRtDevice(bundle, engines, Cuda(cuda, 1 << 12), tensorrt, kernels))
 
 
-def open_over(device: Device, path: Path, slots: int = 1, **lyanna: object) -> Runtime:
+def open_over(device: Device, path: Path, max_num_seqs: int = 1, **lyanna: object) -> Runtime:
     """The bundle's runtime over a device made before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "open_device", lambda bundle, name, threads: device)
         options = {"lyanna": lyanna} if lyanna else {}
-        return Runtime.open(path, threads=1, slots=slots, verify=False, drafter_options=options, device=device.name)
+        return Runtime.open(
+            path, threads=1, max_num_seqs=max_num_seqs, verify=False, drafter_options=options, device=device.name
+        )
 
 
 def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> HostDevice:

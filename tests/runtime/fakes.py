@@ -1,7 +1,7 @@
 """A toy verifier behind the Engine protocol, and a byte tokenizer.
 
 The fake writes token and position into the KV rows of every layer and answers by reading the rows it may see, so a
-wrong mask, position, past_len, compaction or slot is either refused on the spot or changes the text.
+wrong mask, position, cache_len, compaction or slot is either refused on the spot or changes the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from redraft import names, signatures
 from redraft.names import TensorSpec
@@ -17,7 +18,7 @@ from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.chat import DEFAULT, ChatTemplates
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.host_verifier import HostVerifier
-from redraft.runtime.text import Text
+from redraft.runtime.tokenizer import Tokenizer
 from redraft.signatures import VerifierShape
 
 Rule = Callable[[list[int]], int]
@@ -41,10 +42,10 @@ def script(text: bytes | list[int], prompt_length: int) -> Rule:
 class FakeEngine:
     """See the module. `single` fixes B at 1, as the graph lowered for one sequence does."""
 
-    def __init__(self, rule: Rule = mixing_rule, taps: tuple[str, ...] = (), single: bool = False) -> None:
+    def __init__(self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False) -> None:
         drop = {"B": 1} if single else {}
         self.inputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_inputs(SHAPE))
-        self.outputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_outputs(SHAPE, taps))
+        self.outputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_outputs(SHAPE, hidden_states))
         self.rule = rule
         self.single = single
         self.buffers: dict[str, np.ndarray] = {}
@@ -76,27 +77,27 @@ class FakeCall:
         """Refuses what a graph's contract forbids, then answers every wanted row."""
         inputs, batch, width = self.inputs, self.sizes["B"], self.sizes["T"]
         self.engine.sizes.append((batch, width))
-        past = inputs[names.PAST_LEN]
-        assert inputs[names.LIVE][0] == past.max() + width
+        past = inputs[names.CACHE_LEN]
+        assert inputs[names.KV_LEN][0] == past.max() + width
         for b in range(batch):
             rows = self._write(b, int(past[b]))
             for row, node in enumerate(inputs[names.OUTPUT_ROWS][b].tolist()):
                 self.outputs[names.LOGITS][b, row] = 0
                 self.outputs[names.LOGITS][b, row, self._answer(rows, b, int(past[b]), node)] = 2.0
             for name, features in self.outputs.items():
-                if name.startswith("features"):
+                if name.startswith("hidden_states."):
                     features[b] = inputs[names.TOKEN_IDS][b][:, None]
 
     def _write(self, b: int, past: int) -> np.ndarray:
         """Write this call's rows to every layer; all live rows, (token, position) each, on which the layers agree."""
         ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
-        live = past + len(ids)
+        kv_len = past + len(ids)
         views = []
         for number, buffer in enumerate(self.engine.buffers.values()):
-            assert live <= buffer.shape[2], "rows past the capacity"
-            buffer[b, :, past:live, 0] = ids + 1000 * number
-            buffer[b, :, past:live, 1] = positions
-            views.append(buffer[b, :, :live] - [1000 * number, 0])
+            assert kv_len <= buffer.shape[2], "rows past the capacity"
+            buffer[b, :, past:kv_len, 0] = ids + 1000 * number
+            buffer[b, :, past:kv_len, 1] = positions
+            views.append(buffer[b, :, :kv_len] - [1000 * number, 0])
         assert (np.stack(views) == views[0][0]).all(), "layers or heads disagree"
         return views[0][0].astype(int)
 
@@ -123,16 +124,16 @@ def plain(rule: Rule, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def byte_text(bos: int | None = BOS, template: str | None = None) -> Text:
+def byte_text(bos: int | None = BOS, template: str | None = None) -> Tokenizer:
     """A tokenizer whose first 256 ids are bytes, then BOS and EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = {_byte(letter): letter for letter in alphabet}
-    tokenizer = Tokenizer(models.BPE({letters[value]: value for value in range(256)}, []))
+    tokenizer = tokenizers.Tokenizer(models.BPE({letters[value]: value for value in range(256)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     templates = {} if template is None else {DEFAULT: template}
-    return Text(tokenizer, ChatTemplates(templates, {"bos_token": "<s>", "eos_token": "</s>"}), bos)
+    return Tokenizer(tokenizer, ChatTemplates(templates, {"bos_token": "<s>", "eos_token": "</s>"}), bos)
 
 
 def _byte(letter: str) -> int:
@@ -143,12 +144,12 @@ def _byte(letter: str) -> int:
 
 
 def make_runtime(
-    rule: Rule = mixing_rule, context: int = 200, slots: int = 1, curve: CostCurve = CURVE, **text: object
+    rule: Rule = mixing_rule, max_model_len: int = 200, max_num_seqs: int = 1, curve: CostCurve = CURVE, **text: object
 ) -> Runtime:
     """A runtime over the fake; with one slot, over the fake whose B is fixed."""
-    engine = FakeEngine(rule, single=slots == 1)
-    verifier = HostVerifier(engine, SHAPE, context, slots)
-    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, slots), context, (EOS,))
+    engine = FakeEngine(rule, single=max_num_seqs == 1)
+    verifier = HostVerifier(engine, SHAPE, max_model_len, max_num_seqs)
+    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,))
 
 
 def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:

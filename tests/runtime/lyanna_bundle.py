@@ -20,7 +20,7 @@ def write_lyanna_bundle(folder: Path, **options: object) -> Path:
     checkpoint = write_verifier(folder / "verifier", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     write_tokenizer(folder / "verifier")
     checkpoint = Checkpoint.open(checkpoint.path)
-    config = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, sharpness=1.0, logit_scale=1.0)
+    config = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, draft_logit_scale=1.0, logit_scale=1.0)
     drafter = write_drafter(folder / "drafter", checkpoint, config)
     lyanna = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": WIDTH, **options})
     model = Model("little", str(checkpoint.path), checkpoint.path)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+import tokenizers
+from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from redraft.errors import BundleError, UsageError
 from redraft.runtime.chat import ChatTemplates
-from redraft.runtime.text import Text, load_tokenizer
+from redraft.runtime.tokenizer import Tokenizer, load_tokenizer
 
 from .chat_cases import CASES, CHAT, Case
 from .fakes import byte_text
@@ -26,7 +27,9 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_to
 def reference(template: str | dict[str, str]) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers with this template."""
     words = {word: place for place, word in enumerate(["<s>", "</s>", "<pad>", "<unk>"])}
-    found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **TOKENS)
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>")), **TOKENS
+    )
     found.chat_template = template
     return found
 
@@ -100,15 +103,15 @@ def test_templates_and_tokens_come_from_the_bundle(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }}")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }}")
-    older = Text.load(tmp_path, 256, 257)
+    older = Tokenizer.load(tmp_path, 256, 257)
     assert older.apply_chat_template(CHAT) == "<s>", "bundles without the file know two tokens"
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<b>", "pad_token": "<p>"}))
-    text = Text.load(tmp_path, 256, 257)
+    text = Tokenizer.load(tmp_path, 256, 257)
     assert text.apply_chat_template(CHAT) == "<b><p>"
     assert text.apply_chat_template(CHAT, tools=[{"name": "f"}]) == "1"
     (tmp_path / "special_tokens_map.json").write_text("[]")
     with pytest.raises(BundleError, match=r"special_tokens_map.json: expected names of tokens"):
-        Text.load(tmp_path, 256, 257)
+        Tokenizer.load(tmp_path, 256, 257)
 
 
 def test_truncation_and_padding_of_an_older_bundle_are_ignored(tmp_path: Path) -> None:
@@ -117,8 +120,11 @@ def test_truncation_and_padding_of_an_older_bundle_are_ignored(tmp_path: Path) -
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert len(Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a text of more than eight").ids) == 64
-    assert Text.load(tmp_path, None, None).encode("a text of more than eight") == expected
+    assert (
+        len(tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a text of more than eight").ids)
+        == 64
+    )
+    assert Tokenizer.load(tmp_path, None, None).encode("a text of more than eight") == expected
 
 
 def test_damaged_tokenizer_is_refused(tmp_path: Path) -> None:

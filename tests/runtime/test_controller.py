@@ -128,7 +128,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
     def rule(tokens: list[int]) -> int:
         return noise[len(tokens)] if len(tokens) < 300 else 97 + len(tokens) % 5
 
-    runtime = make_runtime(rule, context=700)
+    runtime = make_runtime(rule, max_model_len=700)
     engine: FakeEngine = runtime.verifier._engine
     first = runtime.generate([[97]], greedy(299))[0]
     wide = sum(width > 1 for _, width in engine.sizes[1:])

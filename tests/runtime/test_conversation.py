@@ -16,7 +16,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
 def asked(runtime: Runtime, ids: list[int]) -> str:
     """The prompt that the template wrote."""
-    return runtime.text.decode(ids)
+    return runtime.tokenizer.decode(ids)
 
 
 def test_every_turn_sees_all_messages_before_it() -> None:
@@ -31,7 +31,7 @@ def test_every_turn_sees_all_messages_before_it() -> None:
 def test_special_tokens_are_those_of_the_template() -> None:
     """A tokenizer that adds its own beginning of sequence would write it twice."""
     runtime = make_runtime(template="{{ bos_token }}{{ messages[0].content }}")
-    runtime.text.tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    runtime.tokenizer.tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     assert runtime.encode("a") == [BOS, 97]
     assert Conversation(runtime).ask("a") == [BOS, 97]
 
@@ -44,7 +44,7 @@ def test_a_chat_needs_a_default_template_that_compiles() -> None:
 
 
 def test_a_chat_longer_than_the_context_is_refused() -> None:
-    conversation = Conversation(make_runtime(context=22, template=TEMPLATE))
+    conversation = Conversation(make_runtime(max_model_len=22, template=TEMPLATE))
     conversation.ask("a" * 8)
     conversation.answer("b" * 4)
     with pytest.raises(UsageError, match="the conversation has 22 tokens and the context holds 22, a new token"):

@@ -25,8 +25,8 @@ class Timed(HostVerifier):
 
     calls = 0
 
-    def measure_ms(self, sequences: int, nodes: int, live: int) -> float:
-        assert nodes <= self.capacity
+    def measure_ms(self, sequences: int, nodes: int, kv_len: int) -> float:
+        assert nodes <= self.max_model_len
         Timed.calls += 1
         return 1.0 + 0.1 * nodes + 0.01 * (Timed.calls % 3)
 
@@ -59,15 +59,15 @@ def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Time
     assert curve.table_ms == pytest.approx((0.0, 1.11, 1.21, 1.31, 1.41), abs=0.011)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_what_is_timed_is_a_call_over_live_rows(slots: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
     """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
-    runtime = make_runtime(context=50, slots=slots)
-    runtime.generate([[97] * 40] * slots, greedy(9), method="none")
+    runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
+    runtime.generate([[97] * 40] * max_num_seqs, greedy(9), method="none")
     engine: FakeEngine = runtime.verifier._engine
-    for live, nodes in ((20, 5), (100, 12)):
-        assert runtime.verifier.measure_ms(slots, nodes, live) > 0
-        assert engine.sizes[-1] == (slots, nodes)
+    for kv_len, nodes in ((20, 5), (100, 12)):
+        assert runtime.verifier.measure_ms(max_num_seqs, nodes, kv_len) > 0
+        assert engine.sizes[-1] == (max_num_seqs, nodes)
 
 
 def test_a_curve_is_measured_once_for_the_same_engine(verifier: Timed, cache: Path) -> None:
@@ -184,7 +184,7 @@ class TimedDrafter(NoDrafter):
     has_engines = True
     calls = 0
 
-    def measure_ms(self, rows: int, live: int) -> tuple[float, float]:
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         self.calls += 1
         slow = 10 if self.calls % 5 == 0 else 1
         return 0.5 * slow, 0.125 * slow

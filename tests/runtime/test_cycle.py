@@ -74,7 +74,7 @@ class Recorder(Drafter):
 
 
 def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
-    verifier = HostVerifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
+    verifier = HostVerifier(FakeEngine(hidden_states=("last",)), SHAPE, 400, max_num_seqs=2, hidden_states=("last",))
     drafter = Recorder(verifier)
     prompts = [[97 + i % 5 for i in range(length)] for length in (4, 200, 131)]
     requests = [Sequence(list(prompt), len(prompt), len(prompt) + 30, frozenset(), Greedy()) for prompt in prompts]
@@ -147,7 +147,7 @@ class Timed(FixedBudget):
 def test_a_step_tells_how_long_each_source_took(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[Source, float]
 ) -> None:
-    verifier = HostVerifier(FakeEngine(), SHAPE, 400, slots=2)
+    verifier = HostVerifier(FakeEngine(), SHAPE, 400, max_num_seqs=2)
     drafter, lookup, controller = Slow(verifier), Slow(verifier), Timed()
     monkeypatch.setattr(time, "perf_counter", lambda: drafter.now + lookup.now)
     cycle, batch = Cycle(verifier, drafter, controller, lookup), []
@@ -171,7 +171,7 @@ class ForAll(Wide):
 
 def test_where_one_call_drafts_for_all_nobody_resamples_beside_it() -> None:
     """Two requests out of step: alone, each would resample while the other drafts."""
-    verifier = HostVerifier(FakeEngine(taps=("last",)), SHAPE, 400, slots=2, taps=("last",))
+    verifier = HostVerifier(FakeEngine(hidden_states=("last",)), SHAPE, 400, max_num_seqs=2, hidden_states=("last",))
     made: list[set[Source]] = []
     cycle = Cycle(verifier, ForAll(verifier), FixedBudget(Budget(3, 3, 1)))
     propose = cycle.propose

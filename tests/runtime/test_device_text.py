@@ -57,13 +57,13 @@ def opened(
     """Opens the bundle over a device."""
     bundle = open_bundle(lyanna_bundle, verify=False)
 
-    def open_runtime(slots: int = 1, **lyanna: object) -> Runtime:
+    def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
         if request.param == "cpu":
-            return open_over(cpu_device(bundle), lyanna_bundle, slots, **lyanna)
+            return open_over(cpu_device(bundle), lyanna_bundle, max_num_seqs, **lyanna)
         if request.param == "onnxruntime on a GPU":
-            return open_over(onnxruntime_cuda(bundle, monkeypatch), lyanna_bundle, slots, **lyanna)
-        host = (names.LIVE,) if request.param == "sizes on the host" else ()
-        return open_over(tensorrt_device(bundle, tmp_path, host=host).device, lyanna_bundle, slots, **lyanna)
+            return open_over(onnxruntime_cuda(bundle, monkeypatch), lyanna_bundle, max_num_seqs, **lyanna)
+        host = (names.KV_LEN,) if request.param == "sizes on the host" else ()
+        return open_over(tensorrt_device(bundle, tmp_path, host=host).device, lyanna_bundle, max_num_seqs, **lyanna)
 
     return open_runtime
 
@@ -92,12 +92,17 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_text_is_the_host_paths(
-    opened: Open, plain: list[list[int]], slots: int, method: str, budget: Budget | None, options: dict[str, object]
+    opened: Open,
+    plain: list[list[int]],
+    max_num_seqs: int,
+    method: str,
+    budget: Budget | None,
+    options: dict[str, object],
 ) -> None:
     """Prompts longer than a draft call takes in, texts to the end of the context, three slots that are moved."""
-    with opened(slots, **options) as runtime:
+    with opened(max_num_seqs, **options) as runtime:
         found = runtime.generate(ALL, PARAMS, method, budget)
         again = runtime.generate(ALL[:2], PARAMS, method, budget)
     assert [list(generation.token_ids) for generation in found] == plain
@@ -114,7 +119,7 @@ def test_no_tree_is_larger_than_the_engines_take(
     with opened() as runtime:
         runtime.verifier.largest_tree = largest
         asked, measure = [], runtime.verifier.measure_ms
-        runtime.verifier.measure_ms = lambda b, nodes, live: asked.append(nodes) or measure(b, nodes, live) or 1.0
+        runtime.verifier.measure_ms = lambda b, nodes, kv_len: asked.append(nodes) or measure(b, nodes, kv_len) or 1.0
         assert measure_curve(runtime.verifier, seconds=0).largest <= largest
         assert max(asked) <= largest
         found = runtime.generate(ALL[:4], PARAMS, method)
@@ -142,35 +147,35 @@ def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]
 
 def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(PROMPTS[:3], PARAMS, "none", record_gaps=True)
+        expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
     with opened(3) as runtime:
-        found = runtime.generate(PROMPTS[:3], PARAMS, "lyanna", FULL, record_gaps=True)
+        found = runtime.generate(PROMPTS[:3], PARAMS, "lyanna", FULL, record_logit_margins=True)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
-        assert ours.gaps is not None
-        assert ours.gaps == pytest.approx(theirs.gaps, abs=1e-3)
+        assert ours.logit_margins is not None
+        assert ours.logit_margins == pytest.approx(theirs.logit_margins, abs=1e-3)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, slots: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, max_num_seqs: int) -> None:
     params, budget, forced = SamplingParams(max_tokens=20, seed=3), Budget(6, 3, 2), (0.9, 0.7, 0.5)
-    with Runtime.open(lyanna_bundle, threads=1, verify=False, slots=slots) as host:
+    with Runtime.open(lyanna_bundle, threads=1, verify=False, max_num_seqs=max_num_seqs) as host:
         expected = host.generate(PROMPTS[:4], params, "lyanna", budget, forced)
-    with opened(slots) as runtime:
+    with opened(max_num_seqs) as runtime:
         found = runtime.generate(PROMPTS[:4], params, "lyanna", budget, forced)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("lookup", [False, True])
-def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, slots: int, lookup: bool) -> None:
+def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: int, lookup: bool) -> None:
     """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's.
 
     A tree that is larger than what its ranks are worth is found.
     """
     file = io.StringIO()
-    with opened(slots, lookup=lookup) as runtime:
+    with opened(max_num_seqs, lookup=lookup) as runtime:
         found = runtime.generate(ALL, PARAMS, "lyanna", trace=file)
     lines = file.getvalue().splitlines()
     played = replay(lines)
@@ -215,9 +220,9 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
-    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, slots: int
+    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, max_num_seqs: int
 ) -> None:
     """Trees of n-grams, accepted in part and off their first branch; on fakes the launch is part of a CUDA graph."""
     bundle, budget = open_bundle(wide_bundle, verify=False), Budget(8, 4, 3)
@@ -230,7 +235,7 @@ def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
     launched = QueuedKernels(kernels, fakes)
     other = onnxruntime_cuda(bundle, monkeypatch, fakes, launched)
     for device in (cpu_device(bundle, kernels), gpu.device, other):
-        with open_over(device, wide_bundle, slots) as runtime:
+        with open_over(device, wide_bundle, max_num_seqs) as runtime:
             found = runtime.generate(ALL, PARAMS, "ngram", budget)
         assert [g.token_ids for g in found] == expected
         assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0

@@ -89,7 +89,7 @@ def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, bud
     return steps
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
 @pytest.mark.parametrize(
     ("method", "budget", "options"),
     [
@@ -103,7 +103,7 @@ def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, bud
     ids=str,
 )
 def test_a_step_is_a_few_calls_of_cuda(
-    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: int, method: str,
+    lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, method: str,
     budget: Budget | None, options: dict[str, object],
 ) -> None:  # fmt: skip
     """A graph a step and one for each call of the drafter, one wait, the times of both: nothing else crosses.
@@ -111,7 +111,7 @@ def test_a_step_is_a_few_calls_of_cuda(
     From the first step of the first request on, where the runtime was told which method comes.
     """
     device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path).device
-    with open_over(device, lyanna_bundle, slots, **options) as runtime:
+    with open_over(device, lyanna_bundle, max_num_seqs, **options) as runtime:
         runtime.warm(method)
         steps = calls_of_steps(runtime, monkeypatch, method, budget)
     assert len(steps) > 5
@@ -153,7 +153,7 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
     cuda = FakeCuda()
     texts, held, under_way = [], [], []
     for most in (128, 2):
-        monkeypatch.setattr(device_verifier, "MOST_FRAMES", most)
+        monkeypatch.setattr(device_verifier, "MOST_STEPS", most)
         device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda).device
         with open_over(device, lyanna_bundle) as runtime:
             texts.append([g.token_ids for g in runtime.generate(SHORT, PARAMS, "ngram")])
@@ -161,10 +161,10 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
             kept = list(runtime.verifier._trees)
             held.append(len(kept))
             if most == 2:
-                runtime.verifier._tree_frame(*kept[0][:2], None)
+                runtime.verifier._tree_step(*kept[0][:2], None)
                 weakref.finalize(runtime.verifier._trees[kept[1]], lambda: under_way.append(len(cuda.queued)))
                 cuda.put(lambda: None)
-                runtime.verifier._tree_frame(1, 64, None)
+                runtime.verifier._tree_step(1, 64, None)
                 assert under_way == [0]
                 assert list(runtime.verifier._trees) == [kept[0], (1, 64, 0)]
     assert held[0] > held[1] == 2
@@ -174,7 +174,7 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
 def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
     runtime.generate(SHORT, PARAMS, "lyanna", FULL)
     assert all(shape[-1] != VOCABULARY for shape in reads)
-    runtime.generate(SHORT, PARAMS, "lyanna", FULL, record_gaps=True)
+    runtime.generate(SHORT, PARAMS, "lyanna", FULL, record_logit_margins=True)
     assert any(shape[-1] == VOCABULARY for shape in reads)
 
 

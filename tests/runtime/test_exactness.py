@@ -42,8 +42,8 @@ class Rounding(FakeEngine):
         return call
 
 
-def verifier(where: Callable[[int, int], bool], slots: int = 3) -> HostVerifier:
-    return HostVerifier(Rounding(where), SHAPE, 200, slots)
+def verifier(where: Callable[[int, int], bool], max_num_seqs: int = 3) -> HostVerifier:
+    return HostVerifier(Rounding(where), SHAPE, 200, max_num_seqs)
 
 
 def test_kernels_that_never_differ_are_exact() -> None:
@@ -84,10 +84,10 @@ def test_what_two_rows_do_not_change_is_named() -> None:
     assert "one row in a call" in found.differences
 
 
-@pytest.mark.parametrize("capacity", [2, 8, 12, 33])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_short_context_is_not_looked_at(capacity: int, slots: int) -> None:
-    found = measure_exactness(HostVerifier(FakeEngine(), SHAPE, capacity, slots))
+@pytest.mark.parametrize("max_model_len", [2, 8, 12, 33])
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_a_short_context_is_not_looked_at(max_model_len: int, max_num_seqs: int) -> None:
+    found = measure_exactness(HostVerifier(FakeEngine(), SHAPE, max_model_len, max_num_seqs))
     assert found == Exactness(0, {})
 
 

@@ -45,7 +45,7 @@ NEAR_TIE = 1e-3
 def host_texts(bundle: Path, prompts: Sequence[api.Prompt], params: SamplingParams) -> list[Generation]:
     """What the host's path says without drafting, with the lead of every token."""
     with Runtime.open(bundle, device=None, verify=False) as host:
-        return host.generate(prompts, params, "none", record_gaps=True)
+        return host.generate(prompts, params, "none", record_logit_margins=True)
 
 
 def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -> int:
@@ -55,12 +55,12 @@ def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -
         place = first_difference(ours.token_ids, theirs.token_ids)
         if place is None:
             continue
-        assert theirs.gaps is not None
+        assert theirs.logit_margins is not None
         shorter = min(len(ours.token_ids), len(theirs.token_ids))
         assert place < shorter, f"text {number}: {len(ours.token_ids)} tokens, expected {len(theirs.token_ids)}"
-        assert theirs.gaps[place] < NEAR_TIE, (
+        assert theirs.logit_margins[place] < NEAR_TIE, (
             f"text {number}: token {place} is {ours.token_ids[place]}, expected {theirs.token_ids[place]}, which the "
-            f"host's logits put {theirs.gaps[place]:.2g} before the next"
+            f"host's logits put {theirs.logit_margins[place]:.2g} before the next"
         )
         ties += 1
     return ties
@@ -95,7 +95,7 @@ def test_the_hosts_tokens_without_a_gpu(
     device = cpu_device(bundle) if kind == "cpu" else tensorrt_device(bundle, tmp_path, host=on_host(kind)).device
     params = SamplingParams(max_tokens=24)
     expected = host_texts(lyanna_bundle, IDS[:4], params)
-    with open_over(device, lyanna_bundle, slots=2) as runtime:
+    with open_over(device, lyanna_bundle, max_num_seqs=2) as runtime:
         found = runtime.generate(IDS[:4], params, method, size and FULL)
         if kind == "tensorrt":
             check_captured(device)
@@ -104,7 +104,7 @@ def test_the_hosts_tokens_without_a_gpu(
 
 def on_host(kind: str) -> tuple[str, ...]:
     """What the verifier's engine reads on the host."""
-    return (names.LIVE,) if kind == "tensorrt-native" else ()
+    return (names.KV_LEN,) if kind == "tensorrt-native" else ()
 
 
 @pytest.mark.usefixtures("_unmeasured")
@@ -140,8 +140,10 @@ def said(lyanna_bundle: Path) -> Generation:
 @pytest.mark.parametrize("place", [0, 5, 11])
 def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(said: Generation, place: int) -> None:
     wrong = replace(said, token_ids=(*said.token_ids[:place], -1, *said.token_ids[place + 1 :]))
-    assert said.gaps is not None
-    clear, tied = (replace(said, gaps=(*[gap] * place, lead, *[gap] * 11)) for gap, lead in ((0.0, 0.5), (0.5, 1e-4)))
+    assert said.logit_margins is not None
+    clear, tied = (
+        replace(said, logit_margins=(*[gap] * place, lead, *[gap] * 11)) for gap, lead in ((0.0, 0.5), (0.5, 1e-4))
+    )
     with pytest.raises(AssertionError, match=f"text 1: token {place} is -1"):
         compare_texts([said, wrong], [said, clear])
     assert compare_texts([said, wrong], [said, tied]) == 1
@@ -149,7 +151,7 @@ def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(said: Generation,
 
 @pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: (*ids, 3)], ids=["shorter", "longer"])
 def test_a_text_that_ends_elsewhere_is_an_error(said: Generation, change: Any) -> None:
-    tied = replace(said, gaps=(0.0,) * 13)
+    tied = replace(said, logit_margins=(0.0,) * 13)
     with pytest.raises(AssertionError, match=r"text 0: 1[13] tokens, expected 12"):
         compare_texts([replace(said, token_ids=change(said.token_ids))], [tied])
 
@@ -196,7 +198,7 @@ def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pyte
 @pytest.mark.parametrize(("method", "size"), RUNS.values(), ids=RUNS)
 def test_the_hosts_tokens(on_device: Built, host: Path, method: str, size: Budget | None) -> None:
     """Three texts over two slots, so that one is moved."""
-    with Runtime.open(on_device.path, device="cuda", slots=2) as runtime:
+    with Runtime.open(on_device.path, device="cuda", max_num_seqs=2) as runtime:
         found = runtime.generate(PROMPTS, PARAMS, method, size)
         if on_device.captured:
             assert runtime.verifier.device is not None

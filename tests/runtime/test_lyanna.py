@@ -48,9 +48,9 @@ def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
-    def open_runtime(slots: int = 1, **lyanna: object) -> Runtime:
+    def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
         options = {"lyanna": lyanna} if lyanna else {}
-        return Runtime.open(lyanna_bundle, threads=1, slots=slots, verify=False, drafter_options=options)
+        return Runtime.open(lyanna_bundle, threads=1, max_num_seqs=max_num_seqs, verify=False, drafter_options=options)
 
     return open_runtime
 
@@ -84,13 +84,13 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_drafted_text_is_the_verifiers_own(
-    opened: Open, plain: list[list[int]], slots: int, budget: Budget | None, options: dict[str, object]
+    opened: Open, plain: list[list[int]], max_num_seqs: int, budget: Budget | None, options: dict[str, object]
 ) -> None:
     """Sequences come, go and change slots; the trace of it holds, and says what was allowed."""
     trace = io.StringIO()
-    with opened(slots, **options) as runtime:
+    with opened(max_num_seqs, **options) as runtime:
         assert runtime.default_method == "lyanna"
         found = runtime.generate(PROMPTS, PARAMS, budget=budget, trace=trace)
     assert [list(generation.token_ids) for generation in found] == plain
@@ -190,8 +190,8 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
             other.prefilled(fresh, start, features)
         fresh.tokens.append(seq.tokens[-1])
         (expected,) = other.draft([fresh], [FULL])
-        rows = fresh.drafting.past_len
-        assert (seq.drafting.past_len, seq.drafting.waiting) == (rows, 0) == (len(seq.tokens) - 1, 0)
+        rows = fresh.drafting.cache_len
+        assert (seq.drafting.cache_len, seq.drafting.pending) == (rows, 0) == (len(seq.tokens) - 1, 0)
         np.testing.assert_allclose(drafter._kv[:, slot, :, :rows], other._kv[:, 0, :, :rows], atol=2e-4)
         np.testing.assert_allclose(drafter._chain_logits[slot], other._chain_logits[0], atol=2e-4)
         assert trees[slot].tokens.tolist() == expected.tokens.tolist()
@@ -200,30 +200,30 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
 
 
 @contextmanager
-def pair(opened: Open, slots: int) -> Iterator[tuple[Runtime, Runtime]]:
-    with opened(slots) as runtime, opened() as reference:
+def pair(opened: Open, max_num_seqs: int) -> Iterator[tuple[Runtime, Runtime]]:
+    with opened(max_num_seqs) as runtime, opened() as reference:
         yield runtime, reference
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
-    opened: Open, slots: int, seed: int
+    opened: Open, max_num_seqs: int, seed: int
 ) -> None:
     """Steps undrafted, looked up, resampled and fresh, in any order and each request its own."""
     rng = random.Random(seed)
     kinds = [Source.NONE, Source.LOOKUP, Source.RESAMPLE, Source.RESAMPLE, Source.FRESH]
-    with pair(opened, slots) as (runtime, reference):
+    with pair(opened, max_num_seqs) as (runtime, reference):
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
         controller = Scripted(scripts)
         lyanna, lookup = lyanna_of(runtime), runtime._drafter("ngram")
         cycle, steps = Cycle(runtime.verifier, lyanna, controller, lookup), 0
         batch: list[Sequence] = []
-        waiting = list(requests)
-        while waiting or batch:
-            while waiting and len(batch) < slots:
-                scheduler.admit(cycle, batch, waiting.pop(0))
+        pending = list(requests)
+        while pending or batch:
+            while pending and len(batch) < max_num_seqs:
+                scheduler.admit(cycle, batch, pending.pop(0))
             cycle.step(batch)
             steps += 1
             scheduler.retire(cycle, batch)
@@ -246,7 +246,7 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         scheduler.admit(cycle, batch, second)
         for _ in range(70):
             cycle.step(batch)
-        assert first.drafting.waiting > CATCH_UP
+        assert first.drafting.pending > CATCH_UP
         cycle.step(batch)
         slot = batch.index(second)
         assert second.drafting.used < STEPS
@@ -304,23 +304,23 @@ def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
     return {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(bundle.manifest.lyanna)}
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, slots: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max_num_seqs: int) -> None:
     """Rows are padded to a multiple of sixteen, past the last position of the context: it must be of no consequence."""
-    with pair(opened, slots) as (runtime, reference):
+    with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
-        others = [request([5, 6, 7])] if slots > 1 else []
+        others = [request([5, 6, 7])] if max_num_seqs > 1 else []
         cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): [] for seq in (late, *others)}))
         batch: list[Sequence] = []
         for seq in (*others, late):
             scheduler.admit(cycle, batch, seq)
-        for waiting in (2, 17):
+        for pending in (2, 17):
             drafter.draft(batch, [FULL if seq is late else NO_SPECULATION for seq in batch])
-            for _ in range(waiting):
+            for _ in range(pending):
                 cycle.step(batch)
-            assert late.drafting.waiting == waiting
+            assert late.drafting.pending == pending
         assert len(late.tokens) == 72 + 1 + 19 < CONTEXT
-        assert late.drafting.past_len + 32 > CONTEXT + STEPS
+        assert late.drafting.cache_len + 32 > CONTEXT + STEPS
         check_state(runtime, reference, batch)
 
 

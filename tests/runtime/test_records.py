@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from redraft.runtime.controller import Adaptive, Ranks, Record
+from redraft.runtime.controller import Adaptive, DepthCalibration, RankCalibration
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
@@ -25,42 +25,42 @@ def shares(tree: DraftTree) -> list[float]:
 
 def test_a_new_record_believes_what_it_is_told() -> None:
     told = [0.85, 0.6, 0.43, 0.2]
-    assert shares(Record().calibrated(chain(*told))) == pytest.approx(told, rel=0.2)
+    assert shares(DepthCalibration().calibrated(chain(*told))) == pytest.approx(told, rel=0.2)
 
 
 def test_promises_are_judged_by_depth() -> None:
     """Of two tokens, both said to be likely, the first always comes true and the second never."""
-    record, tree = Record(), chain(0.9, 0.9, 0.9)
+    record, tree = DepthCalibration(), chain(0.9, 0.9, 0.9)
     for _ in range(300):
-        record.judge(tree, (1, OTHER))
+        record.observe(tree, (1, OTHER))
     found = shares(record.calibrated(tree))
     assert found[0] > 0.99
     assert found[1] < 0.02
-    assert found[2] == pytest.approx(shares(Record().calibrated(tree))[2])  # nothing was said of the third
+    assert found[2] == pytest.approx(shares(DepthCalibration().calibrated(tree))[2])  # nothing was said of the third
     assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
 
 
 def test_nothing_is_judged_beyond_where_the_text_left_the_tree() -> None:
-    record, tree = Record(), chain(0.9, 0.9)
+    record, tree = DepthCalibration(), chain(0.9, 0.9)
     before = shares(record.calibrated(tree))[1]
     for _ in range(100):
-        record.judge(tree, (OTHER, 1, 1))
+        record.observe(tree, (OTHER, 1, 1))
     assert shares(record.calibrated(tree))[1] == pytest.approx(before, abs=1e-5)
 
 
 def test_likely_and_unlikely_siblings_are_judged_apart() -> None:
-    record, tree = Record(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
+    record, tree = DepthCalibration(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
     for _ in range(300):
-        record.judge(tree, (2,))
+        record.observe(tree, (2,))
     probs = np.exp(record.calibrated(tree).log_probs)
     assert probs[1] < 0.02
     assert probs[2] > 0.98
 
 
 def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -> None:
-    record, tree = Record(), chain(0.9, 1.0, 0.9, 1e-9)
+    record, tree = DepthCalibration(), chain(0.9, 1.0, 0.9, 1e-9)
     for _ in range(300):
-        record.judge(tree, (OTHER,))
+        record.observe(tree, (OTHER,))
     found = record.calibrated(tree).log_probs
     assert (np.diff(found) < 0).all()
     assert np.isfinite(found).all()
@@ -83,7 +83,7 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
 class Unread(DraftTree):
     """A tree of so many nodes whose fields nobody may ask for."""
 
-    unread = True
+    on_device = True
 
     def __init__(self, nodes: int) -> None:
         object.__setattr__(self, "nodes", nodes)
@@ -118,23 +118,23 @@ def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...
 
 
 def test_a_rank_that_is_kept_is_believed_and_one_that_is_not_is_not() -> None:
-    ranks = Ranks()
+    ranks = RankCalibration()
     assert ranks.shares(4) == [0.25] * 4
     for _ in range(200):
-        ranks.judge(5, (1, 3))
+        ranks.observe(5, (1, 3))
     assert ranks.shares(4) == pytest.approx([1.0, 0.0, 1.0, 0.0], abs=0.01)
 
 
 def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
-    ranks = Ranks()
+    ranks = RankCalibration()
     for _ in range(50):
-        ranks.judge(4, (1,))
+        ranks.observe(4, (1,))
     low = ranks.shares(3)[2]
     for _ in range(40):
-        ranks.judge(2, (1,))
+        ranks.observe(2, (1,))
     some = ranks.shares(3)[2]
     for _ in range(2000):
-        ranks.judge(2, ())
+        ranks.observe(2, ())
     assert low < some < ranks.shares(3)[2] == pytest.approx(0.25, abs=0.01)
 
 

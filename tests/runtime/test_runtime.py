@@ -24,12 +24,12 @@ def random_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("method", ["none", "ngram"])
-def test_speculative_text_is_the_models_own(method: str, slots: int, budget: Budget | None) -> None:
-    """Fails on any slip of mask, position, past_len, KV compaction, padding or slot (the fake reads its KV rows)."""
-    runtime = make_runtime(slots=slots)
-    prompts = random_prompts(8, seed=slots)
+def test_speculative_text_is_the_models_own(method: str, max_num_seqs: int, budget: Budget | None) -> None:
+    """Fails on any slip of mask, position, cache_len, KV compaction, padding or slot (the fake reads its KV rows)."""
+    runtime = make_runtime(max_num_seqs=max_num_seqs)
+    prompts = random_prompts(8, seed=max_num_seqs)
     for max_tokens in (2, 37):
         results = runtime.generate(prompts, greedy(max_tokens), method=method, budget=budget)
         assert [list(r.token_ids) for r in results] == [plain(mixing_rule, prompt, max_tokens) for prompt in prompts]
@@ -43,7 +43,7 @@ def test_sequences_of_different_ends_share_a_batch() -> None:
     def rule(tokens: list[int]) -> int:
         return EOS if len(tokens) % 37 == 0 else mixing_rule(tokens)
 
-    results = make_runtime(rule, slots=3).generate(prompts, greedy(60))
+    results = make_runtime(rule, max_num_seqs=3).generate(prompts, greedy(60))
     for prompt, result in zip(prompts, results, strict=True):
         expected = plain(rule, prompt, 60)
         expected = expected[: expected.index(EOS) + 1] if EOS in expected else expected
@@ -65,7 +65,7 @@ def test_chunked_prefill(length: int) -> None:
     """Chunk borders and padded last chunks: every row of the prompt is computed once, at its position."""
     prompt = random_prompts(1, seed=length)[0] * 300
     prompt = prompt[:length]
-    result = make_runtime(context=300).generate([prompt], greedy(20))[0]
+    result = make_runtime(max_model_len=300).generate([prompt], greedy(20))[0]
     assert list(result.token_ids) == plain(mixing_rule, prompt, 20)
     assert result.prompt_tokens == length
 
@@ -90,14 +90,14 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
 def test_context_filled_exactly(method: str, prompt_length: int) -> None:
     """The last row of the buffer is used and no row past it is asked for (the fake refuses that)."""
     prompt = [97 + i % 3 for i in range(prompt_length)]
-    result = make_runtime(context=100).generate([prompt], greedy(1000), method, Budget(12, 6, 3))[0]
+    result = make_runtime(max_model_len=100).generate([prompt], greedy(1000), method, Budget(12, 6, 3))[0]
     assert result.finish_reason == "length"
     assert list(result.token_ids) == plain(mixing_rule, prompt, 100 - prompt_length)
 
 
 def test_prompt_past_the_context_is_refused() -> None:
     with pytest.raises(UsageError, match="the prompt has 100 tokens and the context holds 100"):
-        make_runtime(context=100).generate([[97] * 100])
+        make_runtime(max_model_len=100).generate([[97] * 100])
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
@@ -199,15 +199,15 @@ def test_json_has_the_documented_fields() -> None:
 
 def test_gaps_are_recorded_per_token_where_asked() -> None:
     runtime = make_runtime()
-    result = runtime.generate(["abc"], greedy(20), record_gaps=True)[0]
-    assert result.gaps == (2.0,) * 20
-    assert runtime.generate(["abc"], greedy(20))[0].gaps is None
+    result = runtime.generate(["abc"], greedy(20), record_logit_margins=True)[0]
+    assert result.logit_margins == (2.0,) * 20
+    assert runtime.generate(["abc"], greedy(20))[0].logit_margins is None
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_synthetic_acceptance_is_forced_seeded_and_labelled(slots: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -> None:
     """Accepted shares follow the request by depth, and nothing of such a run can be taken for real text."""
-    runtime = make_runtime(lambda tokens: 97, context=1000, slots=slots)
+    runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
     args = dict(budget=Budget(6, 3, 2), synthetic_acceptance=(0.9, 0.5, 0.0))
     runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
     first = runs[0][0]
@@ -221,7 +221,7 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled(slots: int) -> None:
 
 
 def test_a_batch_is_one_engine_call_a_step() -> None:
-    runtime = make_runtime(slots=3)
+    runtime = make_runtime(max_num_seqs=3)
     engine: FakeEngine = runtime.verifier._engine
     runtime.generate(random_prompts(3, seed=1), greedy(30), method="none")
     assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
@@ -247,7 +247,7 @@ def test_a_closed_runtime_says_so() -> None:
             use()
 
 
-@pytest.mark.parametrize("options", [{"slots": 0}, {"threads": 0}, {"threads": -2}])
+@pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"threads": 0}, {"threads": -2}])
 def test_less_than_one_slot_or_thread_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(options))} must be at least 1, not"):
         Runtime.open(tmp_path, **options)  # type: ignore[arg-type]

@@ -19,15 +19,15 @@ PROMPTS = [[97, 98, 99], [98] * 9, [99, 97, 98] * 4, [100]]
 BUDGET = Budget(12, 4, 3)
 
 
-def traced(slots: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
+def traced(max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
     file = io.StringIO()
-    make_runtime(slots=slots).generate(PROMPTS, greedy(25), method, budget, trace=file)
+    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(25), method, budget, trace=file)
     return file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_a_trace_tells_every_token_and_what_each_source_brought(slots: int) -> None:
-    lines = traced(slots)
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_a_trace_tells_every_token_and_what_each_source_brought(max_num_seqs: int) -> None:
+    lines = traced(max_num_seqs)
     played = replay(lines)
     told = sorted(
         tokens[: len(prompt) + 25] for prompt, tokens in zip(PROMPTS, by_prompt(played.requests), strict=True)
@@ -138,7 +138,7 @@ def test_a_line_that_is_no_record_is_refused(line: str) -> None:
 
 
 def test_a_lost_line_is_missed_at_the_next_of_its_request() -> None:
-    lines = traced(slots=1)
+    lines = traced(max_num_seqs=1)
     with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, the request stands at \d+"):
         replay([*lines[:2], *lines[3:]])
     with pytest.raises(DataError, match=r"^line 1 of the trace"):

@@ -83,11 +83,11 @@ def test_greedy_judges_a_tree() -> None:
     """Root 5 with children 6 and 7; the verifier says 7, then 9: node 2 is kept, 9 is the bonus."""
     logits = np.zeros((3, 10), np.float32)
     logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
-    sampler = Greedy(record_gaps=True)
-    outcome = sampler.judge(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), position=4)
+    sampler = Greedy(record_logit_margins=True)
+    outcome = sampler.verify(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), position=4)
     assert (outcome.path, outcome.bonus, outcome.tokens) == ((2,), 9, (7, 9))
-    assert outcome.node_tokens == [7, 1, 9]
-    assert sampler.gaps == [3.0, 1.0]
+    assert outcome.target_token_ids == [7, 1, 9]
+    assert sampler.logit_margins == [3.0, 1.0]
 
 
 # --- merging two trees -----------------------------------------------------------------------------------------------

@@ -197,16 +197,16 @@ def test_published_drafter_loads_as_it_was_trained(finished, published, verifier
 def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):
     run = shutil.copytree(finished[0], tmp_path / "run")
     lines = read_progress(run / PROGRESS)
-    assert all(line["sharpness"] in SHARPNESS for line in lines)
+    assert all(line["draft_logit_scale"] in SHARPNESS for line in lines)
     lines[-1]["step"] += 1  # measured after the checkpoint
-    lines[-2]["sharpness"] = SHARPNESS[5]
+    lines[-2]["draft_logit_scale"] = SHARPNESS[5]
     (run / PROGRESS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     publish_drafter(run, tmp_path / "published")
-    assert DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig).sharpness == SHARPNESS[5]
+    assert DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig).draft_logit_scale == SHARPNESS[5]
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
-    """At a sharpness of 1 its trees would be too wide, and nobody would know why it is slow."""
+    """At a draft logit scale of 1 its trees would be too wide, and nobody would know why it is slow."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / PROGRESS).unlink()
     with pytest.raises(TrainingError, match=r"never measured up to step 8; go on .* --resume"):
@@ -215,7 +215,11 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
     assert go(verifier_folder, two, run, resume=True) == 0
     publish_drafter(run, tmp_path / "published")
     (line,), whole = read_progress(run / PROGRESS), read_progress(finished[0] / PROGRESS)[-1]
-    assert (line["step"], line["acceptance"], line["sharpness"]) == (8, whole["acceptance"], whole["sharpness"])
+    assert (line["step"], line["acceptance"], line["draft_logit_scale"]) == (
+        8,
+        whole["acceptance"],
+        whole["draft_logit_scale"],
+    )
 
 
 def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):

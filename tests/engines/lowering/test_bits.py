@@ -25,8 +25,8 @@ SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
 ALL = {**DECODERS, **LARGE}
 
 
-def open_verifier(decoder: Decoder, bundle: Bundle, form: str, slots: int) -> HostVerifier:
-    verifier = open_host_verifier(bundle, form, decoder.max_positions, slots, threads=2)
+def open_verifier(decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int) -> HostVerifier:
+    verifier = open_host_verifier(bundle, form, decoder.max_positions, max_num_seqs, threads=2)
     verifier.take_branches()
     return verifier
 
@@ -34,9 +34,9 @@ def open_verifier(decoder: Decoder, bundle: Bundle, form: str, slots: int) -> Ho
 @pytest.mark.parametrize("name", ALL)
 def test_rows_trees_slots_and_batches_change_no_bit(name, tmp_path):
     bundle = lowered(ALL[name], tmp_path)
-    for form, slots in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1)):
+    for form, max_num_seqs in ((names.VERIFIER_BATCH, 4), (names.VERIFIER_SINGLE, 1)):
         if form in bundle.manifest.graphs:
-            found = measure_exactness(open_verifier(ALL[name], bundle, form, slots))
+            found = measure_exactness(open_verifier(ALL[name], bundle, form, max_num_seqs))
             assert found.holds, (form, found.differences)
             assert found.compared > 1000
 
@@ -48,7 +48,7 @@ def test_the_graph_for_one_sequence_is_that_for_batches(name, tmp_path):
         pytest.skip("has no graph for one sequence")
     text = np.random.default_rng(1).integers(0, ALL[name].vocabulary, 40)
     verifiers = [
-        HostVerifier(open_engine(bundle, form, 2), bundle.manifest.shape, 64, 1, bundle.manifest.taps)
+        HostVerifier(open_engine(bundle, form, 2), bundle.manifest.shape, 64, 1, bundle.manifest.hidden_states)
         for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
     ]
     for start, end in ((0, 30), (30, 31), (31, 37), (37, 40)):
@@ -151,7 +151,9 @@ def test_a_tree_that_branches_needs_its_engine(tmp_path):
 def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     bundle = lowered(Decoder(), tmp_path)
     only = Bundle(tmp_path, replace(bundle.manifest, graphs={names.VERIFIER: bundle.graph(names.VERIFIER)}))
-    assert {only.host_graph(slots, exact) for slots in (1, 2) for exact in (True, False)} == {names.VERIFIER}
+    assert {only.host_graph(max_num_seqs, exact) for max_num_seqs in (1, 2) for exact in (True, False)} == {
+        names.VERIFIER
+    }
     assert [bundle.host_graph(1), bundle.host_graph(1, exact=False), bundle.host_graph(2, exact=False)] == [
         names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH,
     ]  # fmt: skip
@@ -166,19 +168,20 @@ def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
     bundle = lowered(decoder, tmp_path)
     text = np.random.default_rng(6).integers(0, decoder.vocabulary, 660)
     verifiers = [
-        HostVerifier(open_engine(bundle, form, of), decoder.shape, 700, slots, decoder.taps)
-        for form, of, slots in ((names.VERIFIER_BATCH, 1, 1), (names.VERIFIER_BATCH, threads, 3))
+        HostVerifier(open_engine(bundle, form, of), decoder.shape, 700, max_num_seqs, decoder.hidden_states)
+        for form, of, max_num_seqs in ((names.VERIFIER_BATCH, 1, 1), (names.VERIFIER_BATCH, threads, 3))
     ]
-    for live in (70, 130, 300, 600):
+    for kv_len in (70, 130, 300, 600):
         for verifier in verifiers:
-            for start in range(0, live, 64):
-                verifier.logits([chain(text[start : min(start + 64, live)])], [start])
-        (expected,) = verifiers[0].logits([chain(text[live : live + 40])], [live])
+            for start in range(0, kv_len, 64):
+                verifier.logits([chain(text[start : min(start + 64, kv_len)])], [start])
+        (expected,) = verifiers[0].logits([chain(text[kv_len : kv_len + 40])], [kv_len])
         for rows in (1, 2, 4, 16, 40):
-            (found,) = verifiers[1].logits([chain(text[live : live + rows])], [live])
-            assert found.tobytes() == expected[:rows].tobytes(), (live, rows)
+            (found,) = verifiers[1].logits([chain(text[kv_len : kv_len + rows])], [kv_len])
+            assert found.tobytes() == expected[:rows].tobytes(), (kv_len, rows)
         for slot in (1, 2):
-            verifiers[1].move(0, slot, live)
+            verifiers[1].move(0, slot, kv_len)
         assert (
-            verifiers[1].logits([chain(text[live : live + 3])] * 3, [live] * 3)[2].tobytes() == expected[:3].tobytes()
+            verifiers[1].logits([chain(text[kv_len : kv_len + 3])] * 3, [kv_len] * 3)[2].tobytes()
+            == expected[:3].tobytes()
         )

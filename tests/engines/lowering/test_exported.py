@@ -26,10 +26,10 @@ from .test_graphs import CASES, operators, run
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_exported_architectures_lower_and_agree(architecture, tmp_path):
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "checkpoint", architecture))
-    exported = export_verifier(checkpoint, tmp_path, BuildConfig(taps=("last", "0")))
+    exported = export_verifier(checkpoint, tmp_path, BuildConfig(hidden_states=("last", "0")))
     shape = exported.shape
     portable = GraphRecord(
-        exported.graph, signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, exported.taps)
+        exported.graph, signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, exported.hidden_states)
     )
     single, batch = lower_single(tmp_path, portable), lower_batch(tmp_path, portable)
     assert batch is not None

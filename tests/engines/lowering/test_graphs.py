@@ -29,7 +29,7 @@ DECODERS = {
     "one window": Decoder(windows=(4, 4)),
     "swish": Decoder(swish=True),
     "norm of a biased product": Decoder(biased_norm=True),
-    "taps": Decoder(taps=("last", "0", "1")),
+    "hidden_states": Decoder(hidden_states=("last", "0", "1")),
 }
 
 
@@ -82,14 +82,14 @@ def run(
     call.inputs[names.POSITIONS][:] = past + depths
     if names.TREE_MASK in call.inputs:
         call.inputs[names.TREE_MASK][:] = mask
-    call.inputs[names.PAST_LEN][:] = past
-    call.inputs[names.LIVE][:] = past + nodes
+    call.inputs[names.CACHE_LEN][:] = past
+    call.inputs[names.KV_LEN][:] = past + nodes
     call.inputs[names.OUTPUT_ROWS][:] = random.permutation(nodes)
     call.run()
-    live = {name: cache[:, :, : past + nodes] for name, cache in caches.items()}
+    kv_len = {name: cache[:, :, : past + nodes] for name, cache in caches.items()}
     dead = {name: np.unique(cache[:, :, past + max(nodes, 2) :]) for name, cache in caches.items()}
     assert all(set(values.tolist()) <= {float(np.float32(1e30))} for values in dead.values())
-    return {name: array.copy() for name, array in {**call.outputs, **live}.items()}
+    return {name: array.copy() for name, array in {**call.outputs, **kv_len}.items()}
 
 
 @pytest.mark.parametrize("name", [*DECODERS, *LARGE])

@@ -16,8 +16,8 @@ from redraft.errors import BackendError
 
 from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag
 
-TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "live": Range((2,), (9,), (64,))})
-TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "live": Range((1,), (9,), (64,))})
+TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "kv_len": Range((2,), (9,), (64,))})
+TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "kv_len": Range((1,), (9,), (64,))})
 Install = Callable[..., Fake]
 
 
@@ -26,7 +26,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a stand-in where `import tensorrt` finds it."""
 
     def put(version: str = "10.13.3.9", **options: object) -> Fake:
-        fake = Fake(version, {"tokens": False, "live": True}, **options)  # type: ignore[arg-type]
+        fake = Fake(version, {"tokens": False, "kv_len": True}, **options)  # type: ignore[arg-type]
         monkeypatch.setitem(sys.modules, "tensorrt", fake)
         for name in [name for name in sys.modules if name.startswith("polygraphy")]:
             monkeypatch.delitem(sys.modules, name)
@@ -50,7 +50,7 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert ("parse_from_file", str(build.graph)) in fake.calls
     token, tree = fake.configs[0].profiles
     assert tree.shapes == {"tokens": ((1, 2), (1, 8), (2, 8))}
-    assert tree.values == {"live": ((2,), (9,), (64,))}  # an input whose values are sizes
+    assert tree.values == {"kv_len": ((2,), (9,), (64,))}  # an input whose values are sizes
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
     assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own

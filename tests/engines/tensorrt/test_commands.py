@@ -158,7 +158,7 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
         named |= set(files.values())
         feeds = {}
         for spec in signatures.verifier_inputs(DECODER.shape):
-            said = shapes.get(spec.name, "1") if spec.name != names.LIVE else "1"  # natively `live` says its value
+            said = shapes.get(spec.name, "1") if spec.name != names.KV_LEN else "1"  # natively `kv_len` says its value
             size = list(map(int, said.split("x")))
             if spec.name in files:
                 raw = (tmp_path / files[spec.name]).read_bytes()
@@ -167,8 +167,8 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
                 assert spec.dtype == "float32"
                 feeds[spec.name] = np.ones(size, np.float32)
         rows = feeds[names.TOKEN_IDS].shape[1]
-        assert feeds[names.LIVE][0] == feeds[names.PAST_LEN][0] + rows <= feeds[names.key_cache(0)].shape[2]
-        assert feeds[names.POSITIONS][0].tolist() == list(range(feeds[names.PAST_LEN][0], feeds[names.LIVE][0]))
+        assert feeds[names.KV_LEN][0] == feeds[names.CACHE_LEN][0] + rows <= feeds[names.key_cache(0)].shape[2]
+        assert feeds[names.POSITIONS][0].tolist() == list(range(feeds[names.CACHE_LEN][0], feeds[names.KV_LEN][0]))
         assert feeds[names.OUTPUT_ROWS][0, -1] == rows - 1
         assert (feeds[names.TREE_MASK] == np.tri(rows, dtype=bool)).all()
         assert all(np.isfinite(output).all() for output in session.run(None, feeds))
@@ -185,12 +185,12 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
     }
     made = {}
     for graph, (inputs, outputs) in calls.items():
-        profile = profiles_of(graph, inputs, Limits(2, 16, 32, 64), live_is_shape=False)[-1]
+        profile = profiles_of(graph, inputs, Limits(2, 16, 32, 64), kv_len_is_shape=False)[-1]
         made[graph] = sound_inputs(GraphRecord("g.onnx", inputs, outputs), manifest, profile)
     draft, resample = made.values()
-    assert draft[names.PENDING].tolist() == [16]
+    assert draft[names.NUM_PENDING].tolist() == [16]
     assert draft[names.POSITIONS].tolist() == [list(range(32, 48))]
-    assert (draft[names.PAST_LEN].tolist(), draft[names.LIVE].tolist()) == ([32], [48])
+    assert (draft[names.CACHE_LEN].tolist(), draft[names.KV_LEN].tolist()) == ([32], [48])
     assert resample[names.FIRST_STEP].tolist() == [1]
     assert set(draft[f"{names.TOKEN_INFO}index"].tolist()) == set(range(21))
     assert all(0 <= token < 61 for token in (*draft[names.TOKENS].ravel(), *resample[names.TOKENS]))

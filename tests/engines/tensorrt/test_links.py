@@ -61,14 +61,14 @@ def test_the_draft_is_the_same(drafter: Exported) -> None:
 
 def draft(drafter: Exported, path: Path) -> dict[str, np.ndarray]:
     shape, random = drafter.shape, np.random.default_rng(0)
-    rows, past_len = 4, np.array([2, 5])
+    rows, cache_len = 4, np.array([2, 5])
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     size = (2, shape.kv_heads, 40, shape.head_dim)
     found = session.run(None, {
         names.FEATURE_ROWS: random.standard_normal((2, rows, shape.hidden)).astype(np.float32),
         names.TOKENS: random.integers(0, shape.vocabulary, (2, rows)),
-        names.POSITIONS: past_len[:, None] + np.arange(rows), names.PENDING: np.array([4, 2]),
-        names.PAST_LEN: past_len, names.LIVE: np.array([9]),
+        names.POSITIONS: cache_len[:, None] + np.arange(rows), names.NUM_PENDING: np.array([4, 2]),
+        names.CACHE_LEN: cache_len, names.KV_LEN: np.array([9]),
         **{cache: random.standard_normal(size).astype(np.float32) for cache in CACHES}, **drafter.tables,
     })  # fmt: skip
     return dict(zip([output.name for output in session.get_outputs()], found, strict=True))

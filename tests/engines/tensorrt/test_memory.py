@@ -69,7 +69,7 @@ def test_what_fits_passes_and_what_does_not_says_each_part() -> None:
     assert line.startswith("14.75 GiB of GPU memory needed for building and 15.50 for running, 15.50 free on NVIDIA L4")
     assert "verifier: weights 10.00, buffers 3.00, activations 0.25, workspace 1.00; lyanna.draft: weights 1.00" in line
     assert line.endswith(
-        "lower --context, --batch or --precision, free memory, or try all the same with --ignore-memory"
+        "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory"
     )
 
 
@@ -83,27 +83,27 @@ def test_building_is_of_one_engine_at_a_time() -> None:
 def test_what_engines_share_is_there_once() -> None:
     needs = {
         "verifier": Needs(GIB, {"verifier kv": 8 * GIB, "verifier logits": GIB}, 0, 0),
-        "step.keep": Needs(0, {"verifier kv": 7 * GIB}, 0, 0),
+        "step.compact_kv": Needs(0, {"verifier kv": 7 * GIB}, 0, 0),
         "lyanna.draft": Needs(0, {"lyanna kv": 2 * GIB}, 0, 0),
     }
     with pytest.raises(BackendError, match=r"needed for building and 12\.50 for running"):
         check_memory(needs, 12 * GIB, "NVIDIA L4")
 
 
-@pytest.mark.parametrize("context", [2048, 4096])
-def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(context: int) -> None:
+@pytest.mark.parametrize("max_model_len", [2048, 4096])
+def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> None:
     """Vicuna-7B: 13.5 GB of weights, which a GPU of 12 GiB does not hold."""
-    shape = VerifierShape(32, 32, 128, 4096, 32000, context, "float16")
+    shape = VerifierShape(32, 32, 128, 4096, 32000, max_model_len, "float16")
     sizes = [(32000, 4096)] * 2 + [(4096, 4096)] * 4 * 32 + [(4096, 11008)] * 3 * 32 + [(4096,)] * 65
     weights = [TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT16, dims=dims) for i, dims in enumerate(sizes)]
     rows = helper.make_tensor_value_info("gate", TensorProto.FLOAT16, ["B", "T", 22016])
     nodes = [helper.make_node("MatMul", ["features", "w"], ["gate"]), helper.make_node("Sigmoid", ["gate"], ["open"])]
     model = helper.make_model(helper.make_graph(nodes, "verifier", [], [], weights, value_info=[rows]))
-    inputs, outputs = signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, (names.LAST_TAP,))
-    profiles = profiles_of(names.VERIFIER, inputs, Limits(1, 64, 128, context), live_is_shape=False)
+    inputs, outputs = signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, (names.LAST_HIDDEN_STATE,))
+    profiles = profiles_of(names.VERIFIER, inputs, Limits(1, 64, 128, max_model_len), kv_len_is_shape=False)
     needs = {names.VERIFIER: needs_of(names.VERIFIER, model, inputs, outputs, profiles)}
     check_memory(needs, int(23.5 * GIB), "NVIDIA L4")
-    buffers = f"{2 * 32 * 32 * context * 128 * 2 / GIB + 0.01:.2f}"  # KV; logits and the rest are 0.01
+    buffers = f"{2 * 32 * 32 * max_model_len * 128 * 2 / GIB + 0.01:.2f}"  # KV; logits and the rest are 0.01
     with pytest.raises(
         BackendError, match=rf"verifier: weights 12\.55, buffers {buffers}, activations 0\.01, workspace 1"
     ):

@@ -30,7 +30,7 @@ from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
 
 RELEASE = (10, 15)
 CAPACITY, WIDTH, POISON = 40, 5, 1e3
-PENDING = (3, 5)
+NUM_PENDING = (3, 5)
 """Rows that two sequences bring to a call; the rest of WIDTH is padding."""
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
 
@@ -54,17 +54,18 @@ class Drafting:
         size = (2, self._shape.kv_heads, CAPACITY, self._shape.head_dim)
         self.caches = {name(0): np.full(size, POISON, np.float32) for name in (names.key_cache, names.value_cache)}
 
-    def __call__(self, past_len: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-        """Rows of `seed` behind the first past_len[b] ones; padding is as garbage as what the buffers began with."""
+    def __call__(self, cache_len: np.ndarray, seed: int) -> dict[str, np.ndarray]:
+        """Rows of `seed` behind the first cache_len[b] ones; padding is as garbage as what the buffers began with."""
         random = np.random.default_rng(seed)
         features = random.standard_normal((2, WIDTH, self._shape.hidden)).astype(np.float32)
-        for sequence, count in enumerate(PENDING):
+        for sequence, count in enumerate(NUM_PENDING):
             features[sequence, count:] = POISON
         feeds = {
             names.FEATURE_ROWS: features,
             names.TOKENS: random.integers(0, self._shape.vocabulary, (2, WIDTH)),
-            names.POSITIONS: past_len[:, None] + np.arange(WIDTH),
-            names.PENDING: np.array(PENDING), names.PAST_LEN: past_len, names.LIVE: np.array([past_len.max() + WIDTH]),
+            names.POSITIONS: cache_len[:, None] + np.arange(WIDTH),
+            names.NUM_PENDING: np.array(NUM_PENDING), names.CACHE_LEN: cache_len,
+            names.KV_LEN: np.array([cache_len.max() + WIDTH]),
             **self.caches, **self._tables,
         }  # fmt: skip
         outputs = [output.name for output in self._session.get_outputs()]
@@ -83,20 +84,20 @@ def assert_same_draft(found: dict[str, np.ndarray], expected: dict[str, np.ndarr
 def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
     """Also where what lies behind the committed rows is poisoned between calls: nobody reads it."""
     portable, native = Drafting(drafter, drafter.lyanna.draft), Drafting(drafter, graph_file(names.LYANNA_DRAFT))
-    past_len = np.array([0, 2])
+    cache_len = np.array([0, 2])
     for cache in names.key_cache(0), names.value_cache(0):
         committed = np.random.default_rng(9).standard_normal((drafter.shape.kv_heads, 2, drafter.shape.head_dim))
         for draft in (portable, native):
             draft.caches[cache][1, :, :2] = committed
     for call in range(3):
-        assert_same_draft(native(past_len, call), portable(past_len, call))
-        past_len = past_len + PENDING
+        assert_same_draft(native(cache_len, call), portable(cache_len, call))
+        cache_len = cache_len + NUM_PENDING
         for cache, rows in native.caches.items():
-            for sequence, live in enumerate(past_len):
+            for sequence, kv_len in enumerate(cache_len):
                 np.testing.assert_allclose(
-                    rows[sequence, :, :live], portable.caches[cache][sequence, :, :live], rtol=2e-4, atol=2e-4
+                    rows[sequence, :, :kv_len], portable.caches[cache][sequence, :, :kv_len], rtol=2e-4, atol=2e-4
                 )
-                rows[sequence, :, live:] = -POISON
+                rows[sequence, :, kv_len:] = -POISON
 
 
 def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
@@ -135,7 +136,7 @@ def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Export
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("step")
     export_step_graphs(SHAPE, None, folder)
-    prepare(folder, f"{names.STEP_KEEP}.onnx", names.STEP_KEEP, RELEASE, "native")
+    prepare(folder, f"{names.STEP_COMPACT_KV}.onnx", names.STEP_COMPACT_KV, RELEASE, "native")
     return folder
 
 
@@ -143,9 +144,9 @@ def test_rows_of_the_path_are_kept(step: Path) -> None:
     random = np.random.default_rng(3)
     size = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)
     caches = {name: random.standard_normal(size).astype(np.float32) for name in signatures.caches(SHAPE)}
-    path, past_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
-    feeds = {names.PATH: path, names.PAST_LEN: past_len, **caches}
-    session = ort.InferenceSession(step / graph_file(names.STEP_KEEP), providers=["CPUExecutionProvider"])
+    path, cache_len = np.array([[0, 2, 5, 3, 4, 5], [0, 1, 2, 3, 4, 5]]), np.array([4, 24])
+    feeds = {names.PATH: path, names.CACHE_LEN: cache_len, **caches}
+    session = ort.InferenceSession(step / graph_file(names.STEP_COMPACT_KV), providers=["CPUExecutionProvider"])
     presents = session.run([names.present(cache) for cache in caches], feeds)
     for cache, found in zip(caches.values(), presents, strict=True):
         expected = cache.copy()
@@ -154,9 +155,9 @@ def test_rows_of_the_path_are_kept(step: Path) -> None:
 
 
 def test_the_keeping_graph_updates_inputs_by_indices_of_a_fixed_length(step: Path) -> None:
-    portable = onnx.load(step / f"{names.STEP_KEEP}.onnx")
+    portable = onnx.load(step / f"{names.STEP_COMPACT_KV}.onnx")
     assert "GatherND by indices of a length that is computed" in next(problems(portable, RELEASE))
-    model = onnx.load(step / graph_file(names.STEP_KEEP))
+    model = onnx.load(step / graph_file(names.STEP_COMPACT_KV))
     assert not list(problems(model, RELEASE))
     updated = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter"]
     assert updated == signatures.caches(SHAPE)
@@ -171,7 +172,7 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
     shutil.copytree(portable, native)
     manifest = load_manifest(native)
     files = dict(manifest.files)
-    for graph in (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_KEEP):
+    for graph in (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV):
         file = manifest.graphs[graph].file
         prepare(native, file, graph, RELEASE, "native")
         (native / graph_file(graph)).replace(native / file)

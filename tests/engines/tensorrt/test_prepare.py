@@ -38,8 +38,8 @@ def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
         names.TOKEN_IDS: random.integers(0, decoder.vocabulary, (2, NODES)),
         names.POSITIONS: np.array(PAST)[:, None] + depth,
         names.TREE_MASK: np.tile(mask, (2, 1, 1)),
-        names.PAST_LEN: np.array(PAST),
-        names.LIVE: np.array([max(PAST) + NODES]),
+        names.CACHE_LEN: np.array(PAST),
+        names.KV_LEN: np.array([max(PAST) + NODES]),
         names.OUTPUT_ROWS: np.tile(np.arange(NODES), (2, 1)),
     }
     for cache in signatures.caches(decoder.shape):

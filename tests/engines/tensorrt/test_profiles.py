@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.profiles import Limits, check_slots, check_tree, largest_call, profiles_of
+from redraft.engines.tensorrt.profiles import Limits, check_max_num_seqs, check_tree, largest_call, profiles_of
 from redraft.engines.tensorrt.records import Range
 from redraft.errors import UsageError
 from redraft.names import TensorSpec
@@ -13,13 +13,13 @@ from redraft.signatures import LyannaShape, VerifierShape
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
-LIMITS = Limits(batch=4, tree=16, prefill=32, capacity=64, usual=9)
+LIMITS = Limits(batch=4, tree=16, prefill=32, max_model_len=64, usual=9)
 SIGNATURES = {
     names.VERIFIER: signatures.verifier_inputs(SHAPE),
     names.LYANNA_DRAFT: signatures.lyanna_draft_inputs(LYANNA),
     names.LYANNA_RESAMPLE: signatures.lyanna_resample_inputs(LYANNA),
     **{graph: signatures.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (
-        names.STEP_LAYOUT, names.STEP_ACCEPT, names.STEP_KEEP, names.STEP_COLLECT,
+        names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV, names.STEP_GATHER_FEATURES,
     )},
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
 @pytest.mark.parametrize("graph", SIGNATURES)
 def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -> None:
     inputs = SIGNATURES[graph]
-    for profile in profiles_of(graph, inputs, LIMITS, live_is_shape=False):
+    for profile in profiles_of(graph, inputs, LIMITS, kv_len_is_shape=False):
         assert set(profile.inputs) == dynamic(inputs)
         for spec in inputs:
             if spec.name in profile.inputs:
@@ -43,7 +43,7 @@ def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -
 
 
 def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
-    prefill, token, tree = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=False)
+    prefill, token, tree = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False)
     assert [profile.name for profile in (prefill, token, tree)] == ["prefill", "token", "tree"]
     assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 32), (1, 32))
     assert token.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 1), (4, 1))
@@ -62,19 +62,19 @@ def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
 
 
 def test_a_drafters_calls_have_two_widths() -> None:
-    prompt, step = profiles_of(names.LYANNA_DRAFT, SIGNATURES[names.LYANNA_DRAFT], LIMITS, live_is_shape=True)
+    prompt, step = profiles_of(names.LYANNA_DRAFT, SIGNATURES[names.LYANNA_DRAFT], LIMITS, kv_len_is_shape=True)
     assert prompt.inputs[names.TOKENS] == Range((1, 64), (1, 64), (4, 64))
     assert step.inputs[names.TOKENS] == Range((1, 16), (1, 16), (4, 16))
-    assert step.inputs[names.LIVE] == Range((16,), (32,), (192,))
+    assert step.inputs[names.KV_LEN] == Range((16,), (32,), (192,))
 
 
 def test_a_resampling_has_one_profile() -> None:
-    (found,) = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, live_is_shape=False)
+    (found,) = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, kv_len_is_shape=False)
     assert found.inputs[names.TOKENS] == Range((1,), (1,), (4,))
 
 
 def test_accepted_rows_are_kept_of_trees_only() -> None:
-    (found,) = profiles_of(names.STEP_KEEP, SIGNATURES[names.STEP_KEEP], LIMITS, live_is_shape=True)
+    (found,) = profiles_of(names.STEP_COMPACT_KV, SIGNATURES[names.STEP_COMPACT_KV], LIMITS, kv_len_is_shape=True)
     assert found.inputs[names.PATH] == Range((1, 2), (1, 13), (4, 16))
     assert found.inputs[names.value_cache(1)] == Range((1, 2, 2, 16), (1, 2, 64, 16), (4, 2, 64, 16))
 
@@ -82,7 +82,7 @@ def test_accepted_rows_are_kept_of_trees_only() -> None:
 def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
     """A graph over a drafter's K nodes, of which a call verifies T."""
     inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
-    one, tree = profiles_of(names.STEP_LAYOUT, inputs, LIMITS, live_is_shape=False)
+    one, tree = profiles_of(names.STEP_PREPARE_TREE, inputs, LIMITS, kv_len_is_shape=False)
     assert one.inputs[names.TREE_PARENTS] == tree.inputs[names.TREE_PARENTS] == Range((1, 1), (1, 13), (4, 16))
     assert one.inputs[names.POSITIONS].max == (4, 1)
 
@@ -90,31 +90,33 @@ def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
 def test_profiles_that_would_be_the_same_are_one() -> None:
     """Prompts that are computed token by token."""
     inputs = SIGNATURES[names.VERIFIER]
-    found = profiles_of(names.VERIFIER, inputs, Limits(1, 16, prefill=1, capacity=64), live_is_shape=False)
+    found = profiles_of(names.VERIFIER, inputs, Limits(1, 16, prefill=1, max_model_len=64), kv_len_is_shape=False)
     assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
 def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
-    for profile in profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=True):
-        live = profile.inputs[names.LIVE]
-        assert live.max == (64,)
-        assert live.min <= live.opt <= live.max
+    for profile in profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True):
+        kv_len = profile.inputs[names.KV_LEN]
+        assert kv_len.max == (64,)
+        assert kv_len.min <= kv_len.opt <= kv_len.max
 
 
 def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> None:
-    profiles = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, live_is_shape=False)
+    profiles = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False)
     batch, tree = largest_call(profiles)
     assert (batch, tree) == (4, 16)
     check_tree(tree, 16)
     with pytest.raises(UsageError, match=r"a tree of 17 nodes.*than the 16.*--budget nodes to 15.*--tree-nodes 17"):
         check_tree(tree, 17)
-    check_slots(batch, 4)
+    check_max_num_seqs(batch, 4)
     with pytest.raises(UsageError, match=r"5 sequences at once.*than the 4.*slots to 4.*--batch 5"):
-        check_slots(batch, 5)
+        check_max_num_seqs(batch, 5)
 
 
 def test_sizes_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UsageError, match="a tree of 65 tokens does not fit in the context of 64; raise --context"):
-        Limits(batch=1, tree=65, prefill=32, capacity=64)
+    with pytest.raises(
+        UsageError, match="a tree of 65 tokens does not fit in the context of 64; raise --max-model-len"
+    ):
+        Limits(batch=1, tree=65, prefill=32, max_model_len=64)
     with pytest.raises(UsageError, match="at least one sequence"):
-        Limits(batch=0, tree=16, prefill=32, capacity=64)
+        Limits(batch=0, tree=16, prefill=32, max_model_len=64)

@@ -129,20 +129,20 @@ def test_native_attention_needs_no_plugin(build: Build) -> None:
     assert manifest.tensorrt is not None
     assert (manifest.tensorrt.plugin, manifest.tensorrt.plugin_file) == ("", "")
     assert built[0].plugin is None
-    assert all(names.LIVE in profile.inputs for profile in built[0].profiles)
+    assert all(names.KV_LEN in profile.inputs for profile in built[0].profiles)
 
 
 def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     """Our kernel does it beside the plugin, which is built with it."""
     decoder = Decoder()
-    inputs, outputs = signatures.step_signatures(decoder.shape, None)[names.STEP_KEEP]
-    keep = {names.STEP_KEEP: GraphRecord(f"{names.STEP_KEEP}.onnx", inputs, outputs)}
+    inputs, outputs = signatures.step_signatures(decoder.shape, None)[names.STEP_COMPACT_KV]
+    keep = {names.STEP_COMPACT_KV: GraphRecord(f"{names.STEP_COMPACT_KV}.onnx", inputs, outputs)}
     graphs = {**manifest_of(decoder).graphs, **keep}
     native = replace(OPTIONS, attention="native")
     manifest, built = build("native", native, Tools(Target("10.15.0", GPU), None), graphs=graphs)
     assert manifest.tensorrt is not None
-    assert set(manifest.tensorrt.engines) == {names.VERIFIER, names.STEP_KEEP}
-    assert [one.graph.name for one in built] == ["verifier.tensorrt.onnx", "step.keep.tensorrt.onnx"]
+    assert set(manifest.tensorrt.engines) == {names.VERIFIER, names.STEP_COMPACT_KV}
+    assert [one.graph.name for one in built] == ["verifier.tensorrt.onnx", "step.compact_kv.tensorrt.onnx"]
     manifest, _ = build("plugin", graphs=graphs)
     assert manifest.tensorrt is not None
     assert set(manifest.tensorrt.engines) == {names.VERIFIER}

@@ -22,7 +22,7 @@ def whole(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def pruned(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Twenty hot tokens, a table in fp8, four steps, wider, the first token not fused in, no sharpness."""
-    config = replace(CONFIG, steps=4, first_token=False, sharpness=1.0, logit_scale=1.0, head_dim=8)
+    """Twenty hot tokens, a table in fp8, four steps, wider, the first token not fused in, no draft logit scale."""
+    config = replace(CONFIG, steps=4, first_token=False, draft_logit_scale=1.0, logit_scale=1.0, head_dim=8)
     options = dict(token_info="fp8", prune_above=10, hot_tokens=20, width=3, nodes=100)
     return export(tmp_path_factory.mktemp("pruned"), little_verifier, config, **options)

@@ -85,9 +85,9 @@ class Draft:
             inputs[names.FEATURE_ROWS][b, :count] = sequence.features[past : past + count]
             inputs[names.TOKENS][b, :count] = sequence.tokens[past + 1 : past + count + 1]
             inputs[names.POSITIONS][b] = np.arange(past, past + width)
-            inputs[names.PENDING][b] = count
-        inputs[names.PAST_LEN][:] = self.past
-        inputs[names.LIVE][0] = self.past.max() + width
+            inputs[names.NUM_PENDING][b] = count
+        inputs[names.CACHE_LEN][:] = self.past
+        inputs[names.KV_LEN][0] = self.past.max() + width
         call.run()
         self.past += rows
         return {name: array.copy() for name, array in call.outputs.items()}

@@ -56,7 +56,7 @@ def formula() -> np.ndarray:
     info = module.token_info
     x = EMBEDDING.double() @ info.down.weight.T.double() @ info.up.weight.T.double()
     normalized = x / (x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt()
-    return (normalized * info.norm.weight.double() * CONFIG.sharpness).numpy()
+    return (normalized * info.norm.weight.double() * CONFIG.draft_logit_scale).numpy()
 
 
 def error_bound(form: str, row: np.ndarray) -> np.ndarray:

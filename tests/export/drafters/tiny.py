@@ -32,7 +32,7 @@ from tests.export.models import write_checkpoint
 HIDDEN, VOCABULARY, CONTEXT = 32, 61, 96
 CONFIG = LyannaConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=16, rank=5, steps=3,
-    logit_scale=0.6, sharpness=1.3,
+    logit_scale=0.6, draft_logit_scale=1.3,
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class Exported:
         """What training computes: logits [N, V] of the chain after features [T, n] and tokens [T + 1]."""
         config = self.module.config
         states = [h[0, -1] for h in chains(self.module, features[None], tokens[None], self.embed)]
-        return (F.linear(torch.stack(states), self.head) * config.logit_scale * config.sharpness).numpy()
+        return (F.linear(torch.stack(states), self.head) * config.logit_scale * config.draft_logit_scale).numpy()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The verifier's embedding."""
@@ -103,7 +103,7 @@ class Exported:
     def added(self, token: int) -> np.ndarray:
         """RMSNorm(W2 W1 E(token)), what the logits of the next token gain, [V]."""
         assert self.module.token_info is not None
-        return (self.module.token_info(self.embed(torch.tensor(token))) * self.module.config.sharpness).numpy()
+        return (self.module.token_info(self.embed(torch.tensor(token))) * self.module.config.draft_logit_scale).numpy()
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def make_verifier(folder: Path, precision: Precision = "fp32") -> Verifier:
     """A verifier and its graph below `folder`."""
     checkpoint = write_verifier(folder / "verifier")
     (folder / "graph").mkdir()
-    config = BuildConfig(precision=precision, taps=("last",))
+    config = BuildConfig(precision=precision, hidden_states=("last",))
     return Verifier(checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", config))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.lyanna import Backlog, within
+from redraft.runtime.drafters.lyanna import PendingFeatures, within
 from redraft.runtime.host_verifier import HostVerifier
 from redraft.types import Budget, DraftTree
 from tests.runtime.fakes import SHAPE, FakeEngine
@@ -45,20 +45,20 @@ def test_a_tree_that_fits_is_given_as_it_is() -> None:
 
 def test_waiting_rows_are_copies_in_order_however_many() -> None:
     """The verifier's next call overwrites what it gave; the store grows; what went in is gone."""
-    backlog, rows = Backlog(used=0), np.arange(400, dtype=np.float32).reshape(200, 2)
+    pending, rows = PendingFeatures(used=0), np.arange(400, dtype=np.float32).reshape(200, 2)
     given = rows.copy()
     for begin in (0, 1, 3, 90):
         end = {0: 1, 1: 3, 3: 90, 90: 200}[begin]
-        backlog.append(given[begin:end])
+        pending.append(given[begin:end])
         given[begin:end] = -1
-    assert backlog.waiting == 200
-    assert np.array_equal(backlog.features[:200], rows)
-    backlog.shift(64)
-    backlog.shift(3)
-    assert (backlog.past_len, backlog.waiting) == (67, 133)
-    assert np.array_equal(backlog.features[:133], rows[67:])
-    backlog.append(rows[:1])
-    assert np.array_equal(backlog.features[133], rows[0])
+    assert pending.pending == 200
+    assert np.array_equal(pending.features[:200], rows)
+    pending.shift(64)
+    pending.shift(3)
+    assert (pending.cache_len, pending.pending) == (67, 133)
+    assert np.array_equal(pending.features[:133], rows[67:])
+    pending.append(rows[:1])
+    assert np.array_equal(pending.features[133], rows[0])
 
 
 def test_without_a_bundle_there_is_no_drafter() -> None:

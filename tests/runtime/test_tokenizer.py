@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime.text import TextStream
+from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Budget
 
 from .fakes import byte_text, greedy, make_runtime, script
@@ -61,13 +61,13 @@ def test_what_only_began_a_stop_string_comes_out_in_the_end() -> None:
 
 
 def test_a_stop_string_that_is_no_longer_possible_is_let_go_at_once() -> None:
-    stream = TextStream(byte_text(), [], ("END",))
+    stream = Detokenizer(byte_text(), [], ("END",))
     taken = [(stream.push(token), stream.take())[1] for token in b"xEzEN!"]
     assert taken == ["x", "", "Ez", "", "", "EN!"]
 
 
 def test_special_tokens_do_not_show() -> None:
-    stream = TextStream(byte_text(), [256])
+    stream = Detokenizer(byte_text(), [256])
     for token in [97, 256, 98, 257]:
         stream.push(token)
     assert stream.text == "ab"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
+import tokenizers
 
 from redraft import names
 from redraft.errors import BundleError, UsageError
@@ -25,13 +25,13 @@ class Decoder(Protocol):
         """The text of `ids`, special tokens left out; an unfinished character reads U+FFFD."""
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """Read a `tokenizer.json`, without the truncation and padding that training may have left in it.
 
     Raises BundleError when the file is missing or damaged.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise BundleError(f"{path}: expected a tokenizer, found {error}", "rebuild the bundle") from error
     tokenizer.no_truncation()
@@ -39,19 +39,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-class Text:
+class Tokenizer:
     """A bundle's tokenizer and chat templates.
 
     bos: id of the beginning-of-sequence token, None if the model has none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatTemplates | None = None, bos: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, chat: ChatTemplates | None = None, bos: int | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.bos = bos
         self._chat = chat or ChatTemplates({})
 
     @classmethod
-    def load(cls, folder: Path, bos: int | None, eos: int | None) -> Text:
+    def load(cls, folder: Path, bos: int | None, eos: int | None) -> Tokenizer:
         """Read a bundle's tokenizer, chat templates and special tokens. Raises BundleError.
 
         Bundles without `special_tokens_map.json` get `bos_token` and `eos_token` from these ids.
@@ -112,7 +114,7 @@ def _special_tokens(path: Path) -> Mapping[str, str] | None:
         raise BundleError(f"{path}: expected names of tokens, found {error}", "rebuild the bundle") from error
 
 
-class TextStream:
+class Detokenizer:
     """The text that follows a prompt, token by token.
 
     Characters come out whole: bytes that do not yet make one are held back, and so is text that may turn out to begin

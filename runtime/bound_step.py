@@ -13,10 +13,10 @@ from redraft.runtime.device_tree import DeviceTrees
 from redraft.types import DraftTree, IntArray, Outcome
 
 Collect = Callable[[Mapping[str, Buffer], Buffer, Buffer], Run]
-"""Binds what takes the feature rows [B, T, n] by tap at the path [B, T] to where `waiting_rows` [B] says."""
+"""Binds what takes the feature rows [B, T, n] by hidden state at the path [B, T] to where `pending_offset` [B] says."""
 
 
-class Room:
+class StepBuffers:
     """What all frames of a verifier share: programs, the KV buffers of all slots, and memory for a call's own values.
 
     Calls never run at once, so that the largest one's logits and features are room for those of any other.
@@ -37,57 +37,61 @@ class Room:
             return self._largest[name]
 
 
-class Frame:
+class BoundStep:
     """Buffers for `sequences` sequences (B) of `width` tokens each (T), `rows` of whose logits are wanted (R: 1 or T).
 
     fields: shapes of what the host sends besides lengths.   given: buffers that others own.
     """
 
     def __init__(
-        self, room: Room, sequences: int, width: int, rows: int, fields: Mapping[str, tuple[int, ...]],
+        self, buffers: StepBuffers, sequences: int, width: int, rows: int, fields: Mapping[str, tuple[int, ...]],
         given: Mapping[str, Buffer],
     ) -> None:  # fmt: skip
         self.width = width
-        self._room = room
+        self._shared = buffers
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
         several = (sequences,)
-        self.inbox = room.device.inbox(**{
-            names.PAST_LEN: several, names.LIVE: (1,), names.WAITING_ROWS: several,
+        self.host_inputs = buffers.device.host_inputs(**{
+            names.CACHE_LEN: several, names.KV_LEN: (1,), names.PENDING_OFFSET: several,
             names.OUTPUT_ROWS: (sequences, rows), **fields,
         })  # fmt: skip
-        state = {name: leading(buffer, sequences) for name, buffer in room.state.items()}
-        self._buffers: dict[str, Buffer] = {**state, **self.inbox.buffers, **given}
-        verifier = room.programs[names.VERIFIER]
+        state = {name: leading(buffer, sequences) for name, buffer in buffers.state.items()}
+        self._buffers: dict[str, Buffer] = {**state, **self.host_inputs.buffers, **given}
+        verifier = buffers.programs[names.VERIFIER]
         for spec in (*verifier.inputs, *verifier.outputs):
             if spec.in_place_of is not None:
                 self._buffers[spec.name] = self._buffers[spec.in_place_of]
             elif spec in verifier.outputs:
-                self._buffers[spec.name] = room.buffer(spec.name, spec.dtype, sized(spec.shape, self._sizes))
+                self._buffers[spec.name] = buffers.buffer(spec.name, spec.dtype, sized(spec.shape, self._sizes))
         self.features = {
-            spec.name: self._buffers[spec.name] for spec in verifier.outputs if spec.name.startswith(names.features(""))
+            spec.name: self._buffers[spec.name]
+            for spec in verifier.outputs
+            if spec.name.startswith(names.hidden_states(""))
         }
         self.logits = self._buffers[names.LOGITS]
 
     def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
-        """What the verdict says of trees of so many nodes, once the device has been waited for."""
-        verdict = self._verdict.values
-        width = (verdict.shape[1] - 1) // 2
+        """What accept_output says of trees of so many nodes, once the device has been waited for."""
+        accept_output = self._accept_output.values
+        width = (accept_output.shape[1] - 1) // 2
         outcomes = []
-        for row, count in zip(verdict.tolist(), nodes, strict=True):
+        for row, count in zip(accept_output.tolist(), nodes, strict=True):
             path, said = tuple(row[2 : 1 + row[0]]), row[1 + width : 1 + width + count]
             tokens = (said[0], *[said[node] for node in path])
             outcomes.append(Outcome(said, path, tokens[-1], tokens))
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:
-        """The accepting graph, and the copy of its verdict."""
+        """The accepting graph, and the copy of accept_output."""
         run = self._bind(names.STEP_ACCEPT, over)
-        self._verdict = self._room.device.outbox(over.get(names.VERDICT) or self._buffers[names.VERDICT])
+        self._accept_output = self._shared.device.host_outputs(
+            over.get(names.ACCEPT_OUTPUT) or self._buffers[names.ACCEPT_OUTPUT]
+        )
         return run
 
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
         """A program over the frame's buffers and `over`, new ones for what nothing has named yet."""
-        loaded = self._room.programs[program]
+        loaded = self._shared.programs[program]
         buffers = dict(over or {})
         for spec in (*loaded.inputs, *loaded.outputs):
             if spec.name not in buffers:
@@ -97,51 +101,56 @@ class Frame:
     def _buffer(self, name: str, dtype: Dtype, shape: tuple[Dim, ...]) -> Buffer:
         """The buffer of this name, made if there is none."""
         if name not in self._buffers:
-            self._buffers[name] = self._room.device.empty(dtype, *sized(shape, self._sizes))
+            self._buffers[name] = self._shared.device.empty(dtype, *sized(shape, self._sizes))
         return self._buffers[name]
 
 
-class TreeFrame(Frame):
+class BoundTreeStep(BoundStep):
     """A step over trees of `width` nodes: of the host's, and where there are, of those `made` on the device."""
 
     def __init__(
-        self, room: Room, sequences: int, width: int, made: DeviceTrees | None, collect: Collect | None
+        self, buffers: StepBuffers, sequences: int, width: int, made: DeviceTrees | None, collect: Collect | None
     ) -> None:
         tree, several = (sequences, width), (sequences,)
         fields = {names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree}
         given = {names.TREE_TOKENS: made.tokens, names.TREE_PARENTS: made.parents} if made else {}
-        super().__init__(room, sequences, width, width, fields, given)
+        super().__init__(buffers, sequences, width, width, fields, given)
         if not made:
             self._buffers[names.TREE_TOKENS] = self._buffers[names.HOST_TOKENS]
             self._buffers[names.TREE_PARENTS] = self._buffers[names.HOST_PARENTS]
-        self.inbox.open()[names.OUTPUT_ROWS][:] = np.arange(width)
-        runs = [self.inbox.send, self._bind(names.STEP_LAYOUT), self._bind(names.VERIFIER), self._bind_accepting({})]
-        after = [self._bind(names.STEP_KEEP)] if width > 1 else []
+        self.host_inputs.open()[names.OUTPUT_ROWS][:] = np.arange(width)
+        runs = [
+            self.host_inputs.send,
+            self._bind(names.STEP_PREPARE_TREE),
+            self._bind(names.VERIFIER),
+            self._bind_accepting({}),
+        ]
+        after = [self._bind(names.STEP_COMPACT_KV)] if width > 1 else []
         if collect is not None:
-            after.append(collect(self.features, self._buffers[names.PATH], self._buffers[names.WAITING_ROWS]))
-        chain, fetch = room.device.chain, self._verdict.fetch
+            after.append(collect(self.features, self._buffers[names.PATH], self._buffers[names.PENDING_OFFSET]))
+        chain, fetch = buffers.device.chain, self._accept_output.fetch
         self.verify = chain([*runs, fetch])
         self.step = chain([*runs, fetch, *after])
         self._settle = chain(after)
 
     def fill(
-        self, past_len: Sequence[int], trees: Sequence[DraftTree], nodes: Sequence[int], waiting: Sequence[int]
+        self, cache_len: Sequence[int], trees: Sequence[DraftTree], nodes: Sequence[int], pending: Sequence[int]
     ) -> None:
         """What the next run is over: rows of the sequences, their trees of so many nodes, feature rows that wait."""
-        values = self.inbox.open()
-        values[names.LIVE][0] = max(past_len) + self.width
-        lengths, counts, unread = values[names.PAST_LEN], values[names.NODES], values[names.ON_DEVICE]
+        values = self.host_inputs.open()
+        values[names.KV_LEN][0] = max(cache_len) + self.width
+        lengths, counts, on_device = values[names.CACHE_LEN], values[names.NODES], values[names.ON_DEVICE]
         for slot, tree in enumerate(trees):  # one by one, which is faster than from a list for the few that there are
-            lengths[slot] = past_len[slot]
+            lengths[slot] = cache_len[slot]
             counts[slot] = nodes[slot]
-            unread[slot] = tree.unread
-            if not tree.unread:
+            on_device[slot] = tree.on_device
+            if not tree.on_device:
                 place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])
-        for slot, rows in enumerate(waiting):
-            values[names.WAITING_ROWS][slot] = rows
+        for slot, rows in enumerate(pending):
+            values[names.PENDING_OFFSET][slot] = rows
 
     def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the rows of these paths, which the host chose, in place of the verdict's."""
+        """Keep the rows of these paths, which the host chose, in place of accept_output's."""
         rows = np.tile(np.arange(self.width), (len(paths), 1))
         for row, path in zip(rows, paths, strict=True):
             row[1 : 1 + len(path)] = path
@@ -158,41 +167,41 @@ def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
     parents[count:] = 0
 
 
-class ChunkFrame(Frame):
+class BoundPrefill(BoundStep):
     """A chunk of a prompt in slot 0, whose last token's logits are wanted."""
 
-    def __init__(self, room: Room, width: int, collect: Collect | None) -> None:
+    def __init__(self, buffers: StepBuffers, width: int, collect: Collect | None) -> None:
         chunk = (1, width)
-        super().__init__(room, 1, width, 1, {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}, {})
-        device = room.device
+        super().__init__(buffers, 1, width, 1, {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}, {})
+        device = buffers.device
         verifier = self._bind(names.VERIFIER)
         self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
-        runs = [self.inbox.send, verifier, self._bind_accepting(self._root())]
+        runs = [self.host_inputs.send, verifier, self._bind_accepting(self._root())]
         if collect is not None:
             path = device.empty("int64", 1, width)
             path.write(np.arange(width)[None])
-            runs.append(collect(self.features, path, self._buffers[names.WAITING_ROWS]))
-        self.step = device.chain([*runs, self._verdict.fetch])
+            runs.append(collect(self.features, path, self._buffers[names.PENDING_OFFSET]))
+        self.step = device.chain([*runs, self._accept_output.fetch])
 
-    def fill(self, tokens: IntArray, start: int, waiting: Sequence[int]) -> None:
+    def fill(self, tokens: IntArray, start: int, pending: Sequence[int]) -> None:
         """What the next run is over: tokens from position `start` on; padding continues the chain."""
-        values, count = self.inbox.open(), len(tokens)
+        values, count = self.host_inputs.open(), len(tokens)
         values[names.TOKEN_IDS][0, :count] = tokens
         values[names.TOKEN_IDS][0, count:] = 0
         values[names.POSITIONS][0] = np.arange(start, start + self.width)
-        values[names.PAST_LEN][0] = start
-        values[names.LIVE][0] = start + self.width
+        values[names.CACHE_LEN][0] = start
+        values[names.KV_LEN][0] = start + self.width
         values[names.OUTPUT_ROWS][0, 0] = count - 1
-        if waiting:
-            values[names.WAITING_ROWS][:] = waiting
+        if pending:
+            values[names.PENDING_OFFSET][:] = pending
 
     def _root(self) -> dict[str, Buffer]:
         """What the accepting graph is given: a tree of the root alone, whose token does not matter."""
-        empty = self._room.device.empty
+        empty = self._shared.device.empty
         root: dict[str, Buffer] = {
             names.TOKEN_IDS: empty("int64", 1, 1), names.PARENTS: empty("int64", 1, 1),
             names.TREE_MASK: empty("bool", 1, 1, 1), names.NODES: empty("int64", 1), names.PATH: empty("int64", 1, 1),
-            names.VERDICT: empty("int64", 1, 3),
+            names.ACCEPT_OUTPUT: empty("int64", 1, 3),
         }  # fmt: skip
         root[names.PARENTS].write(np.array([[-1]]))
         root[names.TREE_MASK].write(np.array([[[True]]]))
@@ -204,16 +213,16 @@ class SlotMove:
     """Copies what is kept for a sequence from one slot to another."""
 
     def __init__(self, device: Device, program: str, state: Mapping[str, Buffer]) -> None:
-        self._inbox = device.inbox(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
+        self._host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
         updated = {names.present(name): buffer for name, buffer in state.items()}
-        self._run = device.program(program).bind({**self._inbox.buffers, **state, **updated})
+        self._run = device.program(program).bind({**self._host_inputs.buffers, **state, **updated})
 
     def __call__(self, source: int, target: int) -> None:
         """Copy slot `source` to slot `target`."""
-        values = self._inbox.open()
+        values = self._host_inputs.open()
         values[names.SOURCE_SLOT][0] = source
         values[names.TARGET_SLOT][0] = target
-        self._inbox.send()
+        self._host_inputs.send()
         self._run()
 
 
