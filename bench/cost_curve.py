@@ -23,8 +23,8 @@ from redraft.bench.environment import environment
 from redraft.bench.scoring import fill_chain
 from redraft.bench.sessions import open_session, zeros
 from redraft.bench.timing import interleaved, medians
-from redraft.engines import Bundle, open_bundle, open_engine
-from redraft.engines.base import Engine
+from redraft.engines import Bundle, open_bundle, open_calls
+from redraft.engines.calls import Calls
 from redraft.engines.onnxruntime_backend import bound_call
 
 KV_ROWS = 200
@@ -33,7 +33,7 @@ SMALL_CAPACITY, LARGE_CAPACITY = 256, 4096
 CAPACITY_TOKENS = (1, 8)
 DEFAULT_SIZES = (1, 2, 4, 8, 12, 16)
 
-Calls = dict[int, Callable[[], None]]
+Runs = dict[int, Callable[[], None]]
 
 
 def main() -> dict[str, Any]:
@@ -82,12 +82,12 @@ def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, f
 
 def bundle_calls(
     bundle: Bundle, name: str, arguments: argparse.Namespace, capacity: int, counts: tuple[int, ...] | None = None
-) -> Calls:
+) -> Runs:
     """A call a size of the bundle's graph, every row's logits wanted, over buffers of `capacity` rows."""
-    engine = open_engine(bundle, name, arguments.threads)
+    engine = open_calls(bundle, name, arguments.threads)
     _bind_caches(engine, bundle.manifest.shape, capacity)
     batch = {"B": 1} if name in (names.VERIFIER, names.VERIFIER_BATCH) else {}
-    calls: Calls = {}
+    calls: Runs = {}
     for n in counts or arguments.sizes:
         call = engine.prepare(**batch, T=n, R=n)
         fill_chain(call, np.ones(n, np.int64), KV_ROWS)
@@ -95,7 +95,7 @@ def bundle_calls(
     return calls
 
 
-def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
+def naive_calls(arguments: argparse.Namespace, folder: Path) -> Runs:
     """A call a size of the naive graph of the checkpoint, exported to `folder` unless it is there."""
     graph = folder / "naive.onnx"
     if not graph.exists():
@@ -107,7 +107,7 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
     outputs = session.get_outputs()
     caches = {spec.name: zeros(*spec.shape) for spec in session.get_inputs()[4:]}
     updated = dict(zip((spec.name for spec in outputs[2:]), caches.values(), strict=True))
-    calls: Calls = {}
+    calls: Runs = {}
     for n in arguments.sizes:
         mask = np.zeros((1, 1, n, CAPACITY), bool)
         mask[0, 0, :, : KV_ROWS + n] = np.tri(n, KV_ROWS + n, KV_ROWS, dtype=bool)
@@ -122,13 +122,13 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Calls:
     return calls
 
 
-def products_calls(bundle: Bundle, graph: Path, arguments: argparse.Namespace) -> Calls:
+def products_calls(bundle: Bundle, graph: Path, arguments: argparse.Namespace) -> Runs:
     """A call a size of the matrix products of the verifier, written to `graph`."""
     from redraft.bench.products import write_products
 
     write_products(bundle.path / bundle.graph(verifier_graphs(bundle)[0]).file, graph)
     session = open_session(graph, arguments.threads)
-    calls: Calls = {}
+    calls: Runs = {}
     for n in arguments.sizes:
         inputs, outputs = (
             {spec.name: zeros(n, spec.shape[1]) for spec in specs}
@@ -138,7 +138,7 @@ def products_calls(bundle: Bundle, graph: Path, arguments: argparse.Namespace) -
     return calls
 
 
-def _bind_caches(engine: Engine, shape: signatures.VerifierShape, capacity: int) -> None:
+def _bind_caches(engine: Calls, shape: signatures.VerifierShape, capacity: int) -> None:
     for layer in range(shape.layers):
         for cache in (names.key_cache(layer), names.value_cache(layer)):
             engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))

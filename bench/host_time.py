@@ -35,11 +35,11 @@ from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.device_verifier import DeviceVerifier
-from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
+from redraft.runtime.drafters import Drafter, load_drafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tokenizer import Tokenizer
+from redraft.runtime.verifier import Verifier, open_verifier
 from redraft.types import NO_SPECULATION, Budget, Costs
 
 CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
@@ -94,7 +94,7 @@ def measure(
     script = Script()
     device, cuda = idle_device(bundle, folder, script)
     manifest = bundle.manifest
-    verifier = DeviceVerifier(device, manifest.shape, manifest.max_model_len, 1, manifest.hidden_states)
+    verifier = open_verifier(bundle, device)
     cycle = _cycle(cuda, verifier, bundle, method, size)
     gc.collect()
     gc.freeze()  # as the commands do once a bundle is open
@@ -120,11 +120,11 @@ def measure(
     }
 
 
-def _cycle(cuda: IdleCuda, verifier: DeviceVerifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
+def _cycle(cuda: IdleCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
     """As `Runtime` puts it together, but that nothing was measured."""
 
     def drafter_of(name: str) -> Drafter:
-        return load_drafter(name, verifier, bundle.manifest.drafters.get(name), OpenEngine(bundle))
+        return load_drafter(name, verifier, bundle.manifest.drafters.get(name), bundle)
 
     drafter = drafter_of(method)
     lookup = drafter_of("ngram") if drafter.beside_lookup and size is None else None

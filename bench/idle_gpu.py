@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from redraft import names
-from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.cuda import Cuda
+from redraft.engines.device import Array
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt_device import TensorRtDevice
 

@@ -35,7 +35,6 @@ from redraft.engines import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import bound_call
 from redraft.errors import BundleError
 from redraft.runtime import Runtime
-from redraft.runtime.drafters import OpenEngine
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
 from redraft.signatures import LyannaShape
@@ -54,7 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     logits = logits_times(bundle, shape, options.threads)
     with Runtime.open(options.engines, threads=options.threads) as runtime:
         note("calls in turn")
-        turns = turns_with(runtime.verifier, bundle, options.threads, options.turns)
+        turns = turns_with(runtime.verifier, bundle, options.turns)
         note("parts of a draft")
         parts = cut_times(runtime.verifier, bundle, shape, options.threads, options.turns)
         note("profile of a draft")
@@ -90,9 +89,9 @@ def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, 
     return found
 
 
-def turns_with(verifier: Verifier, bundle: Bundle, threads: int, turns: int) -> dict[str, Times]:
+def turns_with(verifier: Verifier, bundle: Bundle, turns: int) -> dict[str, Times]:
     """A verification of one row, one of eight, a draft and a resampling, in turn, as in decoding."""
-    drafter = LyannaDrafter.create(verifier, {}, OpenEngine(bundle, threads))
+    drafter = LyannaDrafter.create(verifier, {}, bundle)
     taken: dict[str, list[float]] = {name: [] for name in (*(f"t({n})" for n in VERIFIED), "draft", "resample")}
     for turn in range(WARM_UP + turns):
         for n in VERIFIED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from redraft import names, signatures
 from redraft.bench.lyanna_head import find_head, needed
 from redraft.bench.sessions import zeros
 from redraft.engines import Bundle
-from redraft.engines.base import Call
+from redraft.engines.calls import Call, Calls
 from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, session_options
+from redraft.engines.onnxruntime_backend import session_options
+from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.names import TensorSpec
-from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
 from redraft.signatures import LyannaShape
 
@@ -58,7 +59,9 @@ def cut_calls(bundle: Bundle, shape: LyannaShape, threads: int, capacity: int) -
     calls = {}
     for part, (model, outputs) in cuts(bundle.path / record.file, record, shape).items():
         session = _session(model.SerializeToString(), threads, {_WEIGHTS_FOLDER: str(bundle.path)})
-        calls[part] = _prepared(OnnxRuntimeEngine(session, record.inputs, outputs), bundle, shape, capacity).run
+        calls[part] = _prepared(
+            Calls(OnnxRuntimeProgram(session, replace(record, outputs=outputs))), bundle, shape, capacity
+        ).run
     return calls
 
 
@@ -90,12 +93,11 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "draft")
         session = _session(str(bundle.path / record.file), threads, profile=prefix)
-        tables = {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
-        engine = OnnxRuntimeEngine(session, record.inputs, record.outputs)
-        drafter = LyannaDrafter(verifier, shape, engine, None, tables)
+        program = OnnxRuntimeProgram(session, record)
+        call = _prepared(Calls(program), bundle, shape, verifier.max_model_len + shape.steps)
         for _ in range(WARM_UP + turns):
             verifier.measure_ms(1, VERIFIED[-1], KV_LEN)
-            drafter.measure_ms(PENDING_COUNT_ROWS, KV_LEN)
+            call.run()
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     runs = split_runs(events, graph)[-turns:]
     return {name: times([run[name] for run in runs]) for name in (*PARTS, "rest", "call")}
@@ -139,7 +141,7 @@ def _session(
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _prepared(engine: OnnxRuntimeEngine, bundle: Bundle, shape: LyannaShape, capacity: int) -> Call:
+def _prepared(engine: Calls, bundle: Bundle, shape: LyannaShape, capacity: int) -> Call:
     """A call of PENDING_ROWS rows after LIVE ones."""
     for cache in (names.key_cache(0), names.value_cache(0)):
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -31,7 +32,6 @@ from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.runtime import Runtime
-from redraft.runtime.drafters import OpenEngine
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.signatures import LyannaShape
 from redraft.train.acceptance import WIDTH, acceptance_of
@@ -113,11 +113,13 @@ def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dic
     """Milliseconds of a draft and of a resampling, forms taking turns, each after a verification."""
     note("timing")
     taken: dict[Form, list[tuple[float, float]]] = {form: [] for form in bundles}
-    with Runtime.open(next(iter(bundles.values())).path, threads=threads) as runtime:
-        verifier = runtime.verifier
-        drafters = {
-            form: LyannaDrafter.create(verifier, {}, OpenEngine(bundle, threads)) for form, bundle in bundles.items()
+    with ExitStack() as stack:
+        verifiers = {
+            form: stack.enter_context(Runtime.open(bundle.path, threads=threads)).verifier
+            for form, bundle in bundles.items()
         }
+        verifier = next(iter(verifiers.values()))
+        drafters = {form: LyannaDrafter.create(verifiers[form], {}, bundle) for form, bundle in bundles.items()}
         for turn in range(WARM_UP + turns):
             for form in list(drafters)[:: -1 if turn % 2 else 1]:
                 verifier.measure_ms(1, VERIFIED[-1], KV_LEN)

@@ -24,13 +24,13 @@ from redraft.bench.environment import usable_threads
 from redraft.bench.timing import SETTLE_SECONDS
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Buffer, Device, byte_size
+from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime
-from redraft.runtime.drafters import OpenEngine, load_drafter
+from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.host_verifier import open_host_verifier
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.verifier import Verifier, open_verifier
 
 TREE_NODES = 8
 """Nodes of the tree beside the single token, root included."""
@@ -199,8 +199,7 @@ def measure(
         return _timed(bundle, "host", count, kv_len, _on_host(bundle, count, nodes, kv_len), Stream(count))
     with Runtime.open(path, threads, verify=False, device=device) as runtime:
         verifier = runtime.verifier
-        assert verifier.device is not None
-        calls = _on_device(bundle, verifier, threads, min(nodes, verifier.largest_tree), kv_len)
+        calls = _on_device(bundle, verifier, min(nodes, verifier.largest_tree), kv_len)
         name = verifier.device.name
         return _timed(bundle, name, None if name == "cuda" else count, kv_len, calls, DeviceStream(verifier.device))
 
@@ -231,23 +230,22 @@ def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[
     manifest = bundle.manifest
     for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
-            verifier = open_host_verifier(bundle, graph, manifest.max_model_len, 1, threads)
+            device = HostDevice(bundle, threads, step_graphs=False, max_num_seqs=1, verifier_graph=graph)
+            verifier = open_verifier(bundle, device)
             for tokens in (1, nodes):
                 yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
     if manifest.lyanna is not None:
         single = names.LYANNA_DRAFT_SINGLE in manifest.graphs
         draft = names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT
-        yield from _drafting(
-            load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads)), bundle, draft, kv_len
-        )
+        yield from _drafting(load_drafter(names.LYANNA, verifier, {}, bundle), bundle, draft, kv_len)
 
 
-def _on_device(bundle: Bundle, verifier: Verifier, threads: int | None, nodes: int, kv_len: int) -> Iterator[Timed]:
+def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> Iterator[Timed]:
     """Calls of the programs over a device's buffers, of which no graph is lowered for one sequence."""
     for tokens in (1, nodes):
         yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
     if bundle.manifest.lyanna is not None:
-        drafter = load_drafter(names.LYANNA, verifier, {}, OpenEngine(bundle, threads))
+        drafter = load_drafter(names.LYANNA, verifier, {}, bundle)
         yield from _drafting(drafter, bundle, names.LYANNA_DRAFT, kv_len)
 
 

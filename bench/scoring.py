@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from redraft import names
-from redraft.engines import Bundle, open_engine
-from redraft.engines.base import Call
+from redraft.engines import Bundle, open_calls
+from redraft.engines.calls import Call
 from redraft.types import FloatArray, IntArray
 
 CHUNK_TOKENS = 64
@@ -20,7 +20,7 @@ class Scorer:
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         shape = bundle.manifest.shape
         self.max_model_len = bundle.manifest.max_model_len
-        self._engine = open_engine(bundle, names.VERIFIER, threads)
+        self._engine = open_calls(bundle, names.VERIFIER, threads)
         for layer in range(shape.layers):
             for cache in (names.key_cache(layer), names.value_cache(layer)):
                 buffer = np.zeros((1, shape.kv_heads, self.max_model_len, shape.head_dim), np.float32)

@@ -143,7 +143,7 @@ def figures(
 
 def _device(runtime: Runtime) -> str:
     """Where a step stays; `host` where the runtime computes between engine calls."""
-    return runtime.verifier.device.name if runtime.verifier.device else "host"
+    return runtime.verifier.device.name
 
 
 def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:

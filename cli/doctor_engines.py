@@ -11,7 +11,6 @@ from redraft.cli.doctor import Finding
 from redraft.runtime import Runtime
 from redraft.runtime.cost import SIZES, CostCurve
 from redraft.runtime.exactness import measure_exactness
-from redraft.runtime.host_verifier import HostVerifier
 
 CostsMs = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Milliseconds by `measured` or `believed`, sequences, and nodes of a tree."""
@@ -48,7 +47,7 @@ def examine_engines(engines: Path, max_num_seqs: int) -> BundleFindings:
 
 def _exactness(runtime: Runtime) -> Finding:
     verifier = runtime.verifier
-    if not isinstance(verifier, HostVerifier):
+    if not runtime.exact:
         return Finding("exact texts", "absent", "not compared on a GPU")
     verifier.take_branches()
     found = measure_exactness(verifier)

@@ -191,12 +191,11 @@ def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None 
     params = SamplingParams(max_tokens=asked.max_new_tokens)
     ids, size = encode(runtime, asked.text, chat=False), parse_budget(asked.budget)
     ranges, device = runtime.verifier.ranges, runtime.verifier.device
-    for _ in range(WARM_UPS_ON_DEVICE if device else 1):
+    for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
         runtime.generate([ids], params, asked.method, size)
     with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
         found = runtime.generate([ids], params, asked.method, size)[0]
-    where = device.name if device else "host"
-    return Decoded(found, asked.method or runtime.default_method, where, runtime.caveats)
+    return Decoded(found, asked.method or runtime.default_method, device.name, runtime.caveats)
 
 
 def compare_with_memory(asked: Asked) -> Roofline:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from redraft.config import Precision
-from redraft.engines import Bundle
+from redraft.engines import Bundle, open_host
 from redraft.errors import UnsupportedModelError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.host_verifier import open_host_verifier
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
+from redraft.runtime.verifier import open_verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
 TEXT_TOKENS, NEW_TOKENS = 152, 24
@@ -127,7 +127,7 @@ def check_bundle(
     """
     tokens = accepted = 0
     largest = 0.0
-    for graph, batch in {bundle.host_graph(batch): batch for batch in (1, 2)}.items():
+    for graph, batch in {bundle.host_graph(batch == 1): batch for batch in (1, 2)}.items():
         samplers = _run(bundle, graph, texts[:batch])
         for number, sampler in enumerate(samplers):
             difference = _compare(graph, sampler, expected[number], precision)
@@ -146,7 +146,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
         for text, sampler in zip(texts, samplers, strict=True)
     ]
     rows = min(manifest.max_model_len, TEXT_TOKENS + TREES.nodes + 1)
-    verifier = open_host_verifier(bundle, graph, rows, len(texts))
+    verifier = open_verifier(bundle, open_host(bundle, max_num_seqs=len(texts)), len(texts), rows)
     verifier.take_branches()
     for _ in scheduler.run(Cycle(verifier, KnownDrafter(verifier), FixedBudget(TREES)), requests):
         pass

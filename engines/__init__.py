@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from redraft import names
-from redraft.engines.base import Engine
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
+from redraft.engines.calls import Calls
 from redraft.engines.device import Device
+from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
 
-__all__ = ["DEVICES", "Bundle", "BundleWriter", "open_bundle", "open_device", "open_engine"]
-
-
-def open_engine(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None) -> Engine:
-    """Load a graph of the bundle on the bundle's own backend. Raises BundleError."""
-    from redraft.engines import onnxruntime_backend
-
-    return onnxruntime_backend.open_engine(bundle, graph, threads)
-
+__all__ = ["DEVICES", "Bundle", "BundleWriter", "open_bundle", "open_calls", "open_device", "open_host"]
 
 DEVICES = ("cpu", "cuda")
 
 
-def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
-    """The device `name` with the bundle's graphs as programs over its buffers: TensorRT's where it has engines.
+def open_calls(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None) -> Calls:
+    """Load a graph of the bundle on the host, to be called over arrays. Raises BundleError."""
+    from redraft.engines.onnxruntime_device import load_program
 
-    Raises UsageError for another name, BundleError and BackendError where what runs them is not here.
+    return Calls(load_program(bundle, graph, threads))
+
+
+def open_host(bundle: Bundle, threads: int | None = None, max_num_seqs: int = 1, exact: bool = True) -> HostDevice:
+    """The host, which does a step's work between engine calls itself."""
+    return HostDevice(bundle, threads, step_graphs=False, max_num_seqs=max_num_seqs, exact=exact)
+
+
+def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
+    """The device `name`, which keeps a whole step: TensorRT's if the bundle has engines, otherwise ONNX Runtime's.
+
+    `cpu` runs the graphs of a GPU on the host, for tests and comparisons.
+    Raises UsageError for another name, BundleError and BackendError if what runs them is not here.
     """
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(DEVICES)}")
-    if name == "cuda" and bundle.manifest.backend == "tensorrt":
+    if name == "cpu":
+        return HostDevice(bundle, threads)
+    if bundle.manifest.backend == "tensorrt":
         from redraft.engines import tensorrt_device
 
         return tensorrt_device.open_tensorrt_device(bundle)
     from redraft.engines import onnxruntime_device
 
-    return onnxruntime_device.open_onnxruntime_device(bundle, name, threads)
+    return onnxruntime_device.open_onnxruntime_cuda(bundle, threads)

@@ -41,10 +41,13 @@ class Bundle:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
         return record
 
-    def host_graph(self, max_num_seqs: int, exact: bool = True) -> str:
-        """The verifier's graph that the CPU runs for up to so many sequences at once. One for chains has no mask."""
-        single = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
-        wanted = (*((single,) if max_num_seqs == 1 else ()), names.VERIFIER_BATCH)
+    def host_graph(self, single: bool, exact: bool = True) -> str:
+        """The verifier's graph that the CPU runs, for one sequence at once or for any number.
+
+        One for chains alone has no mask.
+        """
+        one = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
+        wanted = (*((one,) if single else ()), names.VERIFIER_BATCH)
         return next((name for name in wanted if name in self.manifest.graphs), names.VERIFIER)
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:

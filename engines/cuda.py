@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.engines.base import Array
+from redraft.engines.device import Array
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
 

@@ -15,11 +15,11 @@ from typing import Self
 import numpy as np
 
 from redraft import names
-from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact, CompactProgram, can_compact
 from redraft.engines.cuda import Cuda, Event, Graph
 from redraft.engines.device import (
+    Array,
     Buffer,
     Program,
     Run,
@@ -49,6 +49,8 @@ class CudaDevice(ABC):
 
     name = "cuda"
     asynchronous = True
+    step_graphs = True
+    block_rows = None
 
     def __init__(self, bundle: Bundle, cuda: Cuda, kernels: Compact | None) -> None:
         self.cuda = cuda
@@ -94,7 +96,7 @@ class CudaDevice(ABC):
         size = copied_bytes(target, source)
         return Copy(self.cuda, target.address, source.address, size, "cudaMemcpyDeviceToDevice", (target, source))
 
-    def program(self, graph: str) -> Program:
+    def program(self, graph: str, short: bool = False) -> Program:
         """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""
         if graph not in self._programs:
             record = self._bundle.graph(graph)

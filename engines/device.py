@@ -1,6 +1,6 @@
 """Graphs over buffers of one memory, a device's or the host's: what a step needs that must not come back in between.
 
-Where `redraft.engines.base` has arrays that the host reads and writes, here every tensor is a `Buffer`, each input and
+Every tensor is a `Buffer`, each input and
 output is bound by name, and one program's output is the next one's input without a copy. The backends are ONNX Runtime
 (CPU and CUDA) and TensorRT; the runtime's device path is the same over all of them.
 """
@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from redraft.engines.base import Array
 from redraft.names import Dim, Dtype, TensorSpec
 
+Array = NDArray[Any]
 Run = Callable[[], None]
 """Work put in order behind what was put before; it may still be under way when the function returns."""
 
@@ -37,7 +38,7 @@ class Buffer(Protocol):
 
     @property
     def host(self) -> Array | None:
-        """Where the host keeps what it sends here, for programs that read sizes on the host; None outside an inbox."""
+        """Where the host reads and writes it: all of it on the host, on a GPU what the host sends, otherwise None."""
 
     def write(self, values: Array) -> None:
         """Copy from the host, behind all work put in order so far. The array may be reused at once."""
@@ -136,8 +137,19 @@ class Device(Protocol):
     def copy(self, target: Buffer, source: Buffer) -> Run:
         """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
 
-    def program(self, graph: str) -> Program:
-        """Load a graph of the bundle. Raises BundleError, and BackendError where it does not fit or run here."""
+    @property
+    def step_graphs(self) -> bool:
+        """True if the graphs of a step run here. Otherwise the host does their work, over the arrays of its buffers."""
+
+    @property
+    def block_rows(self) -> int | None:
+        """A tree that branches must not cross a multiple of this row, or its bits are not those of a chain."""
+
+    def program(self, graph: str, short: bool = False) -> Program:
+        """Load a graph of the bundle. `short` graphs take less time than several threads need to share them.
+
+        Raises BundleError, and BackendError where it does not fit or run here.
+        """
 
     def chain(self, runs: Sequence[Run]) -> Work:
         """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""

@@ -14,8 +14,8 @@ import numpy as np
 import onnxruntime as ort
 
 from redraft import names
-from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
+from redraft.engines.device import Array
 from redraft.engines.host_memory import check_host_memory
 from redraft.engines.huge_pages import huge_pages
 from redraft.errors import BackendError, BundleError
@@ -45,18 +45,6 @@ _PROBE = (
 )
 """An ONNX model whose only node is Identity, of a float32 scalar."""
 _LOG = logging.getLogger("redraft.onnxruntime")
-
-
-def open_engine(
-    bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None, log: str = "error"
-) -> OnnxRuntimeEngine:
-    """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
-
-    Raises BundleError where the graph is absent, does not load, or has another signature than the manifest says, and
-    where this ONNX Runtime is older than the one the bundle was built with.
-    """
-    record = bundle.graph(graph)
-    return OnnxRuntimeEngine(load_session(bundle, graph, threads, log=log), record.inputs, record.outputs)
 
 
 def load_session(
@@ -156,83 +144,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:_MESSAGE_CHARACTERS]
 
 
-class OnnxRuntimeEngine:
-    """A loaded graph; see `redraft.engines.base.Engine`. Not for several threads at once."""
-
-    def __init__(
-        self, session: ort.InferenceSession, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
-    ) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self._session = session
-        self._buffers: dict[str, Array] = {}
-        self._calls: dict[tuple[tuple[str, int], ...], OnnxRuntimeCall] = {}
-        self._updated = {spec.in_place_of for spec in outputs if spec.in_place_of}
-        self._bindable = {spec.name: spec for spec in (*inputs, *outputs) if spec.in_place_of is None}
-
-    def bind(self, name: str, buffer: Array) -> None:
-        """Bind a persistent array; see `Engine.bind`."""
-        spec = self._bindable.get(name)
-        if spec is None:
-            raise ValueError(f"no input or output {name!r} to bind; there are {', '.join(self._bindable)}")
-        if buffer.dtype != _NUMPY[spec.dtype] or not buffer.flags.c_contiguous:
-            raise ValueError(f"{name}: expected a C-contiguous {spec.dtype} array, found {buffer.dtype}")
-        if not _fits(spec, buffer.shape):
-            raise ValueError(f"{name}: expected shape {spec.shape}, found {buffer.shape}")
-        self._buffers[name] = buffer
-        self._calls.clear()
-
-    def prepare(self, **sizes: int) -> OnnxRuntimeCall:
-        """The call for these sizes; see `Engine.prepare`."""
-        key = tuple(sorted(sizes.items()))
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = self._make_call(sizes)
-        return call
-
-    def _make_call(self, sizes: Mapping[str, int]) -> OnnxRuntimeCall:
-        if unbound := sorted(self._updated - set(self._buffers)):
-            raise ValueError(f"bind {', '.join(unbound)} first")
-        free = [spec for spec in self.inputs if spec.name not in self._buffers]
-        fresh = [spec for spec in self.outputs if spec.in_place_of is None and spec.name not in self._buffers]
-        symbols = {dim for spec in (*free, *fresh) for dim in spec.shape if isinstance(dim, str)}
-        if symbols != set(sizes):
-            raise ValueError(
-                f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
-            )
-        inputs, outputs = ({spec.name: _array(spec, sizes) for spec in specs} for specs in (free, fresh))
-        buffers = {name: self._part(name, sizes) for name in self._buffers}
-        read = {spec.name: buffers[spec.name] for spec in self.inputs if spec.name in buffers}
-        written = {spec.name: buffers[spec.name] for spec in self.outputs if spec.name in buffers}
-        updated = {spec.name: buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
-        return OnnxRuntimeCall(self._session, inputs, outputs, {**inputs, **read}, {**outputs, **written, **updated})
-
-    def _part(self, name: str, sizes: Mapping[str, int]) -> Array:
-        """The leading part of a bound buffer that a call over fewer sequences than it holds uses."""
-        buffer = self._buffers[name]
-        leading = self._bindable[name].shape[0]
-        wanted = sizes.get(leading, len(buffer)) if isinstance(leading, str) else len(buffer)
-        if wanted > len(buffer):
-            raise ValueError(f"{name}: {leading}={wanted} is more than the {len(buffer)} that the bound buffer holds")
-        return buffer[:wanted]
-
-
-class OnnxRuntimeCall:
-    """One shape of a graph, with its arrays; see `redraft.engines.base.Call`."""
-
-    def __init__(
-        self,
-        session: ort.InferenceSession,
-        inputs: Mapping[str, Array],
-        outputs: Mapping[str, Array],
-        bound_inputs: Mapping[str, Array],
-        bound_outputs: Mapping[str, Array],
-    ) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self.run = bound_call(session, bound_inputs, bound_outputs)
-
-
 def bound_call(
     session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> Callable[[], None]:
@@ -297,19 +208,3 @@ def _same_shape(found: list[int | str | None], expected: tuple[names.Dim, ...]) 
     return len(found) == len(expected) and all(
         not isinstance(a, int) or a == b for a, b in zip(found, expected, strict=True)
     )
-
-
-def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
-    return len(shape) == len(spec.shape) and all(
-        isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True)
-    )
-
-
-def _array(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
-    """A zeroed array of the tensor's shape, aligned to a cache line."""
-    shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
-    dtype = np.dtype(_NUMPY[spec.dtype])
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size].view(dtype).reshape(shape)

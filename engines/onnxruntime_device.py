@@ -1,7 +1,6 @@
-"""Programs on ONNX Runtime over buffers of one device: `cpu`, or `cuda` with the build for it.
+"""Programs on ONNX Runtime over buffers of the host, or of a GPU with the build for it.
 
-Every tensor is bound by its address, so that nothing is copied between programs. On the CPU the device's code runs over
-host memory, which is how it is tested; the logits never leave a GPU.
+Every tensor is bound by its address, so that nothing is copied between programs.
 
 On CUDA the sessions work on our stream and do not wait for their end, so that our copies and kernels come in order
 between theirs. An input that a session reads on the host is bound where the host keeps it (`Buffer.host`): bound on the
@@ -10,38 +9,24 @@ GPU, it would be copied once, when it is bound.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
 from redraft import names
-from redraft.engines.base import Array
 from redraft.engines.bundle import Bundle
-from redraft.engines.compaction import Compact, CompactProgram, can_compact
+from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda, open_cuda
 from redraft.engines.cuda_device import CudaDevice
-from redraft.engines.device import (
-    Buffer,
-    Program,
-    Run,
-    check_bindings,
-    check_part,
-    check_values,
-    copied_bytes,
-    numpy_type,
-)
+from redraft.engines.device import Buffer, Program, Run, check_bindings
 from redraft.engines.host_memory import graph_bytes
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import CPU, CUDA, check_available, load_session
 from redraft.errors import BackendError
-from redraft.names import Dtype, TensorSpec
+from redraft.names import TensorSpec
 from redraft.plugins.library import find_kernels
 
 NO_WAITING = "disable_synchronize_execution_providers"
@@ -56,150 +41,20 @@ _SIZES = frozenset({
 """What ONNX Runtime computes on the host on purpose, where it makes the sizes of tensors."""
 
 
-def open_onnxruntime_device(bundle: Bundle, name: str, threads: int | None = None) -> HostDevice | OnnxRuntimeCuda:
-    """The device `name`. Raises BackendError where this ONNX Runtime has no such device, or the GPU does not work."""
-    if name == HostDevice.name:
-        return HostDevice(bundle, threads)
+def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeCuda:
+    """The GPU. Raises BackendError if this ONNX Runtime has no CUDA, and if the GPU does not work."""
     check_available(CUDA)
     return OnnxRuntimeCuda(bundle, open_cuda(), find_kernels(), threads)
 
 
-class HostDevice:
-    """The host as a device, see `redraft.engines.device.Device`: work is done when its call returns.
+def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: str = "error") -> OnnxRuntimeProgram:
+    """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
 
-    kernels: ours for the CPU, which are for tests; None leaves everything to graphs.
+    Raises BundleError if the graph is absent, does not load, or has another signature than the manifest says, and
+    if this ONNX Runtime is older than the one the bundle was built with.
     """
-
-    name = "cpu"
-    asynchronous = False
-
-    def __init__(self, bundle: Bundle, threads: int | None = None, kernels: Compact | None = None) -> None:
-        self._bundle = bundle
-        self._threads = threads
-        self._kernels = kernels
-
-    def empty(self, dtype: Dtype, *shape: int) -> HostBuffer:
-        """See `Device.empty`."""
-        return HostBuffer(dtype, shape, np.zeros(shape, numpy_type(dtype)))
-
-    def host_inputs(self, **shapes: tuple[int, ...]) -> ArrayInputs:
-        """See `Device.host_inputs`."""
-        return ArrayInputs({name: self.empty("int64", *shape) for name, shape in shapes.items()})
-
-    def host_outputs(self, buffer: Buffer) -> ArrayOutputs:
-        """See `Device.host_outputs`."""
-        assert buffer.host is not None
-        return ArrayOutputs(buffer.host)
-
-    def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """See `Device.expect`: of the host's memory, a part of which may be swapped, nobody knows what is free."""
-
-    def copy(self, target: Buffer, source: Buffer) -> Run:
-        """See `Device.copy`."""
-        size = copied_bytes(target, source)
-
-        def run() -> None:
-            ctypes.memmove(target.address, source.address, size)
-
-        return run
-
-    def program(self, graph: str) -> Program:
-        """See `Device.program`. Raises BundleError."""
-        if graph == names.VERIFIER:
-            graph = self._bundle.host_graph(max_num_seqs=0)
-        record = self._bundle.graph(graph)
-        if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
-            return CompactProgram(record, self, self._kernels)
-        session = load_session(self._bundle, graph, self._threads, (CPU, {}))
-        return OnnxRuntimeProgram(session, record)
-
-    def chain(self, runs: Sequence[Run]) -> InOrder:
-        """See `Device.chain`: one after the other."""
-        return InOrder(tuple(runs))
-
-    def wait(self) -> None:
-        """See `Device.wait`."""
-
-    def close(self) -> None:
-        """See `Device.close`; nothing is kept here."""
-
-
-@dataclass(frozen=True, eq=False)
-class HostBuffer:
-    """See `redraft.engines.device.Buffer`."""
-
-    dtype: Dtype
-    shape: tuple[int, ...]
-    values: Array
-
-    @property
-    def address(self) -> int:
-        """See `Buffer.address`."""
-        return int(self.values.ctypes.data)
-
-    @property
-    def host(self) -> Array:
-        """See `Buffer.host`."""
-        return self.values
-
-    def write(self, values: Array) -> None:
-        """See `Buffer.write`."""
-        check_values(self, values)
-        self.values[...] = values
-
-    def read(self) -> Array:
-        """See `Buffer.read`."""
-        return self.values.copy()
-
-    def part(self, *shape: int) -> Self:
-        """See `Buffer.part`."""
-        check_part(self, shape)
-        return type(self)(self.dtype, shape, self.values.reshape(-1)[: math.prod(shape)].reshape(shape))
-
-
-class ArrayInputs:
-    """See `redraft.engines.device.HostInputs`: what is filled in is there already."""
-
-    def __init__(self, buffers: Mapping[str, HostBuffer]) -> None:
-        self.buffers = buffers
-        self._values = {name: buffer.values for name, buffer in buffers.items()}
-
-    def open(self) -> Mapping[str, Array]:
-        """See `HostInputs.open`."""
-        return self._values
-
-    def send(self) -> None:
-        """See `HostInputs.send`."""
-
-
-class ArrayOutputs:
-    """See `redraft.engines.device.HostOutputs`."""
-
-    def __init__(self, source: Array) -> None:
-        self._source = source
-        self.values = np.empty_like(source)
-
-    def fetch(self) -> None:
-        """See `HostOutputs.fetch`."""
-        self.values[...] = self._source
-
-
-class InOrder:
-    """See `redraft.engines.device.Work`."""
-
-    def __init__(self, runs: tuple[Run, ...]) -> None:
-        self._runs = runs
-        self._seconds = 0.0
-
-    def __call__(self) -> None:
-        started = time.perf_counter()
-        for run in self._runs:
-            run()
-        self._seconds = time.perf_counter() - started
-
-    def seconds(self) -> float:
-        """See `Work.seconds`."""
-        return self._seconds
+    record = bundle.graph(graph)
+    return OnnxRuntimeProgram(load_session(bundle, graph, threads, log=log), record)
 
 
 class OnnxRuntimeCuda(CudaDevice):

@@ -18,16 +18,16 @@ from redraft.cli.models import Model
 from redraft.cli.self_check import named_tokens
 from redraft.cli.tokenizers import write_stand_in
 from redraft.config import BuildConfig
-from redraft.engines import Bundle, open_bundle
+from redraft.engines import Bundle, open_bundle, open_host
 from redraft.errors import RedraftError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter
-from redraft.runtime.host_verifier import open_host_verifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
+from redraft.runtime.verifier import open_verifier
 from redraft.types import NO_SPECULATION, Budget, DraftTree, FloatArray, Outcome
 
 PROMPT_LENGTHS = (24, 17)
@@ -194,7 +194,7 @@ def compared(bundle: Bundle, texts: Sequence[Text], special: frozenset[int] = fr
     """Run plainly, with n-grams and with trees of known tokens, one text and two."""
     found = Comparison(texts, special)
     for some in (texts[:1], texts):
-        verifier = open_host_verifier(bundle, bundle.host_graph(len(some)), bundle.manifest.max_model_len, len(some), 1)
+        verifier = open_verifier(bundle, open_host(bundle, 1, len(some)), len(some))
         verifier.take_branches()
         known = KnownText(verifier)
         known.texts = texts

@@ -45,7 +45,7 @@ STEP_GATHER_FEATURES = "step.gather_features"
 """Feature rows of the accepted path, appended to those that wait for a drafter."""
 STEP_COPY_SLOT = "step.copy_slot"
 """One sequence's KV rows copied to another slot."""
-LYANNA_COPY_SLOT = "lyanna.copy_slot"
+LYANNA_COPY_SLOT = f"{LYANNA}.copy_slot"
 """The same of all that the drafter keeps for a sequence."""
 
 TOKEN_IDS = "token_ids"
@@ -122,6 +122,11 @@ class WeightRef:
     dtype: str
     shape: tuple[int, ...]
     source: tuple[str, ...]
+
+
+def single(graph: str) -> str:
+    """Name of the same graph, lowered for one sequence."""
+    return f"{graph}.single"
 
 
 def key_cache(layer: int) -> str:

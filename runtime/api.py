@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from redraft import names
-from redraft.engines import Bundle, open_bundle, open_device
+from redraft.engines import Bundle, open_bundle, open_device, open_host
 from redraft.engines.device import Device
+from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
 from redraft.errors import UsageError
 from redraft.packages import package_version
@@ -19,10 +20,8 @@ from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.device_verifier import DeviceVerifier
-from redraft.runtime.drafters import Drafter, OpenEngine, load_drafter
+from redraft.runtime.drafters import Drafter, load_drafter
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.host_verifier import BLOCK_ROWS, HostVerifier, open_host_verifier
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampler import Greedy, Sampler, make_sampler
@@ -31,7 +30,7 @@ from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter
-from redraft.runtime.verifier import Verifier
+from redraft.runtime.verifier import Verifier, open_verifier
 from redraft.types import NO_SPECULATION, Budget
 
 Prompt = str | Sequence[int]
@@ -74,7 +73,7 @@ class Runtime:
     def __init__(
         self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
         eos_token_ids: Sequence[int] = (),
-        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, engines: OpenEngine | None = None,
+        drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
         identity: Mapping[str, str | int] | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
         """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
@@ -84,7 +83,7 @@ class Runtime:
         self.max_model_len = max_model_len
         self._stop_tokens = frozenset(eos_token_ids)
         self._drafter_options = drafter_options or {}
-        self._engines = engines
+        self._bundle = bundle
         self._identity = identity or {}
         self._exact = exact
         self._kept_steps = 0
@@ -114,23 +113,21 @@ class Runtime:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         bundle = open_bundle(path, verify)
         manifest = bundle.manifest
-        graph = bundle.host_graph(max_num_seqs, exact)
         if device is None and manifest.backend == "tensorrt":
             device = "cuda"
         largest = largest_call(manifest.tensorrt.engines[names.VERIFIER].profiles) if manifest.tensorrt else None
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
-        if device is not None:
-            verifier: Verifier = _on_device(bundle, open_device(bundle, device, threads), max_num_seqs, largest)
-        else:
-            verifier = open_host_verifier(bundle, graph, manifest.max_model_len, max_num_seqs, threads)
+        opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
+        verifier = open_verifier(bundle, opened, max_num_seqs)
+        if largest is not None:
+            verifier.largest_tree = largest[1]
         tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
-        identity = _identity(bundle, graph, threads, max_num_seqs, device)
-        if exact and isinstance(verifier, HostVerifier):
+        identity = _identity(bundle, opened, threads, max_num_seqs)
+        if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
         costs = load_costs(verifier, identity)
         options = {**manifest.drafters, **(drafter_options or {})}
-        engines = OpenEngine(bundle, threads)
         return cls(
             verifier,
             tokenizer,
@@ -138,7 +135,7 @@ class Runtime:
             manifest.max_model_len,
             manifest.eos_token_ids,
             options,
-            engines,
+            bundle,
             identity,
             exact,
         )
@@ -146,18 +143,18 @@ class Runtime:
     @property
     def exact(self) -> bool:
         """True if texts are computed with exact kernels, which only the host has (see `exactness`)."""
-        return self._exact and isinstance(self.verifier, HostVerifier)
+        return self._exact and isinstance(self.verifier.device, HostDevice)
 
     @property
     def default_method(self) -> str:
         """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
-        lyanna = self._engines is not None and self._engines.bundle.manifest.lyanna is not None
+        lyanna = self._bundle is not None and self._bundle.manifest.lyanna is not None
         return names.LYANNA if lyanna else "ngram"
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What every output must say of the bundle: random weights, a tokenizer that is not the model's."""
-        return self._engines.bundle.manifest.model.caveats if self._engines is not None else ()
+        return self._bundle.manifest.model.caveats if self._bundle is not None else ()
 
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
@@ -278,7 +275,7 @@ class Runtime:
 
     def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
         check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
-        if budget and self.verifier.device and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
+        if budget and self.verifier.device.step_graphs and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
             raise UsageError(
                 f"trees of depth {min(budget.depth, budget.nodes)} cannot be verified on a device, at most "
                 f"{names.MOST_DEPTH} can",
@@ -289,7 +286,7 @@ class Runtime:
         chains = self.verifier.prefers_chains and not wide
         if wide and not self.verifier.branches:
             self.verifier.take_branches()
-            if isinstance(self.verifier, HostVerifier) and self._exact:
+            if self.exact:
                 settle_exactness(self.verifier, self._identity)
         self.verifier.warm()
         if method == "none":
@@ -308,7 +305,7 @@ class Runtime:
     def _drafter(self, method: str) -> Drafter:
         if method not in self._drafters:
             options = self._drafter_options.get(method)
-            self._drafters[method] = load_drafter(method, self.verifier, options, self._engines)
+            self._drafters[method] = load_drafter(method, self.verifier, options, self._bundle)
         return self._drafters[method]
 
     def _paired(self, drafter: Drafter) -> tuple[Drafter, Drafter | None]:
@@ -385,22 +382,10 @@ class _Held:
         self._lock.release()
 
 
-def _on_device(bundle: Bundle, device: Device, max_num_seqs: int, largest: tuple[int, int] | None) -> DeviceVerifier:
-    """The verifier on a device. largest: sequences and nodes that engines take, if they say."""
+def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> dict[str, str | int]:
+    """What measured costs depend on besides the machine."""
     manifest = bundle.manifest
-    verifier = DeviceVerifier(device, manifest.shape, manifest.max_model_len, max_num_seqs, manifest.hidden_states)
-    if device.name == "cpu" and names.VERIFIER_BATCH in manifest.graphs:
-        verifier.block_rows = BLOCK_ROWS
-    if largest is not None:
-        verifier.largest_tree = largest[1]
-    return verifier
-
-
-def _identity(
-    bundle: Bundle, graph: str, threads: int | None, max_num_seqs: int, device: str | None
-) -> dict[str, str | int]:
-    """What a cost curve depends on besides the machine."""
-    manifest = bundle.manifest
+    graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
     return {
         "build": manifest.build_key,
         "graph": manifest.files[manifest.graphs[graph].file].sha256,
@@ -409,5 +394,5 @@ def _identity(
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,
         "max_num_seqs": max_num_seqs,
-        **({"device": device} if device else {}),
+        "device": device.name,
     }

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from redraft import names
 from redraft.engines.device import Buffer, Device, Program, Run, sized
+from redraft.engines.host_buffer import array_of
+from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.types import DraftTree, IntArray, Outcome
 
-Collect = Callable[[Mapping[str, Buffer], Buffer, Buffer], Run]
-"""Binds what takes the feature rows [B, T, n] by hidden state at the path [B, T] to where `pending_offset` [B] says."""
+if TYPE_CHECKING:
+    from redraft.runtime.verifier import FeatureReader
+
+
+KV_RANK = 4
+"""Of buffers [B, H, C, D], whose rows are in axis 2."""
 
 
 class StepBuffers:
-    """What all frames of a verifier share: programs, the KV buffers of all slots, and memory for a call's own values.
+    """What all steps of a verifier share: programs, the KV buffers of all slots, and memory for a call's own values.
 
-    Calls never run at once, so that the largest one's logits and features are room for those of any other.
+    Calls never run at once, so that the largest one's logits and features have space for those of any other.
     """
 
-    def __init__(self, device: Device, programs: Mapping[str, Program], state: Mapping[str, Buffer]) -> None:
+    def __init__(self, device: Device, programs: dict[str, Program], state: Mapping[str, Buffer]) -> None:
         self.device = device
         self.programs = programs
         self.state = state
+        self.readers: list[FeatureReader] = []
         self._largest: dict[str, Buffer] = {}
 
+    def program(self, name: str) -> Program:
+        """A program that is loaded once it is needed."""
+        if name not in self.programs:
+            self.programs[name] = self.device.program(name)
+        return self.programs[name]
+
     def buffer(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> Buffer:
-        """Memory that frames share."""
+        """Memory that steps share."""
         try:
             return self._largest[name].part(*shape)
         except (KeyError, ValueError):
@@ -51,9 +65,9 @@ class BoundStep:
         self._shared = buffers
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
         several = (sequences,)
+        offsets = {_offset(place): several for place in range(len(buffers.readers))}
         self.host_inputs = buffers.device.host_inputs(**{
-            names.CACHE_LEN: several, names.KV_LEN: (1,), names.PENDING_OFFSET: several,
-            names.OUTPUT_ROWS: (sequences, rows), **fields,
+            names.CACHE_LEN: several, names.KV_LEN: (1,), names.OUTPUT_ROWS: (sequences, rows), **offsets, **fields,
         })  # fmt: skip
         state = {name: leading(buffer, sequences) for name, buffer in buffers.state.items()}
         self._buffers: dict[str, Buffer] = {**state, **self.host_inputs.buffers, **given}
@@ -89,8 +103,29 @@ class BoundStep:
         )
         return run
 
+    def _gathering(self, path: Buffer) -> list[Run]:
+        """Copies of the feature rows at `path` [B, T] to where each reader keeps those that are pending."""
+        runs = []
+        sequences, rows = path.shape
+        for place, reader in enumerate(self._shared.readers):
+            for state, pending in reader.pending_features(sequences).items():
+                if rows > (most := pending.shape[1] - names.CATCH_UP_ROWS):
+                    raise UsageError(
+                        f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes"
+                    )
+                features = self.features[names.hidden_states(state)]
+                offset = self._buffers[_offset(place)]
+                runs.append(gathered(self._shared.program(names.STEP_GATHER_FEATURES), features, path, pending, offset))
+        return runs
+
+    def _set_offsets(self, pending: Sequence[Sequence[int] | None]) -> None:
+        """Fill in where the rows that are gathered for each reader begin; what nobody reads goes to the front."""
+        values = self.host_inputs.open()
+        for place, offsets in enumerate(pending):
+            values[_offset(place)][:] = 0 if offsets is None else offsets
+
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
-        """A program over the frame's buffers and `over`, new ones for what nothing has named yet."""
+        """A program over the step's buffers and `over`, new ones for what nothing has named yet."""
         loaded = self._shared.programs[program]
         buffers = dict(over or {})
         for spec in (*loaded.inputs, *loaded.outputs):
@@ -108,9 +143,7 @@ class BoundStep:
 class BoundTreeStep(BoundStep):
     """A step over trees of `width` nodes: of the host's, and where there are, of those `made` on the device."""
 
-    def __init__(
-        self, buffers: StepBuffers, sequences: int, width: int, made: DeviceTrees | None, collect: Collect | None
-    ) -> None:
+    def __init__(self, buffers: StepBuffers, sequences: int, width: int, made: DeviceTrees | None) -> None:
         tree, several = (sequences, width), (sequences,)
         fields = {names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree}
         given = {names.TREE_TOKENS: made.tokens, names.TREE_PARENTS: made.parents} if made else {}
@@ -126,31 +159,33 @@ class BoundTreeStep(BoundStep):
             self._bind_accepting({}),
         ]
         after = [self._bind(names.STEP_COMPACT_KV)] if width > 1 else []
-        if collect is not None:
-            after.append(collect(self.features, self._buffers[names.PATH], self._buffers[names.PENDING_OFFSET]))
+        after += self._gathering(self._buffers[names.PATH])
         chain, fetch = buffers.device.chain, self._accept_output.fetch
         self.verify = chain([*runs, fetch])
-        self.step = chain([*runs, fetch, *after])
+        self.run = chain([*runs, fetch, *after])
         self._settle = chain(after)
 
     def fill(
-        self, cache_len: Sequence[int], trees: Sequence[DraftTree], nodes: Sequence[int], pending: Sequence[int]
+        self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Sequence[Sequence[int] | None]
     ) -> None:
-        """What the next run is over: rows of the sequences, their trees of so many nodes, feature rows that wait."""
+        """See `redraft.runtime.verifier.TreeStep.fill`."""
         values = self.host_inputs.open()
         values[names.KV_LEN][0] = max(cache_len) + self.width
         lengths, counts, on_device = values[names.CACHE_LEN], values[names.NODES], values[names.ON_DEVICE]
         for slot, tree in enumerate(trees):  # one by one, which is faster than from a list for the few that there are
             lengths[slot] = cache_len[slot]
-            counts[slot] = nodes[slot]
+            counts[slot] = len(tree)
             on_device[slot] = tree.on_device
             if not tree.on_device:
                 place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])
-        for slot, rows in enumerate(pending):
-            values[names.PENDING_OFFSET][slot] = rows
+        self._set_offsets(pending)
+
+    def seconds(self, whole: bool) -> float:
+        """See `redraft.runtime.verifier.TreeStep.seconds`."""
+        return (self.run if whole else self.verify).seconds()
 
     def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the rows of these paths, which the host chose, in place of accept_output's."""
+        """See `redraft.runtime.verifier.TreeStep.settle`."""
         rows = np.tile(np.arange(self.width), (len(paths), 1))
         for row, path in zip(rows, paths, strict=True):
             row[1 : 1 + len(path)] = path
@@ -170,21 +205,21 @@ def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
 class BoundPrefill(BoundStep):
     """A chunk of a prompt in slot 0, whose last token's logits are wanted."""
 
-    def __init__(self, buffers: StepBuffers, width: int, collect: Collect | None) -> None:
+    def __init__(self, buffers: StepBuffers, width: int) -> None:
         chunk = (1, width)
         super().__init__(buffers, 1, width, 1, {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}, {})
         device = buffers.device
         verifier = self._bind(names.VERIFIER)
         self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
         runs = [self.host_inputs.send, verifier, self._bind_accepting(self._root())]
-        if collect is not None:
+        if buffers.readers:
             path = device.empty("int64", 1, width)
             path.write(np.arange(width)[None])
-            runs.append(collect(self.features, path, self._buffers[names.PENDING_OFFSET]))
-        self.step = device.chain([*runs, self._accept_output.fetch])
+            runs += self._gathering(path)
+        self.run = device.chain([*runs, self._accept_output.fetch])
 
-    def fill(self, tokens: IntArray, start: int, pending: Sequence[int]) -> None:
-        """What the next run is over: tokens from position `start` on; padding continues the chain."""
+    def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
+        """See `redraft.runtime.verifier.PrefillStep.fill`; padding continues the chain."""
         values, count = self.host_inputs.open(), len(tokens)
         values[names.TOKEN_IDS][0, :count] = tokens
         values[names.TOKEN_IDS][0, count:] = 0
@@ -192,8 +227,7 @@ class BoundPrefill(BoundStep):
         values[names.CACHE_LEN][0] = start
         values[names.KV_LEN][0] = start + self.width
         values[names.OUTPUT_ROWS][0, 0] = count - 1
-        if pending:
-            values[names.PENDING_OFFSET][:] = pending
+        self._set_offsets(pending)
 
     def _root(self) -> dict[str, Buffer]:
         """What the accepting graph is given: a tree of the root alone, whose token does not matter."""
@@ -209,21 +243,45 @@ class BoundPrefill(BoundStep):
         return root
 
 
-class SlotMove:
-    """Copies what is kept for a sequence from one slot to another."""
+def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Callable[[int, int, int], None]:
+    """A function of source, target and rows that copies what is kept for a sequence from one slot to another.
 
-    def __init__(self, device: Device, program: str, state: Mapping[str, Buffer]) -> None:
-        self._host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
-        updated = {names.present(name): buffer for name, buffer in state.items()}
-        self._run = device.program(program).bind({**self._host_inputs.buffers, **state, **updated})
+    On the host it copies so many rows of KV buffers, on other devices all.
+    """
+    if not device.step_graphs:
+        arrays = [array_of(buffer) for buffer in state.values()]
 
-    def __call__(self, source: int, target: int) -> None:
-        """Copy slot `source` to slot `target`."""
-        values = self._host_inputs.open()
+        def copy_rows(source: int, target: int, rows: int) -> None:
+            for array in arrays:
+                kept = (slice(None), slice(rows)) if array.ndim == KV_RANK else ()
+                array[(target, *kept)] = array[(source, *kept)]
+
+        return copy_rows
+    host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
+    updated = {names.present(name): buffer for name, buffer in state.items()}
+    run = device.program(program).bind({**host_inputs.buffers, **state, **updated})
+
+    def copy(source: int, target: int, rows: int) -> None:
+        values = host_inputs.open()
         values[names.SOURCE_SLOT][0] = source
         values[names.TARGET_SLOT][0] = target
-        self._host_inputs.send()
-        self._run()
+        host_inputs.send()
+        run()
+
+    return copy
+
+
+def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, start: Buffer) -> Run:
+    """Copies features[b, path[b, i]] to pending[b, start[b] + i]."""
+    return program.bind({
+        names.FEATURE_ROWS: features, names.PATH: path, names.PENDING_FEATURES: pending, names.PENDING_OFFSET: start,
+        names.present(names.PENDING_FEATURES): pending,
+    })  # fmt: skip
+
+
+def _offset(reader: int) -> str:
+    """The host's input that says where the rows of a reader begin."""
+    return f"{names.PENDING_OFFSET}.{reader}"
 
 
 def leading(buffer: Buffer, count: int) -> Buffer:

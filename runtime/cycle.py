@@ -45,9 +45,9 @@ class Cycle:
         """Compute the prompt of `seq` in slot 0 and commit its first token."""
         for method in self._methods:
             method.begin(seq)
-        for start, features in self.verifier.prefill(seq):
+        for start, tokens in self.verifier.prefill(seq):
             for method in self._methods:
-                method.prefilled(seq, start, features)
+                method.prefilled(seq, start, tokens)
         seq.begin(self.verifier.first_outcome(seq), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
@@ -78,9 +78,8 @@ class Cycle:
         for slot, (seq, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
             self.record(seq, plans[slot], tree, outcome)
             seq.commit(tree, outcome)
-            features = self.verifier.features(slot, len(tree))
             for method in self._methods:
-                method.accept(seq, tree, outcome, features)
+                method.accept(seq, tree, outcome)
             self.controller.observe(seq, tree, outcome)
 
     def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from redraft.engines.base import Array
-from redraft.engines.device import Buffer, Work
+from redraft.engines.device import Array, Buffer, Work
 from redraft.types import DraftTree
 
 _FIELDS = ("tokens", "parents", "log_probs")

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.tree import chain, exact_part
-from redraft.runtime.verifier import PREFILL_CHUNK
+from redraft.runtime.verifier import PREFILL_CHUNK, Verifier
 from redraft.types import DraftTree, FloatArray, IntArray
 
 _TOKENS, _VARIED = 300, 16
@@ -48,7 +47,7 @@ class Exactness:
 SINGLE_ROW = "one row in a call"
 
 
-def settle_exactness(verifier: HostVerifier, identity: Identity) -> Exactness:
+def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
     """Have the verifier compute two rows at least if a single one differs from several; what still differs then.
 
     Measured once under this `identity` on this machine and kept. Overwrites KV rows: only while no request runs.
@@ -75,7 +74,7 @@ def _parsed(kept: dict[str, Any]) -> Exactness | None:
     return None
 
 
-def measure_exactness(verifier: HostVerifier) -> Exactness:
+def measure_exactness(verifier: Verifier) -> Exactness:
     """Compare the logits of one text, computed in many ways. Overwrites KV rows: only while no request runs.
 
     Computes some thousand tokens. A buffer too short for a text and a tree is not looked at.
@@ -87,11 +86,11 @@ def measure_exactness(verifier: HostVerifier) -> Exactness:
             compared += found.size
             if found.tobytes() != expected.tobytes():
                 differences[name] = max(differences.get(name, 0.0), float(np.abs(found - expected).max()))
-        verifier.forget_calls()
+        verifier.steps.forget()
     return Exactness(compared, differences)
 
 
-def _comparisons(verifier: HostVerifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
+def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
     """What was done otherwise, the logits that came of it, and those of the text verified as prompts are."""
     count = min(_TOKENS, verifier.max_model_len - len(_BRANCHED))
     base = count - _VARIED
@@ -130,7 +129,7 @@ def _comparisons(verifier: HostVerifier) -> Iterator[tuple[str, FloatArray, Floa
 
 
 def _in_batches(
-    verifier: HostVerifier, max_num_seqs: int, text: IntArray, other: IntArray, last: FloatArray
+    verifier: Verifier, max_num_seqs: int, text: IntArray, other: IntArray, last: FloatArray
 ) -> Iterator[tuple[str, FloatArray, FloatArray]]:
     """The end of the text in the last slot, in one call with slots that hold less of it."""
     start, shorter = len(text) - _VARIED, len(text) // 3

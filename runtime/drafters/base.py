@@ -5,42 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from redraft.engines import open_engine
-from redraft.engines.base import Engine
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.verifier import Features, Verifier
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
-
-
-@dataclass(frozen=True)
-class OpenEngine:
-    """How a method opens its own graphs: those of `bundle`, on `threads` threads (None: one a core)."""
-
-    bundle: Bundle
-    threads: int | None = None
-
-    def __call__(self, graph: str) -> Engine:
-        """Load a graph. Raises BundleError."""
-        return open_engine(self.bundle, graph, self.threads)
 
 
 class Drafter(ABC):
     """A drafting method, opened once for all requests.
 
-    What it keeps for a request lies in `seq.drafting`; what it learns from all of them, in itself. Methods that read
-    the verifier's hidden states get the rows of each call, as views to copy from.
+    What it keeps for a request lies in `seq.drafting`; what it learns from all of them, in itself. A method that reads
+    hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
     """
 
     drafts: ClassVar[bool] = True
     """Whether `draft` ever gives more than a root."""
     has_engines: ClassVar[bool] = False
     """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
-    for_all: ClassVar[bool] = False
+    for_all: bool = False
     """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
     beside_lookup: bool = False
     """Whether n-gram trees are drafted beside."""
@@ -49,7 +34,7 @@ class Drafter(ABC):
         self.verifier = verifier
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
         """The drafter with these options; none are known unless a method says so. Raises UsageError."""
         if options:
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
@@ -58,8 +43,8 @@ class Drafter(ABC):
     def begin(self, seq: Sequence) -> None:  # noqa: B027 (only some methods need it)
         """`seq` is admitted: its prompt is known, nothing is computed yet."""
 
-    def prefilled(self, seq: Sequence, start: int, features: Features) -> None:  # noqa: B027 (as above)
-        """A chunk of the prompt of `seq` from position `start` on was computed."""
+    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:  # noqa: B027 (as above)
+        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed."""
 
     @abstractmethod
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
@@ -86,7 +71,5 @@ class Drafter(ABC):
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
         """`seq` moves from one slot to another."""
 
-    def accept(  # noqa: B027 (as above)
-        self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features
-    ) -> None:
-        """`tree` was verified and `outcome` committed, also in plain steps. Row i of `features` is node i's."""
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:  # noqa: B027 (as above)
+        """`tree` was verified and `outcome` committed, also in plain steps."""

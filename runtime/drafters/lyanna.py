@@ -4,40 +4,49 @@ Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs do
 step: after j accepted tokens the bonus takes step j + 1, and the logits of those behind it are good for another tree.
 
 The drafter has its own KV. Its rows are pairs of the verifier's feature at a position and the token after it; those of
-tokens committed since the last draft wait, and go in with the next one, in chunks where there are many.
+tokens committed since the last draft are pending, and go in with the next one, in chunks if there are many. The
+verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only how many nodes they
+have.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from redraft import names, signatures
 from redraft.config import from_mapping
-from redraft.engines.base import Array, Call, Engine
+from redraft.engines.bundle import Bundle
+from redraft.engines.device import Array, Buffer, Device, Program, byte_size, sized
+from redraft.engines.host_buffer import array_of
+from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import Drafter, OpenEngine
+from redraft.runtime.bound_step import gathered, leading, slot_copy
+from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
-from redraft.runtime.verifier import Features, Verifier
+from redraft.runtime.verifier import Verifier
 from redraft.signatures import LyannaShape
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, DraftTree, Outcome
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
-"""More rows than this are padded to a multiple of it, so that few shapes are prepared."""
+"""More rows than this are padded to a multiple of it on the host, so that few shapes are prepared."""
 
 
 @dataclass(frozen=True)
 class LyannaConfig:
     """resample: whether leftover steps are used.   threshold: r, they are where more than r remain (Algorithm 2).
 
-    lookup: n-gram trees are drafted beside, merged with the drafter's, and used alone where that is best.
+    lookup: n-gram trees are drafted too, merged with the drafter's, and used alone where that is best.
     """
 
     resample: bool = True
@@ -52,30 +61,12 @@ class LyannaConfig:
 
 
 @dataclass(slots=True)
-class PendingFeatures:
-    """Of one sequence: rows in the drafter's KV, feature rows that wait to go there, steps used of the last draft."""
+class Drafting:
+    """Of one sequence: steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
 
     used: int
     cache_len: int = 0
     pending: int = 0
-    features: FloatArray = field(default_factory=lambda: np.empty((0, 0), np.float32))
-
-    def append(self, rows: FloatArray) -> None:
-        """Keep a copy of feature rows [r, n]."""
-        needed = self.pending + len(rows)
-        if needed > len(self.features):
-            grown = np.empty((max(2 * needed, CATCH_UP), rows.shape[1]), np.float32)
-            if self.pending:
-                grown[: self.pending] = self.features[: self.pending]
-            self.features = grown
-        self.features[self.pending : needed] = rows
-        self.pending = needed
-
-    def shift(self, rows: int) -> None:
-        """The first `rows` pending rows went in."""
-        self.cache_len += rows
-        self.pending -= rows
-        self.features[: self.pending] = self.features[rows : rows + self.pending]
 
 
 class LyannaDrafter(Drafter):
@@ -84,173 +75,334 @@ class LyannaDrafter(Drafter):
     has_engines = True
 
     def __init__(
-        self, verifier: Verifier, shape: LyannaShape, draft_engine: Engine, resample_engine: Engine | None,
-        tables: Mapping[str, Array], config: LyannaConfig | None = None,
-    ) -> None:  # fmt: skip
+        self, verifier: Verifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaConfig | None = None
+    ) -> None:
+        """Load its programs. Raises BundleError, and BackendError if they do not fit the device."""
         super().__init__(verifier)
         self.config = config or LyannaConfig()
         self.beside_lookup = self.config.lookup
         self.shape = shape
-        max_model_len = verifier.max_model_len + CATCH_UP + shape.steps
-        self._kv = np.zeros((2, verifier.max_num_seqs, shape.kv_heads, max_model_len, shape.head_dim), shape.dtype)
-        self._chain_logits = np.zeros((verifier.max_num_seqs, shape.steps, shape.vocabulary), np.float32)
-        self._draft_engine, self._resample_engine = draft_engine, resample_engine
-        draft_engine.bind(names.key_cache(0), self._kv[0])
-        draft_engine.bind(names.value_cache(0), self._kv[1])
-        draft_engine.bind(names.CHAIN_LOGITS, self._chain_logits)
-        if resample_engine is not None:
-            resample_engine.bind(names.CHAIN_LOGITS, self._chain_logits)
-        for name, table in tables.items():
-            for engine in (draft_engine, resample_engine):
-                if engine is not None:
-                    engine.bind(name, table)
-        self._fixed_batch = all("B" not in spec.shape for spec in draft_engine.inputs)
+        device = self._device = verifier.device
+        self.for_all = device.step_graphs
+        sizes = {
+            "B": verifier.max_num_seqs,
+            "C": verifier.max_model_len + CATCH_UP + shape.steps,
+            "W": names.MAX_PENDING_FEATURES,
+        }
+        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)}
+        graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
+        device.expect({
+            "drafter's KV, chain and pending rows": sum(state.values()),
+            "token information": sum(table.nbytes for table in tables.values()),
+        }, (*graphs, names.STEP_GATHER_FEATURES))  # fmt: skip
+        self._programs = {name: device.program(name, short=name == names.LYANNA_RESAMPLE) for name in graphs}
+        self._gather = device.program(names.STEP_GATHER_FEATURES)
+        self._state = {
+            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
+        }
+        self._tables = {name: _placed(device, table) for name, table in tables.items()}
+        self._positions = np.arange(sizes["C"])
+        self._calls: dict[tuple[str, int, int], _Call] = {}
+        self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
+        self._shifts: dict[int, _Shift] = {}
+        self._copy_slot = slot_copy(device, names.LYANNA_COPY_SLOT, self._state)
+        verifier.attach(self)
+        if device.asynchronous:
+            self._warm()
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
         """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
         config = from_mapping(LyannaConfig, options, names.LYANNA)
-        manifest = engines.bundle.manifest if engines else None
-        if engines is None or manifest is None or manifest.lyanna is None:
+        shape = bundle.manifest.lyanna if bundle else None
+        if bundle is None or shape is None:
             raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
-        shape = manifest.lyanna
-        single = verifier.max_num_seqs == 1 and names.LYANNA_DRAFT_SINGLE in manifest.graphs
-        return cls(
-            verifier,
-            shape,
-            engines(names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT),
-            OpenEngine(engines.bundle, 1)(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,  # too short to share
-            {spec.name: engines.bundle.array(spec.name) for spec in signatures.token_info_tables(shape)},
-            config,
-        )
+        check_tree(verifier.largest_tree, shape.nodes)
+        tables = {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
+        return cls(verifier, shape, tables, config)
+
+    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
+        """See `FeatureReader.pending_features`."""
+        return {names.LAST_HIDDEN_STATE: leading(self._state[names.PENDING_FEATURES], sequences)}
+
+    def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
+        """See `FeatureReader.pending`. What is pending while other methods draft is not kept."""
+        for seq in batch:
+            if not isinstance(seq.drafting, Drafting):
+                return None
+        space = names.MAX_PENDING_FEATURES - rows
+        if space < CATCH_UP:
+            raise UsageError(
+                f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
+                "lower the budget's nodes",
+            )
+        most = CATCH_UP if self.for_all else space  # sequences that draft at once take in their rows at once
+        while max(found := [seq.drafting.pending for seq in batch]) > most:
+            self._catch_up(batch)
+        return found
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = PendingFeatures(used=self.shape.steps)
+        seq.drafting = Drafting(used=self.shape.steps)
 
-    def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
+    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
-        pending: PendingFeatures = seq.drafting
-        pending.append(features[names.LAST_HIDDEN_STATE])
-        self._catch_up([seq], [True])
+        seq.drafting.pending += tokens
+        while seq.drafting.pending > CATCH_UP:
+            self._catch_up([seq])
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
-        """See `Drafter.accept`."""
-        pending: PendingFeatures = seq.drafting
-        rows = features[names.LAST_HIDDEN_STATE]
-        pending.append(rows[[0, *outcome.path]] if outcome.path else rows[:1])
-        pending.used += len(outcome.path) + 1
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+        """See `Drafter.accept`; the rows are there already."""
+        drafting: Drafting = seq.drafting
+        drafting.pending += 1 + len(outcome.path)
+        drafting.used += 1 + len(outcome.path)
 
     def remaining(self, seq: Sequence) -> int:
         """See `Drafter.remaining`."""
-        pending: PendingFeatures = seq.drafting
-        remaining = self.shape.steps - pending.used
-        return remaining if self.config.resample and remaining > self.config.threshold else 0
+        left: int = self.shape.steps - seq.drafting.used
+        return left if self.config.resample and left > self.config.threshold else 0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`. Raises ValueError where nothing was committed since the last draft."""
-        wanted = [budget.nodes > 0 for budget in budgets]
-        pendings: list[PendingFeatures] = [seq.drafting for seq in batch]
-        if any(yes and not pending.pending for pending, yes in zip(pendings, wanted, strict=True)):
+        """See `Drafter.draft`. Raises ValueError if nothing was committed since the last draft of a sequence.
+
+        Trees on a GPU are as deep and wide as they are made: the budget says how many of their nodes.
+        """
+        wanted = [budget.nodes > 0 or self.for_all for budget in budgets]
+        drafted = [seq for seq, yes in zip(batch, wanted, strict=True) if yes]
+        if not all(seq.drafting.pending for seq in drafted):
             raise ValueError("nothing was committed since the last draft of a sequence")
-        self._catch_up(batch, wanted)
-        call = self._run_draft(batch, [b.pending if yes else 0 for b, yes in zip(pendings, wanted, strict=True)])
-        for pending, yes in zip(pendings, wanted, strict=True):
-            if yes:
-                pending.used = 0
-        return self._trees(call, batch, budgets, [self.shape.nodes] * len(batch))
+        while max(seq.drafting.pending for seq in drafted) > CATCH_UP:
+            self._catch_up(batch, wanted)
+        rows = [seq.drafting.pending if yes else 0 for seq, yes in zip(batch, wanted, strict=True)]
+        call = self._draft(batch, rows)
+        for seq in drafted:
+            seq.drafting.used = 0
+        return call.trees(batch, budgets, [self.shape.nodes] * len(batch), "draft")
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
-        assert self._resample_engine is not None
-        call = self._resample_engine.prepare(B=len(batch))
-        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
-            pending: PendingFeatures = seq.drafting
-            call.inputs[names.FIRST_STEP][slot] = pending.used if budget.nodes else 1
-            call.inputs[names.TOKENS][slot] = seq.tokens[-1]
-        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
-            call.run()
-        return self._trees(call, batch, budgets, call.outputs[names.TREE_COUNT].tolist())
+        call = self._call(names.LYANNA_RESAMPLE, len(batch), 0)
+        used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
+        values = call.host_inputs.open()
+        first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
+        for slot, seq in enumerate(batch):
+            first_step[slot] = used[slot]
+            tokens[slot] = seq.tokens[-1]
+        self._run(names.LYANNA_RESAMPLE, call)
+        nodes = signatures.resample_nodes(self.shape)
+        left = [min(signatures.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
+        return call.trees(batch, budgets, left, "resample")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
-        pending: PendingFeatures = seq.drafting
-        self._kv[:, target, :, : pending.cache_len] = self._kv[:, source, :, : pending.cache_len]
-        self._chain_logits[target] = self._chain_logits[source]
+        self._copy_slot(source, target, seq.drafting.cache_len)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
-        cache_len = min(kv_len, self.verifier.max_model_len - rows)
-        call = self._draft_call(1, rows)
-        call.inputs[names.NUM_PENDING][:] = rows
-        call.inputs[names.CACHE_LEN][:] = cache_len
-        call.inputs[names.KV_LEN][0] = cache_len + rows
-        call.inputs[names.POSITIONS][:] = np.arange(cache_len, cache_len + rows)
-        drafted = _seconds(call)
-        if self._resample_engine is None:
-            return drafted * 1e3, 0.0
-        again = self._resample_engine.prepare(B=1)
-        again.inputs[names.FIRST_STEP][:] = 1
-        return drafted * 1e3, _seconds(again) * 1e3
+        width = self._width(rows)
+        call = self._call(names.LYANNA_DRAFT, 1, width)
+        self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - width)])
+        drafted = self._measured(call)
+        if self.shape.steps == 1:
+            return drafted, 0.0
+        again = self._call(names.LYANNA_RESAMPLE, 1, 0)
+        again.host_inputs.open()[names.FIRST_STEP][:] = 1
+        return drafted, self._measured(again)
 
-    def _catch_up(self, batch: Several[Sequence], wanted: Several[bool]) -> None:
-        """Put pending rows into the KV until no wanted sequence has more than CATCH_UP of them."""
-        while any(
-            full := [CATCH_UP if yes and seq.drafting.pending > CATCH_UP else 0
-                     for seq, yes in zip(batch, wanted, strict=True)]
-        ):  # fmt: skip
-            self._run_draft(batch, full)
+    def _measured(self, call: _Call) -> float:
+        """Milliseconds of a run, until it is done."""
+        self._device.wait()
+        started = time.perf_counter()
+        call.work()
+        self._device.wait()
+        return (time.perf_counter() - started) * 1e3
 
-    def _run_draft(self, batch: Several[Sequence], rows: list[int]) -> Call:
-        """One call in which sequence i brings its first rows[i] pending rows; those without any stay as they are."""
-        most = max(rows)
-        width = most if most <= _ROW_STEP else -(-most // _ROW_STEP) * _ROW_STEP
-        call = self._draft_call(len(batch), width)
-        inputs = call.inputs
-        kept = {slot: self._chain_logits[slot].copy() for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
-                if not count and seq.drafting.used < self.shape.steps}  # fmt: skip
-        for slot, (seq, count) in enumerate(zip(batch, rows, strict=True)):
-            pending: PendingFeatures = seq.drafting
-            cache_len = pending.cache_len
-            inputs[names.NUM_PENDING][slot] = max(count, 1)
-            inputs[names.CACHE_LEN][slot] = cache_len
-            inputs[names.POSITIONS][slot] = np.arange(cache_len, cache_len + width)
-            if count:
-                inputs[names.FEATURE_ROWS][slot, :count] = pending.features[:count]
-                inputs[names.TOKENS][slot, :count] = seq.tokens[cache_len + 1 : cache_len + 1 + count]
-        inputs[names.KV_LEN][0] = max([seq.drafting.cache_len for seq in batch]) + width
-        with self.verifier.ranges.call(names.LYANNA_DRAFT):
-            call.run()
-        for slot, logits in kept.items():
-            self._chain_logits[slot] = logits
+    def _warm(self) -> None:
+        """Run every call, and the verification of what it makes, until it is replayed as a graph."""
+        self.verifier.warm()
+        for sequences in sorted({1, self.verifier.max_num_seqs}, reverse=True):
+            calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
+            calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
+            for graph, width in calls:
+                call = self._call(graph, sequences, width)
+                for _ in range(2):
+                    if graph == names.LYANNA_DRAFT:
+                        self._fill_rows(call, [1] * sequences, [0] * sequences)
+                    else:
+                        call.host_inputs.open()[names.FIRST_STEP][:] = 1
+                    call.work()
+                    self._device.wait()
+                if width != CATCH_UP:
+                    self.verifier.warm_trees(sequences, call.made(""))
+
+    def _catch_up(self, batch: Several[Sequence], wanted: Several[bool] | None = None) -> None:
+        """Take in at most CATCH_UP rows of every sequence, and bring the rest forward. Their chains are lost."""
+        rows = [min(seq.drafting.pending, CATCH_UP) for seq in batch]
+        if wanted is not None and not self.for_all:
+            rows = [
+                count if yes and seq.drafting.pending > CATCH_UP else 0
+                for seq, yes, count in zip(batch, wanted, rows, strict=True)
+            ]
+        self._draft(batch, rows)
         for seq, count in zip(batch, rows, strict=True):
-            seq.drafting.shift(count)
+            if count:
+                seq.drafting.used = self.shape.steps
+        if len(batch) not in self._shifts:
+            pending = leading(self._state[names.PENDING_FEATURES], len(batch))
+            self._shifts[len(batch)] = _Shift(self._device, self._gather, pending)
+        self._shifts[len(batch)](rows)
+
+    def _width(self, rows: int) -> int:
+        """Rows that a draft call has space for which takes in so many."""
+        if self._device.step_graphs:
+            return names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, rows)]
+        return rows if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
+
+    def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
+        """One call that takes in the first rows[i] pending rows of sequence i. On the host, 0 keeps its state."""
+        call = self._call(names.LYANNA_DRAFT, len(batch), self._width(max(rows)))
+        states: list[Drafting] = [seq.drafting for seq in batch]
+        kept = {} if self._device.step_graphs else self._chains(states, rows)
+        values = self._fill_rows(call, rows, [state.cache_len for state in states])
+        tokens = values[names.TOKENS]
+        for slot, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
+            start = state.cache_len + 1
+            tokens[slot, :count] = seq.tokens[start : start + count]
+            state.cache_len += count
+            state.pending -= count
+        self._run(names.LYANNA_DRAFT, call)
+        for slot, logits in kept.items():
+            array_of(self._state[names.CHAIN_LOGITS])[slot] = logits
         return call
 
-    def _draft_call(self, sequences: int, rows: int) -> Call:
-        sizes = {"M": rows} if self._fixed_batch else {"B": sequences, "M": rows}
-        return self._draft_engine.prepare(**sizes)
+    def _chains(self, states: Several[Drafting], rows: Several[int]) -> dict[int, Array]:
+        """Copies of the chains that a draft writes over although it takes in no row, by slot."""
+        logits = self._state[names.CHAIN_LOGITS]
+        return {
+            slot: array_of(logits)[slot].copy()
+            for slot, (state, count) in enumerate(zip(states, rows, strict=True))
+            if not count and state.used < self.shape.steps
+        }
 
-    def _trees(
-        self, call: Call, batch: Several[Sequence], budgets: Several[Budget], counts: list[int]
+    def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Mapping[str, Array]:
+        """Set where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
+        values = call.host_inputs.open()
+        positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
+        for slot, start in enumerate(cache_len):
+            positions[slot] = self._positions[start : start + call.width]
+            pending[slot] = rows[slot] or 1
+            lengths[slot] = start
+        values[names.KV_LEN][0] = max(cache_len) + call.width
+        return values
+
+    def _run(self, graph: str, call: _Call) -> None:
+        ranges = self.verifier.ranges
+        with ranges.call(graph):
+            call.work()
+            if ranges.watcher is not None and ranges.watcher.waits:
+                with ranges.stage(WAIT):
+                    self._device.wait()
+
+    def _call(self, graph: str, sequences: int, width: int) -> _Call:
+        key = (graph, sequences, width)
+        call = self._calls.get(key)
+        if call is None:
+            held = {
+                name: leading(buffer, sequences)
+                for name, buffer in self._state.items()
+                if name != names.PENDING_FEATURES
+            }
+            trees = self._trees.setdefault((graph, sequences), {})
+            sizes = {"B": sequences, "M": width}
+            call = _Call(self._device, self._programs[graph], sizes, {**held, **self._tables, **trees})
+            trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
+            if graph == names.LYANNA_DRAFT:
+                call.gather(self._gather, leading(self._state[names.PENDING_FEATURES], sequences))
+            self._calls[key] = call
+        return call
+
+
+class _Call:
+    """One shape of a drafter's program: buffers of its own next to those `given`, and the work that runs it."""
+
+    def __init__(self, device: Device, program: Program, sizes: Mapping[str, int], given: Mapping[str, Buffer]) -> None:
+        self._device = device
+        known = dict(given)
+        shapes = {
+            spec.name: sized(spec.shape, sizes)
+            for spec in program.inputs
+            if spec.dtype == "int64" and spec.name not in given
+        }
+        self.host_inputs = device.host_inputs(**shapes)
+        self.width = sizes["M"]
+        known |= self.host_inputs.buffers
+        for spec in (*program.inputs, *program.outputs):
+            if spec.name not in known:
+                other = known.get(spec.in_place_of) if spec.in_place_of else None
+                known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
+        self._buffers = {spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}
+        self._run = program.bind(self._buffers)
+        self.work = device.chain([self.host_inputs.send, self._run])
+        self._tokens, self._parents, self._log_probs = (self._buffers[name] for name in _TREE)
+
+    @property
+    def tree_buffers(self) -> dict[str, Buffer]:
+        """Where the program writes trees."""
+        return {name: self._buffers[name] for name in _TREE}
+
+    def gather(self, program: Program, pending: Buffer) -> None:
+        """Take the first pending rows before every run."""
+        rows = self._buffers[names.FEATURE_ROWS]
+        sequences, width = rows.shape[:2]
+        path, start = self._device.empty("int64", sequences, width), self._device.empty("int64", sequences)
+        path.write(np.tile(np.arange(width), (sequences, 1)))
+        taken = gathered(program, pending, path, rows, start)
+        self.work = self._device.chain([self.host_inputs.send, taken, self._run])
+
+    def made(self, stage: str) -> DeviceTrees:
+        """The trees of the latest run, made in this stage of a step."""
+        return DeviceTrees(self._tokens, self._parents, self._log_probs, self.work, stage)
+
+    def trees(
+        self, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
     ) -> list[DraftTree]:
-        """The call's trees within the budgets, copied out of its arrays."""
-        trees = []
-        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
-            if not budget.nodes:
-                trees.append(root_only(seq.tokens[-1]))
-                continue
-            tree = DraftTree(
-                call.outputs[names.TREE_TOKENS][slot].copy(),
-                call.outputs[names.TREE_PARENTS][slot].copy(),
-                call.outputs[names.TREE_LOG_PROBS][slot].copy(),
-            )
-            trees.append(within(tree.first(counts[slot] - 1), budget))
-        return trees
+        """The trees of the latest run, of which `nodes` nodes exist, within the budgets. The host gets copies."""
+        if self._device.step_graphs:
+            made = self.made(stage)
+            return [
+                made.tree(slot, min(count, 1 + budget.nodes))
+                for slot, (budget, count) in enumerate(zip(budgets, nodes, strict=True))
+            ]
+        tokens, parents, log_probs = map(array_of, (self._tokens, self._parents, self._log_probs))
+        return [
+            within(DraftTree(tokens[slot, :n].copy(), parents[slot, :n].copy(), log_probs[slot, :n].copy()), budget)
+            if budget.nodes
+            else root_only(seq.tokens[-1])
+            for slot, (seq, budget, n) in enumerate(zip(batch, budgets, nodes, strict=True))
+        ]
+
+
+_TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
+
+
+class _Shift:
+    """Brings the rows that are still pending to the front."""
+
+    def __init__(self, device: Device, gather: Program, pending: Buffer) -> None:
+        sequences, space = pending.shape[0], pending.shape[1] - CATCH_UP
+        self._columns = np.arange(space)
+        self._host_inputs = device.host_inputs(**{names.PATH: (sequences, space), names.PENDING_OFFSET: (sequences,)})
+        path, start = (self._host_inputs.buffers[name] for name in (names.PATH, names.PENDING_OFFSET))
+        self._work = device.chain([self._host_inputs.send, gathered(gather, pending, path, pending, start)])
+
+    def __call__(self, gone: Several[int]) -> None:
+        """The first gone[i] rows of sequence i went in."""
+        self._host_inputs.open()[names.PATH][:] = self._columns + np.array(gone)[:, None]
+        self._work()
 
 
 def within(tree: DraftTree, budget: Budget) -> DraftTree:
-    """The nodes of a tree, likeliest first, that a budget has room for: as deep, as wide a level, and as many."""
+    """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
     depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
@@ -270,7 +422,7 @@ def within(tree: DraftTree, budget: Budget) -> DraftTree:
     return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
-def _seconds(call: Call) -> float:
-    started = time.perf_counter()
-    call.run()
-    return time.perf_counter() - started
+def _placed(device: Device, table: Array) -> Buffer:
+    buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
+    buffer.write(table)
+    return buffer

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from redraft.config import from_mapping
+from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import Drafter, OpenEngine
+from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune, root_only
-from redraft.runtime.verifier import Features, Verifier
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
 LONGEST_MATCH = 16
@@ -152,7 +153,7 @@ class NgramDrafter(Drafter):
         self._rates = [first * later for first in _FIRST_SIBLING for later in _LATER_SIBLING]
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
+    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
         """The drafter with options as `NgramConfig`. Raises UsageError."""
         return cls(verifier, from_mapping(NgramConfig, options, "ngram"))
 
@@ -175,7 +176,7 @@ class NgramDrafter(Drafter):
         index.draft = draft
         return prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
         index: NgramIndex = seq.lookup
         draft, index.draft = index.draft, None

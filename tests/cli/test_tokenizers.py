@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+import tokenizers
 from transformers import AutoTokenizer
 
 from redraft.cli import assembly, tokenizer_conversion
@@ -15,7 +15,7 @@ from redraft.cli.models import HUB_FILES
 from redraft.cli.tokenizers import SpecialTokens, write_text_files
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
 from redraft.export.checkpoint import Checkpoint
-from redraft.runtime.tokenizer import Text
+from redraft.runtime.tokenizer import Tokenizer
 
 from .tokenizer_files import (
     NAMES,
@@ -49,7 +49,7 @@ def bundle(tmp_path: Path) -> Path:
 def assert_text_is_that_of_transformers(checkpoint: Path, bundle: Path) -> None:
     special = write_text_files(checkpoint, bundle)
     expected = AutoTokenizer.from_pretrained(checkpoint)
-    text = Text.load(bundle, special.bos, next(iter(special.eos), None))
+    text = Tokenizer.load(bundle, special.bos, next(iter(special.eos), None))
     for sample in SAMPLES:
         for added in (True, False):
             ids = expected(sample, add_special_tokens=added)["input_ids"]
@@ -122,7 +122,7 @@ def test_class_of_the_tokenizer_changes_how_text_is_split(tmp_path: Path, bundle
 
 def assert_bundle_encodes_otherwise(folder: Path, bundle: Path) -> None:
     """Than the checkpoint's own `tokenizer.json`: else a test of a setting proves nothing."""
-    before, after = (Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, bundle))
+    before, after = (tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, bundle))
     assert any(before.encode(text).ids != after.encode(text).ids for text in SAMPLES)
 
 
@@ -211,10 +211,10 @@ def test_encoding_that_tokenizer_json_cannot_express(llama: dict[str, Any], tmp_
 def test_tiktoken_reads_the_file_and_not_a_cache_of_its_path(tmp_path: Path, bundle: Path) -> None:
     folder = write_folder(tmp_path / "model", {"tokenizer.model": tiktoken_vocabulary()})
     write_text_files(folder, bundle)
-    first = Text.load(bundle, None, None).encode("tree")
+    first = Tokenizer.load(bundle, None, None).encode("tree")
     (folder / "tokenizer.model").write_text(tiktoken_vocabulary().rpartition("\n")[0].rpartition("\n")[0] + "\n")
     write_text_files(folder, bundle)
-    assert len(first) == 1 < len(Text.load(bundle, None, None).encode("tree"))
+    assert len(first) == 1 < len(Tokenizer.load(bundle, None, None).encode("tree"))
 
 
 def templates(bundle: Path) -> dict[str, str]:

@@ -1,0 +1,113 @@
+"""Calls of a program over the host's arrays: made once for each set of sizes, filled, run and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from redraft.engines.device import Array, Program, Run, numpy_type, sized
+from redraft.engines.host_buffer import HostBuffer
+from redraft.names import Dtype, TensorSpec
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A program over arrays of one set of sizes. The arrays belong to the call; every run overwrites `outputs`.
+
+    inputs, outputs: by name, without the arrays that `Calls.bind` was given.
+    run:             reads `inputs` and the bound arrays, writes `outputs` and the bound arrays.
+    """
+
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+    run: Run
+
+
+class Calls:
+    """The calls of one program of the host. Not for several threads at once."""
+
+    def __init__(self, program: Program) -> None:
+        self.inputs, self.outputs = program.inputs, program.outputs
+        self._program = program
+        self._bound: dict[str, Array] = {}
+        self._calls: dict[tuple[tuple[str, int], ...], Call] = {}
+        self._bindable = {spec.name: spec for spec in (*self.inputs, *self.outputs) if spec.in_place_of is None}
+
+    def bind(self, name: str, array: Array) -> None:
+        """Use this C-contiguous array for the input or output `name` of every call, and for outputs in its place.
+
+        A call over fewer sequences uses its first entries. Calls prepared so far are dropped.
+        Raises ValueError on an unknown name, and on an element type or a shape that does not fit.
+        """
+        spec = self._bindable.get(name)
+        if spec is None:
+            raise ValueError(f"no input or output {name!r} to bind; there are {', '.join(self._bindable)}")
+        if array.dtype != numpy_type(spec.dtype) or not array.flags.c_contiguous:
+            raise ValueError(f"{name}: expected a C-contiguous {spec.dtype} array, found {array.dtype}")
+        if not _fits(spec, array.shape):
+            raise ValueError(f"{name}: expected shape {spec.shape}, found {array.shape}")
+        self._bound[name] = array
+        self._calls.clear()
+
+    def prepare(self, **sizes: int) -> Call:
+        """The call for these sizes of the symbols (`B`, `T`, `R` …), made on first use and kept.
+
+        Symbols of bound arrays only (`C`) come from the arrays. Raises ValueError on a missing or unknown symbol.
+        """
+        key = tuple(sorted(sizes.items()))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._make(sizes)
+        return call
+
+    def _make(self, sizes: Mapping[str, int]) -> Call:
+        updated = {spec.in_place_of for spec in self.outputs if spec.in_place_of}
+        if unbound := sorted(updated - set(self._bound)):
+            raise ValueError(f"bind {', '.join(unbound)} first")
+        inputs = {spec.name: spec for spec in self.inputs if spec.name not in self._bound}
+        outputs = {spec.name: spec for spec in self.outputs if not spec.in_place_of and spec.name not in self._bound}
+        own = {**inputs, **outputs}
+        symbols = {dim for spec in own.values() for dim in spec.shape if isinstance(dim, str)}
+        if symbols != set(sizes):
+            raise ValueError(
+                f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
+            )
+        arrays = {name: self._part(name, sizes) for name in self._bound}
+        arrays |= {name: aligned(spec, sizes) for name, spec in own.items()}
+        arrays |= {spec.name: arrays[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
+        buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in arrays.items()}
+        run = self._program.bind(buffers)
+        return Call({name: arrays[name] for name in inputs}, {name: arrays[name] for name in outputs}, run)
+
+    @property
+    def _dtypes(self) -> dict[str, Dtype]:
+        return {spec.name: spec.dtype for spec in (*self.inputs, *self.outputs)}
+
+    def _part(self, name: str, sizes: Mapping[str, int]) -> Array:
+        """The first entries of a bound array, as many as a call has sequences."""
+        array = self._bound[name]
+        leading = self._bindable[name].shape[0]
+        wanted = sizes.get(leading, len(array)) if isinstance(leading, str) else len(array)
+        if wanted > len(array):
+            raise ValueError(f"{name}: {leading}={wanted} is more than the {len(array)} that the bound array holds")
+        return array[:wanted]
+
+
+def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
+    """An array of zeros of the tensor's shape, aligned to a cache line."""
+    shape = sized(spec.shape, sizes)
+    dtype = numpy_type(spec.dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT_BYTES, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _fits(spec: TensorSpec, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(spec.shape) and all(
+        isinstance(dim, str) or dim == size for dim, size in zip(spec.shape, shape, strict=True)
+    )

@@ -1,0 +1,110 @@
+"""The host as a device: buffers are arrays, and work is done when its call returns."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+
+from redraft import names
+from redraft.engines.bundle import Bundle
+from redraft.engines.compaction import Compact, CompactProgram, can_compact
+from redraft.engines.device import Buffer, Program, Run, copied_bytes
+from redraft.engines.host_buffer import ArrayInputs, ArrayOutputs, HostBuffer, array_of
+from redraft.engines.host_programs import host_program
+from redraft.names import Dtype
+
+BLOCK_ROWS = 128
+"""Rows that the CPU's products add up at a time, or a part of them (`redraft.engines.lowering.order`)."""
+
+
+class HostDevice:
+    """See `redraft.engines.device.Device`. It runs the graphs that are lowered to the CPU's kernels.
+
+    max_num_seqs, exact: what the verifier's graph must fit (`Bundle.host_graph`).   verifier_graph: another one.
+    step_graphs:  run the step's graphs as a GPU does; otherwise NumPy functions take their place.
+    kernels:      ours for the CPU, which are for tests; None leaves everything to graphs.
+    """
+
+    asynchronous = False
+
+    def __init__(
+        self, bundle: Bundle, threads: int | None = None, kernels: Compact | None = None, *, step_graphs: bool = True,
+        max_num_seqs: int | None = None, exact: bool = True, verifier_graph: str = "",
+    ) -> None:  # fmt: skip
+        self.name = "cpu" if step_graphs else "host"
+        self.step_graphs = step_graphs
+        self.bundle = bundle
+        self._threads = threads
+        self._kernels = kernels
+        self._single = max_num_seqs == 1
+        self.verifier_graph = verifier_graph or bundle.host_graph(self._single, exact)
+        exact_graphs = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
+        self.block_rows = BLOCK_ROWS if self.verifier_graph in exact_graphs else None
+
+    def empty(self, dtype: Dtype, *shape: int) -> HostBuffer:
+        """See `Device.empty`."""
+        return HostBuffer.zeros(dtype, *shape)
+
+    def host_inputs(self, **shapes: tuple[int, ...]) -> ArrayInputs:
+        """See `Device.host_inputs`."""
+        return ArrayInputs({name: self.empty("int64", *shape) for name, shape in shapes.items()})
+
+    def host_outputs(self, buffer: Buffer) -> ArrayOutputs:
+        """See `Device.host_outputs`."""
+        return ArrayOutputs(array_of(buffer))
+
+    def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
+        """See `Device.expect`: nobody knows how much of the host's memory is free, since it may be swapped."""
+
+    def copy(self, target: Buffer, source: Buffer) -> Run:
+        """See `Device.copy`."""
+        size = copied_bytes(target, source)
+
+        def run() -> None:
+            ctypes.memmove(target.address, source.address, size)
+
+        return run
+
+    def program(self, graph: str, short: bool = False) -> Program:
+        """See `Device.program`. Raises BundleError."""
+        from redraft.engines.onnxruntime_device import load_program
+
+        record = self.bundle.graph(graph)
+        if not self.step_graphs and (program := host_program(graph, record)):
+            return program
+        if graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
+            return CompactProgram(record, self, self._kernels)
+        if graph == names.VERIFIER:
+            graph = self.verifier_graph
+        elif self._single and names.single(graph) in self.bundle.manifest.graphs:
+            graph = names.single(graph)
+        return load_program(self.bundle, graph, 1 if short else self._threads)
+
+    def chain(self, runs: Sequence[Run]) -> InOrder:
+        """See `Device.chain`: one after the other."""
+        return InOrder(tuple(runs))
+
+    def wait(self) -> None:
+        """See `Device.wait`."""
+
+    def close(self) -> None:
+        """See `Device.close`; nothing is kept here."""
+
+
+class InOrder:
+    """See `redraft.engines.device.Work`."""
+
+    def __init__(self, runs: tuple[Run, ...]) -> None:
+        self._runs = runs
+        self._seconds = 0.0
+
+    def __call__(self) -> None:
+        started = time.perf_counter()
+        for run in self._runs:
+            run()
+        self._seconds = time.perf_counter() - started
+
+    def seconds(self) -> float:
+        """See `Work.seconds`."""
+        return self._seconds

@@ -1,0 +1,230 @@
+"""Steps on the host: arrays that the host fills, the engine's call, and NumPy for what lies around it.
+
+Nothing is padded: eight rows cost a sixth more than six. Arrays are kept for each set of sizes, and masks for each
+shape of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.calls import Call, Calls
+from redraft.engines.device import Array, Buffer
+from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.tree import Layout, is_chain, layout
+from redraft.signatures import VerifierShape
+from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
+
+if TYPE_CHECKING:
+    from redraft.engines.host_device import HostDevice
+    from redraft.runtime.verifier import FeatureReader, Verifier
+
+Pending = Sequence[Sequence[int] | None]
+"""Rows that are pending already, by reader and sequence; None if a reader reads nothing."""
+
+
+class HostSteps:
+    """See `redraft.runtime.verifier.Steps`.
+
+    An engine without a mask takes chains only. Trees that branch go to a second engine over the same KV buffers, which
+    `take_branches` opens.
+    """
+
+    def __init__(self, verifier: Verifier, shape: VerifierShape, hidden_states: tuple[str, ...]) -> None:
+        device: HostDevice = verifier.device  # type: ignore[assignment]
+        self._verifier = verifier
+        self.readers: list[FeatureReader] = []
+        self.hidden_states = hidden_states
+        self._device = device
+        self._layers = shape.layers
+        rows = (verifier.max_num_seqs, shape.kv_heads, verifier.max_model_len, shape.head_dim)
+        # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
+        self.kv: Array = np.zeros((2 * shape.layers, *rows), shape.dtype)
+        self._engine = self._opened(names.VERIFIER)
+        self._trees = self._engine if _takes_trees(self._engine) else None
+        self.branches = self._trees is not None
+        self.prefers_chains = not self.branches
+        self._made: dict[tuple[int, int, int, bool], HostStep] = {}
+        self._latest_prefill: HostPrefill | None = None
+
+    def _opened(self, graph: str) -> Calls:
+        engine = Calls(self._device.program(graph))
+        for layer in range(self._layers):
+            engine.bind(names.key_cache(layer), self.kv[2 * layer])
+            engine.bind(names.value_cache(layer), self.kv[2 * layer + 1])
+        return engine
+
+    def take_branches(self) -> None:
+        """See `Steps.take_branches`."""
+        if self._trees is None:
+            self._trees = self._opened(names.VERIFIER_BATCH)
+            self.branches = True
+
+    def attach(self, reader: FeatureReader) -> None:
+        """See `Steps.attach`."""
+        self.readers.append(reader)
+
+    def detach(self, reader: FeatureReader) -> None:
+        """See `Steps.detach`."""
+        self.readers.remove(reader)
+
+    def forget(self) -> None:
+        """See `Steps.forget`."""
+        self._made.clear()
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """See `Steps.move`."""
+        self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
+
+    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int], made: DeviceTrees | None) -> HostStep:
+        """See `Steps.tree`."""
+        width = max(map(len, trees))
+        width = max(width, -(-self._verifier.fewest_rows // len(trees)))
+        branched = self._trees is not self._engine and not all(map(is_chain, trees))
+        return self._step(len(trees), width, width, branched)
+
+    def prefill(self, width: int) -> HostPrefill:
+        """See `Steps.prefill`."""
+        return HostPrefill(self._step(1, width, self._verifier.fewest_rows, False))
+
+    def _step(self, sequences: int, width: int, rows: int, branched: bool) -> HostStep:
+        key = (sequences, width, rows, branched)
+        step = self._made.get(key)
+        if step is None:
+            engine = self._trees if branched else self._engine
+            assert engine is not None, "trees that branch were not asked for: take_branches"
+            symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
+            sizes = {"B": sequences, "T": width, "R": rows}
+            call = engine.prepare(**{symbol: size for symbol, size in sizes.items() if symbol in symbols})
+            step = self._made[key] = HostStep(self, call, width, rows)
+        return step
+
+
+def _takes_trees(engine: Calls) -> bool:
+    return any(spec.name == names.TREE_MASK for spec in engine.inputs)
+
+
+class HostStep:
+    """See `redraft.runtime.verifier.TreeStep`. A mask still there from the call before is not written again."""
+
+    def __init__(self, steps: HostSteps, call: Call, width: int, rows: int) -> None:
+        self.verify = call.run
+        self.width = width
+        self._steps = steps
+        inputs = call.inputs
+        self._ids: IntArray = inputs[names.TOKEN_IDS]  # [B, T]
+        self._positions: IntArray = inputs[names.POSITIONS]  # [B, T]
+        self._mask: BoolArray | None = inputs.get(names.TREE_MASK)  # [B, T, T]
+        self._cache_len: IntArray = inputs[names.CACHE_LEN]  # [B]
+        self._kv_len: IntArray = inputs[names.KV_LEN]  # [1]
+        self._output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
+        self._every_row = np.arange(rows)
+        self._output_rows[:] = self._every_row
+        self._of_chunk: Layout | None = None
+        self.logits: Buffer = HostBuffer.of("float32", call.outputs[names.LOGITS])  # [B, R, V]
+        self._features: dict[str, FloatArray] = {  # [B, T, n]
+            state: call.outputs[names.hidden_states(state)] for state in steps.hidden_states
+        }
+        self._padding = np.eye(width, dtype=np.bool_)
+        self._layouts: list[Layout | None] = [None] * len(self._ids)
+        self._pending: Pending = ()
+
+    def fill(self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Pending) -> None:
+        """See `TreeStep.fill`."""
+        if self._of_chunk is not None:  # a prompt's end was computed over the same arrays
+            self._of_chunk = None
+            self._output_rows[:] = self._every_row
+        for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
+            self._place(slot, tree, rows)
+        self._kv_len[0] = max(cache_len) + self.width
+        self._pending = pending
+
+    def run(self) -> None:
+        """See `TreeStep.run`: the samplers of the host accept, so there is nothing that could run at once."""
+        raise NotImplementedError
+
+    def seconds(self, whole: bool) -> float:
+        """See `TreeStep.seconds`: the host is not asynchronous."""
+        raise NotImplementedError
+
+    def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
+        """See `TreeStep.outcomes`: the samplers of the host accept."""
+        raise NotImplementedError
+
+    def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
+        """See `TreeStep.settle`."""
+        for slot, path in enumerate(paths):
+            self._compact(slot, path)
+        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
+            if offsets is not None:
+                self._gather(reader, [[0, *path] if path else [0] for path in paths], offsets)
+
+    def _compact(self, slot: int, path: tuple[int, ...]) -> None:
+        """Move the rows of the accepted path behind the root's, all layers at once; those in place stay."""
+        moved = 0
+        while moved < len(path) and path[moved] == moved + 1:
+            moved += 1
+        if moved < len(path):
+            rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
+            rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
+
+    def _gather(self, reader: FeatureReader, rows: Sequence[list[int] | slice], offsets: Sequence[int]) -> None:
+        """Copy feature rows of every sequence behind those that are pending."""
+        for state, buffer in reader.pending_features(len(offsets)).items():
+            features, pending = self._features[state], array_of(buffer)
+            for slot, start in enumerate(offsets):
+                taken = features[slot, rows[slot]]
+                pending[slot, start : start + len(taken)] = taken
+
+    def _place(self, slot: int, tree: DraftTree, cache_len: int) -> None:
+        """Put a tree into `slot`; rows past its nodes are padding, in the places that a chain's would have."""
+        nodes = len(tree.tokens)
+        shape = layout(tree.parents)
+        self._ids[slot, :nodes] = tree.tokens
+        self._cache_len[slot] = cache_len
+        np.add(shape.depths, cache_len, out=self._positions[slot, :nodes])
+        if nodes < self.width:
+            self._ids[slot, nodes:] = 0
+            self._positions[slot, nodes:] = np.arange(cache_len + nodes, cache_len + self.width)
+        if self._layouts[slot] is not shape:
+            self._layouts[slot] = shape
+            if self._mask is not None:
+                self._mask[slot, :nodes, :nodes] = shape.mask
+                self._mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones: right of them is nothing
+
+    def fill_chunk(self, tokens: IntArray, start: int, pending: Pending) -> None:
+        """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""
+        if self._of_chunk is None:
+            self._of_chunk = self._layouts[0] = Layout(np.tri(self.width, dtype=np.bool_), np.arange(self.width))
+            if self._mask is not None:
+                self._mask[0] = self._of_chunk.mask
+        self._ids[0, : len(tokens)] = tokens
+        self._ids[0, len(tokens) :] = 0
+        self._positions[0] = np.arange(start, start + self.width)
+        self._cache_len[0] = start
+        self._output_rows[0] = len(tokens) - 1
+        self._kv_len[0] = start + self.width
+        self._pending = pending
+        self._chunk = len(tokens)
+
+    def run_chunk(self) -> None:
+        """Compute the chunk and gather its features."""
+        self.verify()
+        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
+            if offsets is not None:
+                self._gather(reader, [slice(self._chunk)], offsets)
+
+
+class HostPrefill:
+    """See `redraft.runtime.verifier.PrefillStep`."""
+
+    def __init__(self, step: HostStep) -> None:
+        self.fill = step.fill_chunk
+        self.run = step.run_chunk
+        self.outcomes = step.outcomes
+        self.logits = step.logits
