@@ -21,7 +21,7 @@ from redraft.runtime.ranges import ENGINE, STEP
 
 COLOURS = {
     STEP: "#d9d9d9", "lookup": "#8dd3c7", "resample": "#fdb462", "draft": "#80b1d3", "choose": "#bebada",
-    "fill": "#ccebc5", "verify": "#fb8072", "judge": "#ffed6f", "commit": "#b3de69",
+    "fill": "#ccebc5", "verify": "#fb8072", "accept": "#ffed6f", "commit": "#b3de69",
 }  # fmt: skip
 ENGINE_COLOUR = "#636363"
 _LABELLED = 0.035

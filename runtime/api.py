@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,9 +120,7 @@ class Runtime:
         if largest is not None:
             check_max_num_seqs(largest[0], max_num_seqs)
         opened = open_device(bundle, device, threads) if device else open_host(bundle, threads, max_num_seqs, exact)
-        verifier = open_verifier(bundle, opened, max_num_seqs)
-        if largest is not None:
-            verifier.largest_tree = largest[1]
+        verifier = open_verifier(bundle, opened, max_num_seqs, largest_tree=largest[1] if largest else sys.maxsize)
         tokenizer = Tokenizer.load(bundle.path, manifest.bos_token_id, next(iter(manifest.eos_token_ids), None))
         identity = _identity(bundle, opened, threads, max_num_seqs)
         if exact and isinstance(opened, HostDevice):

@@ -19,14 +19,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from redraft import names, signatures
-from redraft.engines.device import byte_size
+from redraft.engines.device import Device, byte_size
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
 from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.limits import Limits
 from redraft.signatures import VerifierShape
 from redraft.types import DraftTree
 
 if TYPE_CHECKING:
-    from redraft.runtime.verifier import FeatureReader, Verifier
+    from redraft.runtime.verifier import FeatureReader
 
 GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV)
 MOST_STEPS = 128
@@ -39,13 +40,14 @@ class GraphSteps:
     branches = True
     prefers_chains = False
 
-    def __init__(self, verifier: Verifier, shape: VerifierShape, hidden_states: tuple[str, ...]) -> None:
-        device = verifier.device
-        self._verifier = verifier
-        rows = verifier.max_num_seqs * verifier.max_model_len * shape.kv_heads * shape.head_dim
+    def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
+        self.fewest_rows = 1
+        self._device = device
+        self._limits = limits
+        rows = limits.max_num_seqs * limits.max_model_len * shape.kv_heads * shape.head_dim
         caches = signatures.caches(shape)
         widest = names.TREE_WIDTHS[-1]
-        nodes = (verifier.max_num_seqs, widest)
+        nodes = (limits.max_num_seqs, widest)
         parts = {
             "verifier's KV": len(caches) * byte_size(shape.dtype, (rows,)),
             f"logits of {widest} nodes": byte_size("float32", (*nodes, shape.vocabulary)),
@@ -54,7 +56,7 @@ class GraphSteps:
         device.expect(parts, GRAPHS)
         programs = {name: device.program(name) for name in GRAPHS}
         device.expect(parts)  # beside the engines' scratch memory, whose size they tell once they are loaded
-        sizes = (verifier.max_num_seqs, shape.kv_heads, verifier.max_model_len, shape.head_dim)
+        sizes = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         state = {
             spec.name: device.empty(spec.dtype, *sizes)
             for spec in programs[names.VERIFIER].inputs
@@ -80,6 +82,11 @@ class GraphSteps:
         self._trees.clear()
         self._chunks.clear()
 
+    def close(self) -> None:
+        """See `Steps.close`."""
+        self.forget()
+        self._buffers.readers.clear()
+
     def take_branches(self) -> None:
         """See `Steps.take_branches`."""
 
@@ -94,7 +101,7 @@ class GraphSteps:
         step = self._trees.pop(key, None)
         if step is None:
             if len(self._trees) >= MOST_STEPS:
-                self._verifier.device.wait()
+                self._device.wait()
                 del self._trees[next(iter(self._trees))]
             step = BoundTreeStep(self._buffers, len(trees), width, made)
         self._trees[key] = step  # the last, so that the first is the one that was not used for longest
@@ -108,7 +115,7 @@ class GraphSteps:
 
     def _width(self, sequences: int, nodes: int, cache_len: int) -> int:
         """Nodes that a call has space for which verifies trees of so many."""
-        nodes = max(nodes, -(-self._verifier.fewest_rows // sequences))
+        nodes = max(nodes, -(-self.fewest_rows // sequences))
         width = names.padded_width(nodes)
-        fits = width <= min(self._verifier.max_model_len - cache_len, self._verifier.largest_tree)
+        fits = width <= min(self._limits.max_model_len - cache_len, self._limits.largest_tree)
         return width if fits else nodes

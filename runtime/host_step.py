@@ -13,16 +13,16 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.calls import Call, Calls
-from redraft.engines.device import Array, Buffer
+from redraft.engines.device import Array, Buffer, Device
 from redraft.engines.host_buffer import HostBuffer, array_of
 from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.limits import Limits
 from redraft.runtime.tree import Layout, is_chain, layout
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
 
 if TYPE_CHECKING:
-    from redraft.engines.host_device import HostDevice
-    from redraft.runtime.verifier import FeatureReader, Verifier
+    from redraft.runtime.verifier import FeatureReader
 
 Pending = Sequence[Sequence[int] | None]
 """Rows that are pending already, by reader and sequence; None if a reader reads nothing."""
@@ -35,14 +35,13 @@ class HostSteps:
     `take_branches` opens.
     """
 
-    def __init__(self, verifier: Verifier, shape: VerifierShape, hidden_states: tuple[str, ...]) -> None:
-        device: HostDevice = verifier.device  # type: ignore[assignment]
-        self._verifier = verifier
+    def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
+        self.fewest_rows = 1
         self.readers: list[FeatureReader] = []
         self.hidden_states = hidden_states
         self._device = device
         self._layers = shape.layers
-        rows = (verifier.max_num_seqs, shape.kv_heads, verifier.max_model_len, shape.head_dim)
+        rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
         self.kv: Array = np.zeros((2 * shape.layers, *rows), shape.dtype)
         self._engine = self._opened(names.VERIFIER)
@@ -77,6 +76,11 @@ class HostSteps:
         """See `Steps.forget`."""
         self._made.clear()
 
+    def close(self) -> None:
+        """See `Steps.close`."""
+        self.forget()
+        self.readers.clear()
+
     def move(self, source: int, target: int, rows: int) -> None:
         """See `Steps.move`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
@@ -84,13 +88,13 @@ class HostSteps:
     def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int], made: DeviceTrees | None) -> HostStep:
         """See `Steps.tree`."""
         width = max(map(len, trees))
-        width = max(width, -(-self._verifier.fewest_rows // len(trees)))
+        width = max(width, -(-self.fewest_rows // len(trees)))
         branched = self._trees is not self._engine and not all(map(is_chain, trees))
         return self._step(len(trees), width, width, branched)
 
     def prefill(self, width: int) -> HostPrefill:
         """See `Steps.prefill`."""
-        return HostPrefill(self._step(1, width, self._verifier.fewest_rows, False))
+        return HostPrefill(self._step(1, width, self.fewest_rows, False))
 
     def _step(self, sequences: int, width: int, rows: int, branched: bool) -> HostStep:
         key = (sequences, width, rows, branched)

@@ -3,7 +3,7 @@
     step   lookup, resample, draft   where a tree comes from, a drafter's engine calls inside
            choose, fill              which part of it is verified; the engine's inputs
            verify                    the verifier's engine call; inside, on a device, `wait` for its answer
-           judge, commit             what is accepted, rows moved; tokens out, drafter and controller told
+           accept, commit            what is accepted, rows moved; tokens out, drafter and controller told
     begin  prefill                   a request's prompt, chunk by chunk
 
 Nobody watches unless a profile is taken (`runtime/watchers.py`). Then a range whose seconds the metrics need costs two

@@ -21,6 +21,7 @@ from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device
 from redraft.runtime.device_tree import DeviceTrees, one_source
+from redraft.runtime.limits import Limits
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import WAIT, Ranges
 from redraft.runtime.sampler import Greedy, OverTokens
@@ -92,6 +93,8 @@ class PrefillStep(Protocol):
 class Steps(Protocol):
     """The steps that a device runs: those of `host_step` or of `bound_step`."""
 
+    fewest_rows: int
+    """Rows of a call at least, padding included, if kernels round fewer otherwise (`redraft.runtime.exactness`)."""
     branches: bool
     """True if it takes trees that branch."""
     prefers_chains: bool
@@ -118,6 +121,9 @@ class Steps(Protocol):
     def forget(self) -> None:
         """Drop all steps made so far, with their buffers."""
 
+    def close(self) -> None:
+        """The same, and let go of the readers."""
+
 
 class Verifier:
     """See the module.
@@ -126,16 +132,15 @@ class Verifier:
     ids. `ranges` are those of all that works with this verifier, `clock` is theirs. Not for several threads at once.
     """
 
-    fewest_rows: int = 1
-    """Rows of a call at least, padding included, if kernels round fewer otherwise (`redraft.runtime.exactness`)."""
-    largest_tree: int = sys.maxsize
-    """Nodes of a tree that a call takes at most, root included; what `max_model_len` leaves is another limit."""
-
     def __init__(
         self, device: Device, shape: VerifierShape, max_model_len: int, max_num_seqs: int = 1,
-        hidden_states: tuple[str, ...] = (),
+        hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize,
     ) -> None:  # fmt: skip
-        """Load the verifier's programs. Raises BundleError, and BackendError if they do not fit the device."""
+        """Load the verifier's programs. Raises BundleError, and BackendError if they do not fit the device.
+
+        largest_tree: nodes of a tree that a call takes at most, root included; what `max_model_len` leaves is another
+        limit.
+        """
         from redraft.runtime.graph_steps import GraphSteps
         from redraft.runtime.host_step import HostSteps
 
@@ -148,8 +153,18 @@ class Verifier:
         self.ranges = Ranges(self.clock)
         self._readers: list[FeatureReader] = []
         kind = GraphSteps if device.step_graphs else HostSteps
-        self.steps: Steps = kind(self, shape, hidden_states)
+        self.largest_tree = largest_tree
+        self.steps: Steps = kind(device, shape, hidden_states, Limits(max_num_seqs, max_model_len, largest_tree))
         self._warm = False
+
+    @property
+    def fewest_rows(self) -> int:
+        """See `Steps.fewest_rows`."""
+        return self.steps.fewest_rows
+
+    @fewest_rows.setter
+    def fewest_rows(self, rows: int) -> None:
+        self.steps.fewest_rows = rows
 
     @property
     def branches(self) -> bool:
@@ -165,7 +180,8 @@ class Verifier:
         """Release what holds memory. Nothing else may be asked for afterwards."""
         self.device.wait()
         self._readers.clear()
-        self.steps.forget()
+        self.steps.close()
+        self.__dict__.pop("_latest", None)
         self.device.close()
 
     def attach(self, reader: FeatureReader) -> None:
@@ -232,11 +248,11 @@ class Verifier:
             if self.device.step_graphs:
                 with stage(WAIT):
                     self.device.wait()
-        with stage("accept"):
-            if fused:
-                outcomes = step.outcomes(nodes)
-            else:
-                outcomes = _by_samplers(step, batch, trees)
+            outcomes = step.outcomes(nodes) if fused else []
+        if not fused:
+            with stage("accept"):
+                logits = None if self.device.step_graphs else step.logits.host
+                outcomes = _by_samplers(step, batch, trees, logits)
                 step.settle([outcome.path for outcome in outcomes])
         if made is not None and self.device.asynchronous:
             self.ranges.waited_for(made.stage, made.work.seconds(), step.seconds(fused))
@@ -274,7 +290,7 @@ class Verifier:
 
         On a device that runs step graphs it is the whole step, its wait included.
         """
-        cache_len = min(kv_len, self.max_model_len - max(nodes, self.fewest_rows))
+        cache_len = min(kv_len, self.max_model_len - max(nodes, 2))  # a graph for one sequence takes a single row twice
         trees = [blank(nodes)] * sequences
         step = self.steps.tree(trees, [cache_len] * sequences, None)
         step.fill([cache_len] * sequences, trees, [[0] * sequences] * len(self._readers))
@@ -302,11 +318,14 @@ class Verifier:
         return logits_of(step)[0, :1].copy()
 
 
-def open_verifier(bundle: Bundle, device: Device, max_num_seqs: int = 1, max_model_len: int | None = None) -> Verifier:
+def open_verifier(
+    bundle: Bundle, device: Device, max_num_seqs: int = 1, max_model_len: int | None = None,
+    largest_tree: int = sys.maxsize,
+) -> Verifier:  # fmt: skip
     """The bundle's verifier on a device, with rows for its context or for `max_model_len` tokens."""
     manifest = bundle.manifest
     rows = max_model_len or manifest.max_model_len
-    return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states)
+    return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states, largest_tree)
 
 
 def blank(nodes: int) -> DraftTree:
@@ -325,9 +344,10 @@ def _are_greedy(batch: Sequence[Request]) -> bool:
     return all([type(seq.sampler) is Greedy and seq.sampler.logit_margins is None for seq in batch])
 
 
-def _by_samplers(step: TreeStep, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-    """The samplers' outcomes, from logits if the host has them, else from the verifier's tokens if those are enough."""
-    logits = step.logits.host
+def _by_samplers(
+    step: TreeStep, batch: Sequence[Request], trees: Sequence[DraftTree], logits: FloatArray | None
+) -> list[Outcome]:
+    """The samplers' outcomes. Logits [B, R, V] that are not given are copied, unless tokens are enough."""
     tokens = None
     outcomes = []
     for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):

@@ -101,7 +101,7 @@ def test_a_table_and_a_trace(redraft: Redraft, bundle: Path, tmp_path: Path) -> 
     assert shown[1].split() == ["range", "calls", "total", "ms", "mean", "ms", "p50", "ms", "p99", "ms", "share"]
     assert [line.split()[0] for line in shown[2:]] == [
         "begin", "prefill", "step", "lookup", "choose", "fill", "verify", "engine.verifier",
-        "judge", "commit", "(between)", "ms", "wrote",
+        "accept", "commit", "(between)", "ms", "wrote",
     ]  # fmt: skip
     trace = json.loads(out.read_text())
     assert trace["otherData"]["method"] == "ngram"
@@ -288,7 +288,7 @@ def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, insta
     result = redraft("profile", "--engines", bundle, *RUN, "--device", "cpu", "--nsys")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "ngram on cpu, times of the nsys"
-    assert "judge" not in result.stdout  # on a device no stage of a step: the verdict comes with the verification
+    assert "accept" not in result.stdout  # on a device no stage of a step: the verdict comes with the verification
 
 
 def test_what_fails_leaves_the_file_as_it_was(

@@ -63,7 +63,13 @@ def onnxruntime_cuda(
     """A device over the fakes, for as long as the patch lasts."""
     fake = cuda or FakeCuda()
 
-    def load(bundle: Bundle, graph: str, threads: int | None, provider: tuple[str, dict[str, str]]) -> Any:
+    def load(
+        bundle: Bundle,
+        graph: str,
+        threads: int | None,
+        provider: tuple[str, dict[str, str]] = (CPU, {}),
+        log: str = "error",
+    ) -> Any:
         name, options = provider
         if name == CPU:
             return load_session(bundle, graph, threads, provider)

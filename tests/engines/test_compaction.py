@@ -12,8 +12,9 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import CompactProgram, can_compact
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, Device
+from redraft.engines.host_device import HostDevice
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_device import HostDevice, OnnxRuntimeProgram
+from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
 from redraft.names import Dtype

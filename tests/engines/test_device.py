@@ -12,11 +12,11 @@ from redraft import names, signatures
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, Device
+from redraft.engines.host_device import HostDevice
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
-from redraft.runtime.bound_step import SlotMove
+from redraft.runtime.bound_step import slot_copy
 
 from .bundles import manifest_of
 from .fake_cuda import FakeCuda
@@ -264,8 +264,8 @@ def test_a_slot_moves_where_the_host_says(device: Device) -> None:
     buffers = state_buffers(device, names.STEP_COPY_SLOT, slots=4)
     before = buffers["kv.0.key"].read()
     state = {name: buffer for name, buffer in buffers.items() if name in ("kv.0.key", "kv.0.value")}
-    move = SlotMove(device, names.STEP_COPY_SLOT, state)
+    move = slot_copy(device, names.STEP_COPY_SLOT, state)
     for source, target in ((3, 0), (2, 1)):
-        move(source, target)
+        move(source, target, 1)
     np.testing.assert_array_equal(buffers["kv.0.key"].read(), before[[3, 2, 2, 3]])
     np.testing.assert_array_equal(buffers["kv.0.value"].read(), before[[3, 2, 2, 3]])

@@ -22,7 +22,7 @@ from redraft.engines import open_bundle, open_device
 from redraft.engines import tensorrt_device as module
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Device
-from redraft.engines.onnxruntime_device import HostDevice
+from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt import native
 from redraft.engines.tensorrt.operators import SINCE
 from redraft.engines.tensorrt.prepare import graph_file, prepare

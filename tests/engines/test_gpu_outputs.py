@@ -18,7 +18,7 @@ from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device, HostInputs, Program, Run
-from redraft.engines.onnxruntime_device import HostDevice
+from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.profiles import Limits, profiles_of
 from redraft.engines.tensorrt.stage import GRAPHS as STAGED

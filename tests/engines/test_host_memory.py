@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from redraft import names
-from redraft.engines import host_memory, open_engine
+from redraft.engines import host_memory, open_calls
 from redraft.engines.bundle import Bundle, open_bundle
 from redraft.engines.host_memory import available_bytes, graph_bytes
 from redraft.errors import BackendError
@@ -46,10 +46,10 @@ def test_more_than_there_is_is_refused_in_one_line(
     needed = copies * graph_bytes(bundle, names.VERIFIER)
     bundle = Bundle(bundle.path, replace(bundle.manifest, precision=precision))  # type: ignore[arg-type]
     has(monkeypatch, tmp_path, needed + 1024)
-    open_engine(bundle, threads=1)
+    open_calls(bundle, threads=1)
     has(monkeypatch, tmp_path, needed - 1024)
     with pytest.raises(BackendError, match=r"the weights of verifier take .* are free; build with") as error:
-        open_engine(bundle, threads=1)
+        open_calls(bundle, threads=1)
     assert "\n" not in str(error.value)
     assert (", 0.0 in fp16" in str(error.value)) == (precision == "fp16")
 
@@ -62,7 +62,7 @@ def test_where_nobody_says_what_there_is_nothing_is_refused(
             (tmp_path / "none").write_text(text)
         monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "none")
         assert available_bytes() is None
-        open_engine(bundle, threads=1)
+        open_calls(bundle, threads=1)
 
 
 def test_this_machine_says_what_there_is() -> None:

@@ -10,15 +10,15 @@ import pytest
 from redraft import names
 from redraft.engines import onnxruntime_backend
 from redraft.engines.bundle import Bundle, open_bundle
+from redraft.engines.calls import Calls
 from redraft.engines.onnxruntime_backend import (
     CPU,
     CUDA,
-    OnnxRuntimeEngine,
     load_session,
-    open_engine,
     preload_cuda,
     start_provider,
 )
+from redraft.engines.onnxruntime_device import OnnxRuntimeProgram, load_program
 from redraft.errors import BackendError, BundleError
 
 from .bundles import write_bundle
@@ -37,8 +37,8 @@ def bundle(tmp_path_factory) -> Bundle:
     return open_bundle(out)
 
 
-def bound_engine(bundle: Bundle, slots: int = 1, log: str = "error") -> tuple[OnnxRuntimeEngine, dict[str, np.ndarray]]:
-    engine = open_engine(bundle, threads=1, log=log)
+def bound_engine(bundle: Bundle, slots: int = 1, log: str = "error") -> tuple[Calls, dict[str, np.ndarray]]:
+    engine = Calls(load_program(bundle, names.VERIFIER, 1, log))
     shape = bundle.manifest.shape
     caches = {
         spec.name: np.full((slots, shape.kv_heads, CAPACITY, shape.head_dim), 7.0, np.float32)
@@ -83,10 +83,10 @@ def test_cache_is_written_in_place_and_nowhere_else(bundle, capfd):
 
 def test_runtime_warns_of_a_cache_that_is_not_updated_in_place(bundle, capfd):
     """The check above can fail: without the aliasing, ONNX Runtime does say so."""
-    engine = open_engine(bundle, threads=1, log="warning")
-    copying = OnnxRuntimeEngine(
-        engine._session, engine.inputs, tuple(replace(spec, in_place_of=None) for spec in engine.outputs)
-    )
+    record = bundle.graph(names.VERIFIER)
+    outputs = tuple(replace(spec, in_place_of=None) for spec in record.outputs)
+    session = load_session(bundle, names.VERIFIER, 1, log="warning")
+    copying = Calls(OnnxRuntimeProgram(session, replace(record, outputs=outputs)))
     call = copying.prepare(B=1, T=1, R=1, C=CAPACITY)
     call.inputs[names.KV_LEN][:] = 1
     call.inputs[names.TREE_MASK][:] = True
@@ -117,7 +117,7 @@ def test_a_smaller_batch_uses_the_first_slots(bundle):
 
 
 def test_wrong_buffers_and_sizes_are_refused_by_name(bundle):
-    engine = open_engine(bundle, threads=1)
+    engine = Calls(load_program(bundle, names.VERIFIER, 1))
     with pytest.raises(ValueError, match=r"bind kv\.0\.key"):
         engine.prepare(B=1, T=1, R=1)
     good = np.zeros((1, DECODER.kv_heads, CAPACITY, DECODER.head_dim), np.float32)
@@ -144,20 +144,20 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(bundle):
 
     renamed = (replace(record.inputs[0], name="input_ids"), *record.inputs[1:])
     with pytest.raises(BundleError, match="expected tensor input_ids, found none"):
-        open_engine(with_graph(inputs=renamed))
+        load_program(with_graph(inputs=renamed), names.VERIFIER)
     retyped = (replace(record.outputs[0], dtype="float16"), *record.outputs[1:])
     with pytest.raises(BundleError, match="expected logits float16"):
-        open_engine(with_graph(outputs=retyped))
+        load_program(with_graph(outputs=retyped), names.VERIFIER)
     with pytest.raises(BundleError, match="does not load"):
-        open_engine(with_graph(file="tokenizer.json"))
+        load_program(with_graph(file="tokenizer.json"), names.VERIFIER)
     with pytest.raises(BundleError, match=r"expected a graph 'verifier\.single', found verifier"):
-        open_engine(bundle, names.VERIFIER_SINGLE)
+        load_program(bundle, names.VERIFIER_SINGLE)
 
 
 def test_an_older_onnxruntime_is_refused(bundle):
     newer = replace(bundle, manifest=replace(bundle.manifest, backend_version="99.0.0"))
     with pytest.raises(BundleError, match=r"expected ONNX Runtime 99\.0\.0 or newer"):
-        open_engine(newer)
+        load_program(newer, names.VERIFIER)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 from redraft import names
 from redraft.config import Backend, Precision
 from redraft.engines.bundle import Bundle
-from redraft.engines.onnxruntime_device import HostDevice
+from redraft.engines.host_device import HostDevice
 from redraft.errors import BundleError
 
 from .bundles import build_tiny

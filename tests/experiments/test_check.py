@@ -13,7 +13,7 @@ from redraft.cli.tokenizers import write_stand_in
 from redraft.config import BuildConfig
 from redraft.engines import open_bundle
 from redraft.errors import CheckpointError
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.host_step import HostStep
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_a_right_product_is_the_same(mistral):
 
 def test_rows_left_where_they_were_are_found(mistral, monkeypatch):
     """Plain decoding never moves a row: only trees whose branches are accepted show this."""
-    monkeypatch.setattr(HostVerifier, "_keep", lambda *_: None)
+    monkeypatch.setattr(HostStep, "_compact", lambda *_: None)
     found = compared(*mistral)
     assert found.result is Result.WRONG
     assert found.note.startswith("trees: token ")

@@ -13,7 +13,7 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda
 from redraft.engines.device import Device
-from redraft.engines.onnxruntime_device import HostDevice
+from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
 from tests.engines.fake_cuda import FakeCuda

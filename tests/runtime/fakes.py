@@ -1,4 +1,4 @@
-"""A toy verifier behind the Engine protocol, and a byte tokenizer.
+"""A toy verifier as a program of the host, and a byte tokenizer.
 
 The fake writes token and position into the KV rows of every layer and answers by reading the rows it may see, so a
 wrong mask, position, cache_len, compaction or slot is either refused on the spot or changes the text.
@@ -13,12 +13,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from redraft import names, signatures
+from redraft.engines.device import Buffer, Run, check_bindings
+from redraft.engines.host_buffer import array_of
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime, SamplingParams
 from redraft.runtime.chat import DEFAULT, ChatTemplates
 from redraft.runtime.cost import CostCurve, VerifyCosts
-from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.tokenizer import Tokenizer
+from redraft.runtime.verifier import Verifier
 from redraft.signatures import VerifierShape
 
 Rule = Callable[[list[int]], int]
@@ -40,42 +42,67 @@ def script(text: bytes | list[int], prompt_length: int) -> Rule:
 
 
 class FakeEngine:
-    """See the module. `single` fixes B at 1, as the graph lowered for one sequence does."""
+    """See the module: `redraft.engines.device.Program`. `single` fixes B at 1, as the graph for one sequence does."""
 
     def __init__(self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False) -> None:
         drop = {"B": 1} if single else {}
         self.inputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_inputs(SHAPE))
         self.outputs = tuple(_fixed(spec, drop) for spec in signatures.verifier_outputs(SHAPE, hidden_states))
         self.rule = rule
-        self.single = single
-        self.buffers: dict[str, np.ndarray] = {}
         self.sizes: list[tuple[int, int]] = []
 
-    def bind(self, name: str, buffer: np.ndarray) -> None:
-        assert buffer.flags.c_contiguous
-        self.buffers[name] = buffer
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        """See `Program.bind`."""
+        check_bindings((*self.inputs, *self.outputs), buffers)
+        return FakeCall(self, {name: array_of(buffer) for name, buffer in buffers.items()}).run
 
-    def prepare(self, **sizes: int) -> FakeCall:
-        assert set(sizes) == ({"T", "R"} if self.single else {"B", "T", "R"})
-        return FakeCall(self, {"B": 1, **sizes})
+
+class FakeHost:
+    """A host whose only program is a fake of the verifier."""
+
+    name = "host"
+    asynchronous = step_graphs = False
+    block_rows = None
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def program(self, graph: str, short: bool = False) -> FakeEngine:
+        return self.engine
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def fake_verifier(
+    engine: FakeEngine, max_model_len: int, max_num_seqs: int = 1, hidden_states: tuple[str, ...] = ()
+) -> Verifier:
+    """A verifier over a fake."""
+    return Verifier(FakeHost(engine), SHAPE, max_model_len, max_num_seqs, hidden_states)
+
+
+def engine_of(verifier: Verifier) -> FakeEngine:
+    """The fake under a verifier."""
+    engine: FakeEngine = verifier.device.engine
+    return engine
 
 
 class FakeCall:
-    """One shape of the fake."""
+    """The fake over arrays of one set of sizes."""
 
-    def __init__(self, engine: FakeEngine, sizes: Mapping[str, int]) -> None:
+    def __init__(self, engine: FakeEngine, arrays: Mapping[str, np.ndarray]) -> None:
         self.engine = engine
-        self.sizes = sizes
-
-        def make(spec: TensorSpec) -> np.ndarray:
-            return np.zeros([sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape], spec.dtype)
-
-        self.inputs = {spec.name: make(spec) for spec in engine.inputs if spec.name not in engine.buffers}
-        self.outputs = {spec.name: make(spec) for spec in engine.outputs if spec.in_place_of is None}
+        self.inputs = {spec.name: arrays[spec.name] for spec in engine.inputs if not spec.name.startswith("kv.")}
+        self.caches = [arrays[spec.name] for spec in engine.inputs if spec.name.startswith("kv.")]
+        self.outputs = {spec.name: arrays[spec.name] for spec in engine.outputs if spec.in_place_of is None}
 
     def run(self) -> None:
         """Refuses what a graph's contract forbids, then answers every wanted row."""
-        inputs, batch, width = self.inputs, self.sizes["B"], self.sizes["T"]
+        inputs = self.inputs
+        batch, width = inputs[names.TOKEN_IDS].shape
         self.engine.sizes.append((batch, width))
         past = inputs[names.CACHE_LEN]
         assert inputs[names.KV_LEN][0] == past.max() + width
@@ -93,7 +120,7 @@ class FakeCall:
         ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
         kv_len = past + len(ids)
         views = []
-        for number, buffer in enumerate(self.engine.buffers.values()):
+        for number, buffer in enumerate(self.caches):
             assert kv_len <= buffer.shape[2], "rows past the capacity"
             buffer[b, :, past:kv_len, 0] = ids + 1000 * number
             buffer[b, :, past:kv_len, 1] = positions
@@ -148,7 +175,7 @@ def make_runtime(
 ) -> Runtime:
     """A runtime over the fake; with one slot, over the fake whose B is fixed."""
     engine = FakeEngine(rule, single=max_num_seqs == 1)
-    verifier = HostVerifier(engine, SHAPE, max_model_len, max_num_seqs)
+    verifier = fake_verifier(engine, max_model_len, max_num_seqs)
     return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,))
 
 

@@ -17,7 +17,7 @@ from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
 
 from .drafts import FREE, chain, drafted, outcome, sequence
-from .fakes import CURVE, FakeEngine, greedy, make_runtime, plain
+from .fakes import CURVE, engine_of, greedy, make_runtime, plain
 
 Propose = Callable[[Adaptive, Sequence, DraftTree], DraftTree]
 LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
@@ -129,7 +129,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
         return noise[len(tokens)] if len(tokens) < 300 else 97 + len(tokens) % 5
 
     runtime = make_runtime(rule, max_model_len=700)
-    engine: FakeEngine = runtime.verifier._engine
+    engine = engine_of(runtime.verifier)
     first = runtime.generate([[97]], greedy(299))[0]
     wide = sum(width > 1 for _, width in engine.sizes[1:])
     assert list(first.token_ids) == plain(rule, [97], 299)

@@ -10,17 +10,17 @@ import pytest
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
-from redraft.runtime import cost, kept
+from redraft.runtime import api, cost, kept
 from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
 from .devices import cpu_device, open_over, tensorrt_device
-from .fakes import CURVE, SHAPE, FakeEngine, greedy, make_runtime
+from .fakes import CURVE, SHAPE, FakeEngine, FakeHost, engine_of, greedy, make_runtime
 
 
-class Timed(HostVerifier):
+class Timed(Verifier):
     """A verifier whose calls take what a formula says."""
 
     calls = 0
@@ -33,7 +33,7 @@ class Timed(HostVerifier):
 
 @pytest.fixture
 def verifier() -> Timed:
-    return Timed(FakeEngine(single=True), SHAPE, 30)
+    return Timed(FakeHost(FakeEngine(single=True)), SHAPE, 30)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
     """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
     runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
     runtime.generate([[97] * 40] * max_num_seqs, greedy(9), method="none")
-    engine: FakeEngine = runtime.verifier._engine
+    engine = engine_of(runtime.verifier)
     for kv_len, nodes in ((20, 5), (100, 12)):
         assert runtime.verifier.measure_ms(max_num_seqs, nodes, kv_len) > 0
         assert engine.sizes[-1] == (max_num_seqs, nodes)
@@ -104,6 +104,7 @@ def test_a_runtime_says_which_device_it_is_on(
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
     monkeypatch.setattr(cost, "measure_curve", lambda verifier, **_: curves.append(CURVE) or CURVE)
+    monkeypatch.setattr(api, "settle_exactness", lambda verifier, identity: None)
     for name in ("One", "Other", "One"):
         monkeypatch.setattr(kept, "find_gpu", lambda name=name: Gpu(name, (9, 0), 1, 1))
         opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path).device

@@ -6,37 +6,62 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 
-import numpy as np
 import pytest
 
+from redraft.engines.device import Buffer
+from redraft.engines.host_buffer import HostBuffer
 from redraft.runtime import scheduler
+from redraft.runtime.bound_step import leading
 from redraft.runtime.controller import Adaptive, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
-from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
-from redraft.runtime.verifier import Features, Verifier
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome, Source
 
-from .fakes import SHAPE, FakeEngine, mixing_rule, plain
+from .fakes import FakeEngine, fake_verifier, mixing_rule, plain
 
 
 class Recorder(Drafter):
-    """Guesses chains of what the toy model says, resampling for every other sequence, and notes what it is shown."""
+    """Guesses chains of what the toy model says, resampling for every other sequence, and reads hidden states.
+
+    The toy model's hidden states are its tokens, of which all that were committed must be there, in order.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
-        self.prompts: dict[int, list[float]] = {}
+        self.rows = HostBuffer.zeros("float32", verifier.max_num_seqs, 400, 3)
+        self.seen: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
         self.resampled = self.drafted = 0
+        verifier.attach(self)
 
-    def prefilled(self, seq: Sequence, start: int, features: Features) -> None:
-        seen = self.prompts.setdefault(id(seq), [])
-        assert len(seen) == start
-        seen.extend(features["last"][:, 0].tolist())
+    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
+        return {"last": leading(self.rows, sequences)}
+
+    def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
+        return [self.seen[id(seq)] for seq in batch]
+
+    def begin(self, seq: Sequence) -> None:
+        self.seen[id(seq)] = self.slots[id(seq)] = 0
+
+    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+        assert self.seen[id(seq)] == start
+        self.seen[id(seq)] += tokens
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        self.slots[id(seq)] = target
+        self.rows.host[target] = self.rows.host[source]
+
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+        self.seen[id(seq)] += 1 + len(outcome.path)
+        assert self.seen[id(seq)] == seq.cache_len
+        kept = min(seq.cache_len, len(seq.tokens))
+        assert self.rows.host[self.slots[id(seq)], :kept, 0].tolist() == seq.tokens[:kept]
 
     def guess(self, seq: Sequence, budget: Budget) -> DraftTree:
         chain = [seq.tokens[-1], *plain(mixing_rule, seq.tokens, budget.depth)]
@@ -69,12 +94,9 @@ class Recorder(Drafter):
             for seq, budget in zip(batch, budgets, strict=True)
         ]
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome, features: Features) -> None:
-        assert np.array_equal(features["last"][:, 0], tree.tokens)
-
 
 def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
-    verifier = HostVerifier(FakeEngine(hidden_states=("last",)), SHAPE, 400, max_num_seqs=2, hidden_states=("last",))
+    verifier = fake_verifier(FakeEngine(hidden_states=("last",)), 400, max_num_seqs=2, hidden_states=("last",))
     drafter = Recorder(verifier)
     prompts = [[97 + i % 5 for i in range(length)] for length in (4, 200, 131)]
     requests = [Sequence(list(prompt), len(prompt), len(prompt) + 30, frozenset(), Greedy()) for prompt in prompts]
@@ -82,7 +104,7 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
         pass
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.new_tokens == plain(mixing_rule, prompt, 30)
-        assert drafter.prompts[id(request)] == prompt
+        assert drafter.seen[id(request)] >= len(prompt) + 29
         assert request.counters.accepted == request.counters.drafted > 0
     assert drafter.resampled > drafter.drafted > 0
 
@@ -101,7 +123,7 @@ class Wide(Drafter):
 def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps within the budget; near the context's end their union must too (the fake refuses rows past it)."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    verifier = HostVerifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), SHAPE, 80)
+    verifier = fake_verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
     cycle = Cycle(verifier, Wide(verifier), Adaptive(VerifyCosts.of(free)), NgramDrafter(verifier))
     prompt = [97 + i % 3 for i in range(30)]
@@ -147,7 +169,7 @@ class Timed(FixedBudget):
 def test_a_step_tells_how_long_each_source_took(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[Source, float]
 ) -> None:
-    verifier = HostVerifier(FakeEngine(), SHAPE, 400, max_num_seqs=2)
+    verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=2)
     drafter, lookup, controller = Slow(verifier), Slow(verifier), Timed()
     monkeypatch.setattr(time, "perf_counter", lambda: drafter.now + lookup.now)
     cycle, batch = Cycle(verifier, drafter, controller, lookup), []
@@ -171,7 +193,7 @@ class ForAll(Wide):
 
 def test_where_one_call_drafts_for_all_nobody_resamples_beside_it() -> None:
     """Two requests out of step: alone, each would resample while the other drafts."""
-    verifier = HostVerifier(FakeEngine(hidden_states=("last",)), SHAPE, 400, max_num_seqs=2, hidden_states=("last",))
+    verifier = fake_verifier(FakeEngine(hidden_states=("last",)), 400, max_num_seqs=2, hidden_states=("last",))
     made: list[set[Source]] = []
     cycle = Cycle(verifier, ForAll(verifier), FixedBudget(Budget(3, 3, 1)))
     propose = cycle.propose

@@ -5,11 +5,12 @@ Time is a clock of the test's own, which every engine call moves by what it cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
 
+from redraft.engines.device import Buffer, Run
 from redraft.runtime import ranges, scheduler
 from redraft.runtime.api import GREEDY
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
@@ -17,12 +18,11 @@ from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.sampler import make_sampler
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
 
-from .fakes import SHAPE, FakeCall, FakeEngine
+from .fakes import FakeEngine, fake_verifier
 
 CHEAP = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0, 32: 30.0})
 DEAR = CostCurve.from_points({1: 10.0, 2: 19.0, 4: 37.0, 8: 73.0, 16: 145.0, 32: 289.0})
@@ -74,16 +74,15 @@ class Costly(FakeEngine):
         self.true = true
         self.random = np.random.default_rng(0)
 
-    def prepare(self, **sizes: int) -> FakeCall:
-        call, run = super().prepare(**sizes), FakeCall.run
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        run, width = super().bind(buffers), buffers["token_ids"].shape[1]
 
         def timed() -> None:
-            run(call)
+            run()
             noise = self.random.uniform(0.95, 1.05) * (2 if self.random.random() < 0.05 else 1)
-            self.clock.now += self.true.table_ms[min(sizes["T"], 32)] * 1e-3 * noise
+            self.clock.now += self.true.table_ms[min(width, 32)] * 1e-3 * noise
 
-        call.run = timed  # type: ignore[method-assign]
-        return call
+        return timed
 
 
 def sometimes_repeating(tokens: list[int]) -> int:
@@ -95,7 +94,7 @@ def sometimes_repeating(tokens: list[int]) -> int:
 def milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, tokens: int = 400) -> float:
     """What a token costs after the first STEPS steps of a runtime that believes in a curve at first."""
     engine = Costly(clock, true, sometimes_repeating)
-    verifier = HostVerifier(engine, SHAPE, 2000)
+    verifier = fake_verifier(engine, 2000)
     costs = VerifyCosts.of(believed)
     lookup = NgramDrafter(verifier)
     cycle = Cycle(verifier, NoDrafter(verifier), Adaptive(costs, drafts=False), lookup, costs)
@@ -133,7 +132,7 @@ def test_where_drafting_takes_longer_than_it_saves_plain_decoding_is_left_alone(
 
     def spent(controller: Controller, lookup: type[NgramDrafter] | None) -> float:
         engine = Costly(clock, true, lambda tokens: 97 + int(np.random.default_rng(len(tokens)).integers(8)))
-        verifier = HostVerifier(engine, SHAPE, 2000)
+        verifier = fake_verifier(engine, 2000)
         cycle = Cycle(verifier, NoDrafter(verifier), controller, lookup and lookup(verifier))
         request = Sequence([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY, False))
         began = clock.now

@@ -21,8 +21,8 @@ from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, api
 from redraft.runtime.cost import VerifyCosts, measure_curve
-from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.trace import replay
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Costs
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
@@ -45,7 +45,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)  # so that shapes come up in between
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that shapes come up in between
 
 
 @pytest.fixture(

@@ -16,15 +16,17 @@ from redraft.engines import open_bundle
 from redraft.engines.cuda import Cuda
 from redraft.engines.cuda_device import CudaBuffer
 from redraft.engines.device import Buffer
-from redraft.engines.onnxruntime_device import HostBuffer, HostDevice
+from redraft.engines.host_buffer import HostBuffer
+from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, api, device_verifier
+from redraft.runtime import Runtime, SamplingParams, api, graph_steps
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceTree, DeviceTrees, one_source
-from redraft.runtime.device_verifier import DeviceVerifier
+from redraft.runtime.graph_steps import GraphSteps
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import prune, root_only
+from redraft.runtime.verifier import Verifier, blank
 from redraft.types import Budget, Costs
 from tests.engines.fake_cuda import FakeCuda
 
@@ -149,24 +151,25 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their memory too, once nothing that is under way needs it, and the text does not change."""
-    monkeypatch.setattr(DeviceVerifier, "warm", lambda self: None)
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)
     cuda = FakeCuda()
     texts, held, under_way = [], [], []
     for most in (128, 2):
-        monkeypatch.setattr(device_verifier, "MOST_STEPS", most)
+        monkeypatch.setattr(graph_steps, "MOST_STEPS", most)
         device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda).device
         with open_over(device, lyanna_bundle) as runtime:
             texts.append([g.token_ids for g in runtime.generate(SHORT, PARAMS, "ngram")])
-            assert isinstance(runtime.verifier, DeviceVerifier)
-            kept = list(runtime.verifier._trees)
+            steps = runtime.verifier.steps
+            assert isinstance(steps, GraphSteps)
+            kept = list(steps._trees)
             held.append(len(kept))
             if most == 2:
-                runtime.verifier._tree_step(*kept[0][:2], None)
-                weakref.finalize(runtime.verifier._trees[kept[1]], lambda: under_way.append(len(cuda.queued)))
+                steps.tree([blank(kept[0][1])] * kept[0][0], [0] * kept[0][0], None)
+                weakref.finalize(steps._trees[kept[1]], lambda: under_way.append(len(cuda.queued)))
                 cuda.put(lambda: None)
-                runtime.verifier._tree_step(1, 64, None)
+                steps.tree([blank(64)], [0], None)
                 assert under_way == [0]
-                assert list(runtime.verifier._trees) == [kept[0], (1, 64, 0)]
+                assert list(steps._trees) == [kept[0], (1, 64, 0)]
     assert held[0] > held[1] == 2
     assert texts[0] == texts[1]
 

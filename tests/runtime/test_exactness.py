@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from redraft.engines.device import Buffer, Run
+from redraft.engines.host_buffer import array_of
 from redraft.runtime.exactness import Exactness, measure_exactness, settle_exactness
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.verifier import Verifier
 
-from .fakes import SHAPE, FakeCall, FakeEngine
+from .fakes import FakeEngine, engine_of, fake_verifier
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +31,21 @@ class Rounding(FakeEngine):
         self.where = where
         self.calls = 0
 
-    def prepare(self, **sizes: int) -> FakeCall:
-        call, run = super().prepare(**sizes), FakeCall.run
+    def bind(self, buffers: Mapping[str, Buffer]) -> Run:
+        run, logits = super().bind(buffers), array_of(buffers["logits"])
+        sequences, rows = buffers["token_ids"].shape
 
         def rounded() -> None:
-            run(call)
+            run()
             self.calls += 1
-            if self.where(sizes["B"], sizes["T"]):
-                call.outputs["logits"] += np.float32(1e-6)
+            if self.where(sequences, rows):
+                logits[:] += np.float32(1e-6)
 
-        call.run = rounded  # type: ignore[method-assign]
-        return call
+        return rounded
 
 
-def verifier(where: Callable[[int, int], bool], max_num_seqs: int = 3) -> HostVerifier:
-    return HostVerifier(Rounding(where), SHAPE, 200, max_num_seqs)
+def verifier(where: Callable[[int, int], bool], max_num_seqs: int = 3) -> Verifier:
+    return fake_verifier(Rounding(where), 200, max_num_seqs)
 
 
 def test_kernels_that_never_differ_are_exact() -> None:
@@ -75,7 +77,7 @@ def test_a_single_row_that_differs_is_computed_as_two_and_this_is_known_at_the_n
     again = verifier(lambda sequences, rows: sequences == rows == 1)
     assert settle_exactness(again, {"build": "a"}).holds
     assert again.fewest_rows == 2
-    assert again._engine.calls == 0  # type: ignore[attr-defined]
+    assert engine_of(again).calls == 0  # type: ignore[attr-defined]
 
 
 def test_what_two_rows_do_not_change_is_named() -> None:
@@ -87,7 +89,7 @@ def test_what_two_rows_do_not_change_is_named() -> None:
 @pytest.mark.parametrize("max_model_len", [2, 8, 12, 33])
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_a_short_context_is_not_looked_at(max_model_len: int, max_num_seqs: int) -> None:
-    found = measure_exactness(HostVerifier(FakeEngine(), SHAPE, max_model_len, max_num_seqs))
+    found = measure_exactness(fake_verifier(FakeEngine(), max_model_len, max_num_seqs))
     assert found == Exactness(0, {})
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft import signatures
+from redraft import names, signatures
+from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.export.drafters.token_tree import lookup, resample
 from redraft.runtime import Runtime, SamplingParams, api, scheduler
@@ -179,6 +180,16 @@ def request(prompt: list[int]) -> Sequence:
     return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy())
 
 
+def state(drafter: LyannaDrafter, name: str) -> np.ndarray:
+    """What the drafter keeps for every slot."""
+    return array_of(drafter._state[name])
+
+
+def chains(drafter: LyannaDrafter) -> np.ndarray:
+    """Logits of the steps of the latest draft of every slot."""
+    return state(drafter, names.CHAIN_LOGITS)
+
+
 def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> None:
     """A draft now, after all that happened, equals that of a drafter which saw the text at once."""
     drafter, other = lyanna_of(runtime), lyanna_of(reference)
@@ -186,14 +197,16 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
     for slot, seq in enumerate(batch):
         fresh = Sequence(seq.tokens[:-1], len(seq.tokens) - 1, CONTEXT, frozenset(), Greedy())
         other.begin(fresh)
-        for start, features in reference.verifier.prefill(fresh):
-            other.prefilled(fresh, start, features)
+        for start, tokens in reference.verifier.prefill(fresh):
+            other.prefilled(fresh, start, tokens)
         fresh.tokens.append(seq.tokens[-1])
         (expected,) = other.draft([fresh], [FULL])
         rows = fresh.drafting.cache_len
         assert (seq.drafting.cache_len, seq.drafting.pending) == (rows, 0) == (len(seq.tokens) - 1, 0)
-        np.testing.assert_allclose(drafter._kv[:, slot, :, :rows], other._kv[:, 0, :, :rows], atol=2e-4)
-        np.testing.assert_allclose(drafter._chain_logits[slot], other._chain_logits[0], atol=2e-4)
+        for name in (names.key_cache(0), names.value_cache(0)):
+            kept, expected_rows = state(drafter, name)[slot, :, :rows], state(other, name)[0, :, :rows]
+            np.testing.assert_allclose(kept, expected_rows, atol=2e-4)
+        np.testing.assert_allclose(chains(drafter)[slot], chains(other)[0], atol=2e-4)
         assert trees[slot].tokens.tolist() == expected.tokens.tolist()
         assert trees[slot].parents.tolist() == expected.parents.tolist()
         seq.drafting.used = STEPS
@@ -250,9 +263,9 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
         cycle.step(batch)
         slot = batch.index(second)
         assert second.drafting.used < STEPS
-        kept = drafter._chain_logits[slot].copy()
+        kept = chains(drafter)[slot].copy()
         drafter.draft(batch, [FULL if seq is first else NO_SPECULATION for seq in batch])
-        assert np.array_equal(drafter._chain_logits[slot], kept)
+        assert np.array_equal(chains(drafter)[slot], kept)
         cycle.step(batch)
         check_state(runtime, reference, batch)
 
@@ -283,7 +296,7 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
         trees = drafter.resample(batch, [FULL, FULL])
         for slot, seq in enumerate(batch):
             whole = resample(
-                drafter._chain_logits[slot], seq.drafting.used, seq.tokens[-1],
+                chains(drafter)[slot], seq.drafting.used, seq.tokens[-1],
                 lambda token: lookup(tables, token), WIDTH, threshold=0,
             )  # fmt: skip
             expected = whole.likeliest(drafter.shape.nodes)
@@ -298,8 +311,8 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
 
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
     """Token information by name."""
-    assert runtime._engines is not None
-    bundle = runtime._engines.bundle
+    bundle = runtime._bundle
+    assert bundle is not None
     assert bundle.manifest.lyanna is not None
     return {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(bundle.manifest.lyanna)}
 
@@ -345,9 +358,10 @@ def test_a_second_generation_is_refused_before_anything_is_measured(
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
         running = runtime.stream(prompt, PARAMS, "none")
         next(running)
-        runtime.verifier._kv[:] = kept = np.random.default_rng(0).random(runtime.verifier._kv.shape, np.float32)
+        kv = runtime.verifier.steps.kv
+        kv[:] = kept = np.random.default_rng(0).random(kv.shape, np.float32)
         with pytest.raises(UsageError, match="still running"):
             runtime.generate([[5]], PARAMS) if refused == "generate" else next(runtime.stream([5], PARAMS))
-        assert np.array_equal(runtime.verifier._kv, kept)
+        assert np.array_equal(kv, kept)
         running.close()
         assert runtime.generate([[5]], PARAMS)

@@ -23,7 +23,7 @@ from redraft.types import Budget
 from .fakes import greedy, make_runtime
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
-PARTS = {"lookup", "resample", "draft", "choose", "fill", "verify", "judge", "commit"}
+PARTS = {"lookup", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
 BUDGET = Budget(6, 3, 2)
 
 

@@ -13,7 +13,7 @@ from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams
 from redraft.types import Budget
 
-from .fakes import BOS, EOS, VOCABULARY, FakeEngine, greedy, make_runtime, mixing_rule, plain, script
+from .fakes import BOS, EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
 
 BUDGETS = [None, Budget(12, 4, 4), Budget(3, 8, 1), Budget(30, 6, 6), Budget(0, 0, 0)]
 
@@ -222,7 +222,7 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -
 
 def test_a_batch_is_one_engine_call_a_step() -> None:
     runtime = make_runtime(max_num_seqs=3)
-    engine: FakeEngine = runtime.verifier._engine
+    engine = engine_of(runtime.verifier)
     runtime.generate(random_prompts(3, seed=1), greedy(30), method="none")
     assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
 

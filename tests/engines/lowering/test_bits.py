@@ -9,10 +9,10 @@ import pytest
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.onnxruntime_backend import open_engine
+from redraft.engines.host_device import BLOCK_ROWS, HostDevice
 from redraft.runtime.exactness import measure_exactness
-from redraft.runtime.host_verifier import BLOCK_ROWS, HostVerifier, open_host_verifier
 from redraft.runtime.tree import chain, exact_part
+from redraft.runtime.verifier import Verifier
 from redraft.types import DraftTree
 from tests.engines.graphs import Decoder
 
@@ -25,8 +25,17 @@ SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
 ALL = {**DECODERS, **LARGE}
 
 
-def open_verifier(decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int) -> HostVerifier:
-    verifier = open_host_verifier(bundle, form, decoder.max_positions, max_num_seqs, threads=2)
+def open_form(
+    decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int = 1, threads: int = 2, rows: int | None = None
+) -> Verifier:
+    """The verifier over one of the bundle's graphs."""
+    device = HostDevice(bundle, threads, step_graphs=False, verifier_graph=form)
+    return Verifier(device, decoder.shape, rows or decoder.max_positions, max_num_seqs, decoder.hidden_states)
+
+
+def open_verifier(decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int) -> Verifier:
+    """The same, ready for trees."""
+    verifier = open_form(decoder, bundle, form, max_num_seqs)
     verifier.take_branches()
     return verifier
 
@@ -47,14 +56,11 @@ def test_the_graph_for_one_sequence_is_that_for_batches(name, tmp_path):
     if names.VERIFIER_SINGLE not in bundle.manifest.graphs:
         pytest.skip("has no graph for one sequence")
     text = np.random.default_rng(1).integers(0, ALL[name].vocabulary, 40)
-    verifiers = [
-        HostVerifier(open_engine(bundle, form, 2), bundle.manifest.shape, 64, 1, bundle.manifest.hidden_states)
-        for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)
-    ]
+    verifiers = [open_form(ALL[name], bundle, form, rows=64) for form in (names.VERIFIER_BATCH, names.VERIFIER_SINGLE)]
     for start, end in ((0, 30), (30, 31), (31, 37), (37, 40)):
         one, other = (verifier.logits([chain(text[start:end])], [start])[0] for verifier in verifiers)
         assert one.tobytes() == other.tobytes()
-    one, other = (verifier._kv[:, :, :, :40].tobytes() for verifier in verifiers)
+    one, other = (verifier.steps.kv[:, :, :, :40].tobytes() for verifier in verifiers)
     assert one == other
 
 
@@ -79,15 +85,15 @@ def test_the_number_of_live_rows_and_the_chunks_of_a_prompt_change_no_bit(long_b
     verifier = open_verifier(LONG, long_bundle, form, 1)
     text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
     (whole,) = verifier.logits([chain(text)], [0])
-    kept = verifier._kv[:, :, :, :390].copy()
-    verifier._kv[:] = 7
+    kept = verifier.steps.kv[:, :, :, :390].copy()
+    verifier.steps.kv[:] = 7
     for start in range(0, past, 48):
         (rows,) = verifier.logits([chain(text[start : min(start + 48, past)])], [start])
         assert rows.tobytes() == whole[start : min(start + 48, past)].tobytes()
     for rows in (1, 2, 7, 16):
         (found,) = verifier.logits([chain(text[past : past + rows])], [past])
         assert found.tobytes() == whole[past : past + rows].tobytes(), rows
-    assert verifier._kv[:, :, :, :past].tobytes() == kept[:, :, :, :past].tobytes()
+    assert verifier.steps.kv[:, :, :, :past].tobytes() == kept[:, :, :, :past].tobytes()
 
 
 def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]]:
@@ -138,7 +144,7 @@ def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
 
 def test_a_tree_that_branches_needs_its_engine(tmp_path):
     bundle = lowered(Decoder(), tmp_path)
-    verifier = open_host_verifier(bundle, names.VERIFIER_SINGLE, 64, threads=1)
+    verifier = open_form(Decoder(), bundle, names.VERIFIER_SINGLE, rows=64)
     assert not verifier.branches
     tree, _ = branched(*np.random.default_rng(5).integers(0, 61, (2, 20)))
     part = exact_part(tree, 0, verifier.branches, verifier.block_rows)
@@ -151,10 +157,8 @@ def test_a_tree_that_branches_needs_its_engine(tmp_path):
 def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
     bundle = lowered(Decoder(), tmp_path)
     only = Bundle(tmp_path, replace(bundle.manifest, graphs={names.VERIFIER: bundle.graph(names.VERIFIER)}))
-    assert {only.host_graph(max_num_seqs, exact) for max_num_seqs in (1, 2) for exact in (True, False)} == {
-        names.VERIFIER
-    }
-    assert [bundle.host_graph(1), bundle.host_graph(1, exact=False), bundle.host_graph(2, exact=False)] == [
+    assert {only.host_graph(single, exact) for single in (True, False) for exact in (True, False)} == {names.VERIFIER}
+    assert [bundle.host_graph(True), bundle.host_graph(True, exact=False), bundle.host_graph(False, exact=False)] == [
         names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH,
     ]  # fmt: skip
 
@@ -168,7 +172,7 @@ def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
     bundle = lowered(decoder, tmp_path)
     text = np.random.default_rng(6).integers(0, decoder.vocabulary, 660)
     verifiers = [
-        HostVerifier(open_engine(bundle, form, of), decoder.shape, 700, max_num_seqs, decoder.hidden_states)
+        open_form(decoder, bundle, form, max_num_seqs, of)
         for form, of, max_num_seqs in ((names.VERIFIER_BATCH, 1, 1), (names.VERIFIER_BATCH, threads, 3))
     ]
     for kv_len in (70, 130, 300, 600):

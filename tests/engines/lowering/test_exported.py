@@ -9,10 +9,10 @@ import pytest
 
 from redraft import names, signatures
 from redraft.config import BuildConfig
+from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_batch, lower_single
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_backend import open_engine
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.verifier import export_verifier
 from tests.engines.bundles import manifest_of
@@ -42,7 +42,7 @@ def test_exported_architectures_lower_and_agree(architecture, tmp_path):
         graphs[names.VERIFIER_SINGLE] = single
     decoder = Decoder(kv_heads=shape.kv_heads, head_dim=shape.head_dim, vocabulary=shape.vocabulary)
     bundle = Bundle(tmp_path, replace(manifest_of(decoder), graphs=graphs))
-    first, *others = (open_engine(bundle, graph, threads=1) for graph in graphs)
+    first, *others = (open_calls(bundle, graph, threads=1) for graph in graphs)
     for engine in others:
         chain = all(spec.name != names.TREE_MASK for spec in engine.inputs)
         for nodes, past in CASES:

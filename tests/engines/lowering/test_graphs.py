@@ -10,9 +10,9 @@ import onnx
 import pytest
 
 from redraft import names
+from redraft.engines import Calls, open_calls
 from redraft.engines.bundle import Bundle
 from redraft.engines.lowering import lower_batch, lower_single
-from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, open_engine
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder, save_verifier
 
@@ -58,9 +58,7 @@ def random_tree(nodes: int, random: np.random.Generator) -> tuple[np.ndarray, np
     return depths, mask
 
 
-def run(
-    engine: OnnxRuntimeEngine, decoder: Decoder, nodes: int, past: int, chain: bool = False
-) -> dict[str, np.ndarray]:
+def run(engine: Calls, decoder: Decoder, nodes: int, past: int, chain: bool = False) -> dict[str, np.ndarray]:
     """Outputs and live cache rows after verifying one random tree over random rows, with garbage in the dead ones.
 
     chain: in place of a tree. All rows but the live ones, and one more that a single row may be copied to, must stay.
@@ -97,9 +95,9 @@ def test_lowered_graphs_equal_the_portable_one(name, tmp_path):
     decoder = {**DECODERS, **LARGE}[name]
     bundle = lowered(decoder, tmp_path)
     assert set(bundle.manifest.graphs) == {names.VERIFIER, *(FORMS[:1] if name in LARGE else FORMS)}
-    portable = open_engine(bundle, threads=1)
+    portable = open_calls(bundle, threads=1)
     for form in list(bundle.manifest.graphs)[1:]:
-        engine = open_engine(bundle, form, threads=1)
+        engine = open_calls(bundle, form, threads=1)
         for nodes, past in CASES:
             chain = form != names.VERIFIER_BATCH
             expected, found = (run(one, decoder, nodes, past, chain) for one in (portable, engine))

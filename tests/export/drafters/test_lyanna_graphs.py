@@ -14,8 +14,8 @@ import torch
 
 from redraft import names, signatures
 from redraft.config import RANDOM, LyannaBuild
+from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
-from redraft.engines.onnxruntime_backend import open_engine
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.token_info import make_tables
@@ -63,7 +63,7 @@ class Draft:
 
     def __init__(self, exported: Exported, graph: str, batch: int) -> None:
         shape, generator = exported.shape, np.random.default_rng(5)
-        self.engine = open_engine(exported.bundle, graph, threads=1)
+        self.engine = open_calls(exported.bundle, graph, threads=1)
         size = (batch, shape.kv_heads, CAPACITY, shape.head_dim)
         self.caches = [(generator.standard_normal(size) * GARBAGE).astype(shape.dtype) for _ in range(2)]
         self.engine.bind(names.key_cache(0), self.caches[0])
@@ -291,7 +291,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
 
 def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> None:
     shape = exported.shape
-    engine = open_engine(exported.bundle, names.LYANNA_RESAMPLE, threads=1)
+    engine = open_calls(exported.bundle, names.LYANNA_RESAMPLE, threads=1)
     for name, table in exported.tables.items():
         engine.bind(name, table)
 

@@ -1,4 +1,4 @@
-"""Small parts of Lyanna's runtime: the part of a tree that a budget has room for, and the rows that wait."""
+"""Small parts of Lyanna's runtime: the part of a tree that a budget has space for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.lyanna import PendingFeatures, within
-from redraft.runtime.host_verifier import HostVerifier
+from redraft.runtime.drafters.lyanna import within
 from redraft.types import Budget, DraftTree
-from tests.runtime.fakes import SHAPE, FakeEngine
+from tests.runtime.fakes import FakeEngine, fake_verifier
 
 
 def ranked_tree(seed: int, nodes: int) -> DraftTree:
@@ -43,24 +42,6 @@ def test_a_tree_that_fits_is_given_as_it_is() -> None:
     assert within(tree, Budget(7, 8, 8)) is tree
 
 
-def test_waiting_rows_are_copies_in_order_however_many() -> None:
-    """The verifier's next call overwrites what it gave; the store grows; what went in is gone."""
-    pending, rows = PendingFeatures(used=0), np.arange(400, dtype=np.float32).reshape(200, 2)
-    given = rows.copy()
-    for begin in (0, 1, 3, 90):
-        end = {0: 1, 1: 3, 3: 90, 90: 200}[begin]
-        pending.append(given[begin:end])
-        given[begin:end] = -1
-    assert pending.pending == 200
-    assert np.array_equal(pending.features[:200], rows)
-    pending.shift(64)
-    pending.shift(3)
-    assert (pending.cache_len, pending.pending) == (67, 133)
-    assert np.array_equal(pending.features[:133], rows[67:])
-    pending.append(rows[:1])
-    assert np.array_equal(pending.features[133], rows[0])
-
-
 def test_without_a_bundle_there_is_no_drafter() -> None:
     with pytest.raises(UsageError, match="this bundle has no Lyanna drafter; build it with `redraft build MODEL"):
-        load_drafter("lyanna", HostVerifier(FakeEngine(), SHAPE, 64))
+        load_drafter("lyanna", fake_verifier(FakeEngine(), 64))

@@ -7,18 +7,17 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import LONGEST_MATCH, RANKS, NgramConfig, NgramDrafter, NgramIndex
-from redraft.runtime.host_verifier import HostVerifier
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, DraftTree, Outcome
-from tests.runtime.fakes import SHAPE, FakeEngine
+from tests.runtime.fakes import FakeEngine, fake_verifier
 
 WIDE = Budget(nodes=30, depth=5, width=3)
 
 
 @pytest.fixture
 def drafter() -> NgramDrafter:
-    return NgramDrafter(HostVerifier(FakeEngine(), SHAPE, 64), NgramConfig())
+    return NgramDrafter(fake_verifier(FakeEngine(), 64), NgramConfig())
 
 
 def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Sequence]:
@@ -89,7 +88,7 @@ def test_every_node_after_the_decoded_path_is_evidence(drafter: NgramDrafter) ->
     tree, seq = draft(drafter, "abcd1xyz abcd2xyz abcd")
     before = list(drafter._rates)
     first, second, third = 8 * RANKS, 4 * RANKS + 1, 9 * RANKS
-    drafter.accept(seq, tree, Outcome(tree.tokens, (1,), ord("?"), (ord("2"), ord("?"))), {})
+    drafter.accept(seq, tree, Outcome(tree.tokens, (1,), ord("?"), (ord("2"), ord("?"))))
     changed = {kind for kind, (a, b) in enumerate(zip(before, drafter._rates, strict=True)) if a != b}
     assert changed == {first, second, third}
     assert drafter._rates[first] > before[first]
@@ -101,15 +100,15 @@ def test_rates_learned_from_one_request_inform_the_next(drafter: NgramDrafter) -
     old = draft(drafter, "abcdX.....abcd")[0].log_probs[1]
     for _ in range(50):
         tree, seq = draft(drafter, "abcdX.....abcd")
-        drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)), {})
+        drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)))
     assert draft(drafter, "abcdX.....abcd")[0].log_probs[1] < old - 0.2
 
 
 def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
     tree, seq = draft(drafter, "abcdX.....abcd")
-    drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)), {})
+    drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)))
     before = list(drafter._rates)
-    drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)), {})
+    drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)))
     assert drafter._rates == before
 
 
@@ -117,14 +116,14 @@ def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
 def test_impossible_context_lengths_are_refused(lengths: tuple[int, int]) -> None:
     options = {"prompt_lookup_min": lengths[0], "prompt_lookup_max": lengths[1]}
     with pytest.raises(UsageError, match="expected 1 <= min <= max"):
-        load_drafter("ngram", HostVerifier(FakeEngine(), SHAPE, 64), options)
+        load_drafter("ngram", fake_verifier(FakeEngine(), 64), options)
 
 
 def test_context_lengths_can_be_chosen() -> None:
     text = "dX-abcdY--abcd"
     for longest, first in ((4, "Y"), (1, "Y")):
         options = {"prompt_lookup_min": longest, "prompt_lookup_max": longest}
-        drafter = load_drafter("ngram", HostVerifier(FakeEngine(), SHAPE, 64), options)
+        drafter = load_drafter("ngram", fake_verifier(FakeEngine(), 64), options)
         tree, _ = draft(drafter, text)
         assert branches(tree)[0][0] == first
         assert len(branches(tree)) == (1 if longest == 4 else 2)
