@@ -95,6 +95,7 @@ class Choice:
     shares: of a tree that stayed on a device, how often the nodes after the root are kept, by which that was decided.
     table_ms: what verifying so many nodes was believed to cost.
     probed: nodes are verified that do not seem to pay, to learn what they cost.
+    together: in a batch, the rate of all its sequences, and the tokens that the n-th node of all their trees brings.
     """
 
     rate: float
@@ -105,6 +106,7 @@ class Choice:
     shares: Sequence[float] | None = None
     table_ms: Sequence[float] = ()
     probed: bool = False
+    together: tuple[float, Sequence[float]] | None = None
 
 
 class Outcome(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import exp, log
 from typing import Protocol
 
@@ -48,14 +49,23 @@ class Controller(Protocol):
     def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
         """Where the tree shall come from, given what the lookup found and how many steps could be resampled."""
 
-    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
-        """The part worth verifying of what the lookup found and what was made to plan, at least the root."""
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
+        made: Several[DraftTree | None],
+    ) -> list[DraftTree]:  # fmt: skip
+        """The part worth verifying of what the lookup found and what was made to plan, for each sequence.
+
+        All together, since a call costs what its widest tree does. A sequence without a plan gets its root.
+        """
 
     def explain(self, seq: Sequence) -> Choice | None:
         """What the tree of this step was chosen from; None where nothing was weighed."""
 
-    def timed(self, ms: Mapping[Source, float]) -> None:
-        """How long making the trees of this step took, for the whole batch, by the sources that made any."""
+    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
+        """How long making the trees of this step took, for the whole batch, by the sources that made any.
+
+        nodes: of the largest tree that was verified, its root included.
+        """
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """`tree` was verified with this outcome. Called after plain steps too."""
@@ -84,14 +94,20 @@ class FixedBudget:
             return Source.RESAMPLE
         return Source.FRESH if self._drafts else Source.LOOKUP
 
-    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
-        """See `Controller.choose`."""
-        return prune(found if made is None else made, self._budget.nodes)
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
+        made: Several[DraftTree | None],
+    ) -> list[DraftTree]:  # fmt: skip
+        """See `Controller.cut`."""
+        return [
+            prune(looked_up if tree is None else tree, self._budget.nodes)
+            for looked_up, tree in zip(found, made, strict=True)
+        ]
 
     def explain(self, seq: Sequence) -> None:
         """See `Controller.explain`."""
 
-    def timed(self, ms: Mapping[Source, float]) -> None:
+    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
         """See `Controller.timed`."""
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
@@ -204,7 +220,8 @@ class ControllerState:
     found:    nodes of the lookup's tree that are worth verifying, and their gain, of this step.
     gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
     offered:  the tree that was made for this step and its source, for `observe`.
-    rate, gains, tried, probed: as in `Choice`, of this step.   weighed: its found, whole and shares.
+    rate, gains, tried, probed, together: as in `Choice`, of this step.   weighed: its found, whole and shares.
+    shares:   how often each node after the root is expected to be kept, likeliest first, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
     since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
     """
@@ -217,6 +234,8 @@ class ControllerState:
     gains: dict[Source, float] = field(default_factory=dict)
     tried: bool = False
     probed: bool = False
+    shares: Several[float] = ()
+    together: tuple[float, Several[float]] | None = None
     weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
     plan: Source = Source.NONE
     remaining: int = 0
@@ -229,14 +248,13 @@ class ControllerState:
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities, of a drafter's trees as
-    `DepthCalibration`
-    corrects them by depth, or, where they stay on a device, as `RankCalibration` knows them; of a lookup's its own)
-    tokens in
-    t(n + 1) ms. The best n has the largest yield less `rate`
-    tokens for every millisecond, `rate` being what the sequence achieves at present and at least plain decoding's
-    (Dinkelbach's method for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short).
-    What remains is the tree's gain.
+    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities) tokens in t(n + 1) ms. Those of a
+    drafter's trees are corrected by depth (`DepthCalibration`), or known by rank if the trees stay on a device
+    (`RankCalibration`); a lookup's are its own. The best n has the largest yield less `rate` tokens for every
+    millisecond, `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method
+    for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the
+    tree's gain. In a batch all trees are cut to one number of nodes, whose yield is the sum of theirs and whose rate
+    is the sum of their rates: a call costs what its largest tree does.
 
     The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known,
     what resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that
@@ -255,6 +273,7 @@ class Adaptive:
         costs = costs or Costs()
         self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
         self._step_ms: dict[Source, float] = {}
+        self._verified_ms = 0.0
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
         self._all = Experience(tokens=1.0, plain_steps=1.0)
         self._host_ms: dict[tuple[int, bool], float] = {}
@@ -304,24 +323,52 @@ class Adaptive:
         state.remaining, state.plan = remaining, Source.FRESH if state.tried else max(gains, key=gains.__getitem__)
         return state.plan
 
-    def choose(self, seq: Sequence, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
-        """See `Controller.choose`."""
-        state, tree = self._state_of(seq), found
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
+        made: Several[DraftTree | None],
+    ) -> list[DraftTree]:  # fmt: skip
+        """See `Controller.cut`."""
+        trees, shares = list(found), []
+        planned = [plan is not Source.NONE for plan in plans]
+        rate = 0.0
+        for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
+            state = self._state_of(seq)
+            if planned[slot]:
+                trees[slot] = self._weigh(state, plan, found[slot], made[slot])
+                rate += state.rate
+            else:
+                rate += 1 / self._table[1]
+            shares.append(state.shares if planned[slot] else ())
+        each = shares[0] if len(shares) == 1 else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
+        nodes, _ = best_first(each, rate, self._table)
+        paying = nodes
+        probed = self._steps >= self._probe_at and len(each) > nodes
+        if probed:
+            wider = self._probe(min(len(each) + 1, len(self._table) - 1))
+            probed, nodes = wider > nodes, max(nodes, wider)
+        for slot, seq in enumerate(batch):
+            if planned[slot]:
+                state = self._state_of(seq)
+                state.probed = probed
+                state.together = (rate, each) if len(batch) > 1 else None
+                if made[slot] is not None:
+                    gain = sum(state.shares[:paying]) - state.rate * (self._table[paying + 1] - self._table[1])
+                    self._learn_gain(state, plans[slot], max(gain, 0.0))
+                trees[slot] = prune(trees[slot], nodes)
+        return trees
+
+    def _weigh(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
+        """All that could be verified of a sequence's trees. Sets how often each node is expected to be kept."""
         state.tried |= plan is not state.plan
-        state.plan = plan
+        state.plan, tree = plan, found
         if made is not None and made.on_device:
-            return self._choose_on_device(state, plan, found, made)
+            return self._weigh_on_device(state, plan, found, made)
         if made is not None and len(made) > 1:
             state.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
-        nodes, gain = best_size(tree.log_probs, state.rate, self._table)
+        state.shares = ranked_shares(tree.log_probs)
         state.weighed = found, tree, None
-        if made is not None:
-            self._learn_gain(state, plan, gain)
-        if self._steps >= self._probe_at and len(tree) > nodes + 1:
-            wider = self._probe(min(len(tree), len(self._table) - 1))
-            state.probed, nodes = wider > nodes, max(nodes, wider)
-        return prune(tree, nodes)
+        return tree
 
     def _probe(self, largest: int) -> int:
         """How many nodes to verify although they do not seem to pay: sizes take turns, up to `largest` with the root.
@@ -336,17 +383,15 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _choose_on_device(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
-        """Of two trees that cannot be merged without a copy from the device, the part of one that gains more."""
+    def _weigh_on_device(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
+        """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
         shares = self._ranks_of(state, plan).shares(len(made) - 1)
-        nodes, gain = best_first(shares, state.rate, self._table)
-        known_nodes, known_gain = state.found
-        tree, nodes = (made, nodes) if gain >= known_gain else (found, known_nodes)
-        ranked = shares if tree is made else None
-        state.weighed = found, tree, ranked
+        _, gain = best_first(shares, state.rate, self._table)
+        tree = made if gain >= state.found[1] else found
+        state.shares = shares if tree is made else ranked_shares(found.log_probs)
+        state.weighed = found, tree, shares if tree is made else None
         state.offered = (plan, made) if tree is made else None
-        self._learn_gain(state, plan, max(gain, known_gain))
-        return prune(tree, nodes)
+        return tree
 
     def _ranks_of(self, state: ControllerState, plan: Source) -> RankCalibration:
         key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
@@ -360,11 +405,12 @@ class Adaptive:
         state = self._state_of(seq)
         if state.weighed is None:
             return None
-        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._table, state.probed)
+        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._table, state.probed, state.together)
 
-    def timed(self, ms: Mapping[Source, float]) -> None:
+    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
         """See `Controller.timed`."""
         self._step_ms = {}
+        self._verified_ms = self._table[nodes]
         for source, taken_ms in ms.items():
             known_ms = self._made_ms.setdefault(source, taken_ms)
             # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
@@ -384,7 +430,7 @@ class Adaptive:
                 self._records[source].observe(made, outcome.tokens)
             state.offered = None
         lately = state.experience
-        ms = self._table[len(tree)] + self._extra_ms()
+        ms = self._verified_ms + self._extra_ms()
         if state.plan is not Source.LOOKUP:
             ms += self._step_ms.get(state.plan, 0.0)
         steps = ms / self._table[1]
@@ -435,9 +481,12 @@ def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> t
 
     log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
     """
-    if len(log_probs) == 1:
-        return 0, 0.0
-    return best_first([exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)], rate, table_ms)
+    return best_first(ranked_shares(log_probs), rate, table_ms) if len(log_probs) > 1 else (0, 0.0)
+
+
+def ranked_shares(log_probs: FloatArray) -> list[float]:
+    """Probabilities of the nodes after the root to be kept, likeliest first, from joint logarithms [n]."""
+    return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
 
 
 def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:

@@ -55,7 +55,7 @@ class Cycle:
         with self.ranges.stage(STEP):
             plans, trees = self.propose(batch)
             outcomes = self.verifier.verify(batch, trees)
-            self.controller.timed(self._spent(plans))
+            self.controller.timed(self._spent(plans), max(map(len, trees)))
             with self.ranges.stage("commit"):
                 self.commit(batch, plans, trees, outcomes)
         self._learn(len(batch), plans, trees)
@@ -100,14 +100,12 @@ class Cycle:
             plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
         made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
         with stage("choose"):
-            trees = list(found)
-            for slot, seq in enumerate(batch):
-                plan = plans[slot]
-                if plan is Source.NONE:
-                    continue
-                tree = self.controller.choose(seq, plan, found[slot], made[plan][slot] if plan in made else None)
-                tree = prune(tree, budgets[slot].nodes)  # of two sources: each fits the rows left, not both
-                trees[slot] = exact_part(tree, seq.cache_len, self._branches, self.verifier.block_rows)
+            drafted = [made[plan][slot] if plan in made else None for slot, plan in enumerate(plans)]
+            trees = self.controller.cut(batch, plans, found, drafted)
+            for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
+                if plan is not Source.NONE:
+                    tree = prune(trees[slot], budgets[slot].nodes)  # of two sources: each fits the rows left, not both
+                    trees[slot] = exact_part(tree, seq.cache_len, self._branches, self.verifier.block_rows)
         return plans, trees
 
     def _spent(self, plans: list[Source]) -> dict[Source, float]:

@@ -9,7 +9,8 @@
 Trees and answers are complete, so that acceptance can be computed again from the file alone. So can where a tree came
 from and how much of it was verified, where that was weighed: `choice` is `redraft.types.Choice`, its `log_probs` are
 those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. Of trees that stayed on a
-device there are `shares`, by which they were cut. `probed` marks trees that are larger than what seems to pay.
+device there are `shares`, by which they were cut. `together` has the rate and the shares of the whole batch, by which
+all of its trees were cut. `probed` marks trees that are larger than what seems to pay.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
         "gains": choice.gains,
         "tried": choice.tried,
         **({"probed": True} if choice.probed else {}),
+        **({"together": {"rate": choice.together[0], "shares": list(choice.together[1])}} if choice.together else {}),
         "log_probs": choice.whole.log_probs.tolist(),
         **({"shares": choice.shares} if choice.shares is not None else {}),
         "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
@@ -172,7 +174,9 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     expected = Source.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
         raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
-    if "shares" in choice:
+    if "together" in choice:
+        most, _ = best_first(choice["together"]["shares"], choice["together"]["rate"], table_ms)
+    elif "shares" in choice:
         most, _ = best_first(choice["shares"], choice["rate"], table_ms)
     else:
         most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)

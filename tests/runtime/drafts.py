@@ -35,4 +35,4 @@ def drafted(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
     """What is verified of a tree that a drafter makes whenever it is asked to, the lookup finding nothing."""
     nothing = root_only(0)
     plan = controller.plan(seq, nothing, 0)
-    return controller.choose(seq, plan, nothing, tree if plan is Source.FRESH else None)
+    return controller.cut([seq], [plan], [nothing], [tree if plan is Source.FRESH else None])[0]

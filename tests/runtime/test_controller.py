@@ -32,18 +32,20 @@ def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree
     """What is verified of a tree that the lookup found, with no drafter beside it."""
     plan = controller.plan(seq, tree, 0)
     assert plan is Source.LOOKUP
-    return controller.choose(seq, plan, tree, None)
+    return controller.cut([seq], [plan], [tree], [None])[0]
 
 
 def run(
-    controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up
-) -> int:
+    controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up,
+    ms: dict[Source, float] | None = None,
+) -> int:  # fmt: skip
     """Steps out of `steps` in which speculation was allowed."""
     tries = 0
     for _ in range(steps):
         budget = controller.budget(seq)
         tries += budget.nodes > 0
         verified = propose(controller, seq, tree) if budget.nodes else chain()
+        controller.timed(ms or {}, len(verified))
         controller.observe(seq, verified, outcome(verified, min(accepted, len(verified) - 1)))
     return tries
 
@@ -79,9 +81,9 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
 
 def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
     controller, seq = lookup_only(CURVE), sequence()
-    controller.timed({Source.LOOKUP: 1000.0})
-    run(controller, seq, chain(0.9), accepted=1, steps=200)
-    assert run(controller, seq, chain(0.9), accepted=1, steps=100) < 10
+    ms = {Source.LOOKUP: 1000.0}
+    run(controller, seq, chain(0.9), accepted=1, steps=200, ms=ms)
+    assert run(controller, seq, chain(0.9), accepted=1, steps=100, ms=ms) < 10
 
 
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
@@ -146,7 +148,7 @@ def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
     controller, seq = Adaptive(VerifyCosts.of(FREE), costs=costs), sequence()
     for plan, remaining, tree in ((Source.RESAMPLE, 1, chain(0.5)), (Source.FRESH, 0, chain(0.9, 0.9))):
         controller.plan(seq, root_only(0), remaining)
-        controller.choose(seq, plan, root_only(0), tree)
+        controller.cut([seq], [plan], [root_only(0)], [tree])
     return controller, seq
 
 
@@ -181,13 +183,13 @@ def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
     for step in range(200):
         if controller.plan(seq, root_only(0), 0) is Source.FRESH:
             tried.append(step)
-            controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))
+            controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
     assert LONGEST_PAUSE == 32
     controller._made_ms[Source.FRESH] = 0.0  # as if drafts had become free
     while controller.plan(seq, root_only(0), 0) is not Source.FRESH:
         pass
-    controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))
+    controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])
     assert seq.control.patience == 1
 
 
@@ -201,8 +203,8 @@ def test_what_was_made_is_merged_with_what_was_found() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     controller.plan(seq, root_only(0), 0)
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
-    assert controller.choose(seq, Source.FRESH, found, made).tokens.tolist() == [0, 7, 8]
-    assert controller.choose(seq, Source.LOOKUP, found, None).tokens.tolist() == [0, 7]
+    assert controller.cut([seq], [Source.FRESH], [found], [made])[0].tokens.tolist() == [0, 7, 8]
+    assert controller.cut([seq], [Source.LOOKUP], [found], [None])[0].tokens.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,37 @@ def test_a_fixed_budget_resamples_what_can_be(drafts: bool, remaining: int, expe
     assert FixedBudget(Budget(4, 2, 2), drafts).plan(sequence(), root_only(0), remaining) is expected
 
 
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def cut(controller: Adaptive, trees: list[DraftTree], waiting: int = 0) -> list[int]:
+    """Nodes that are verified of what the lookup found for each sequence; more sequences decode plainly."""
+    batch = [sequence() for _ in range(len(trees) + waiting)]
+    controller.begin(len(batch))
+    for seq in batch:
+        controller.budget(seq)
+    found = [*trees, *[root_only(0)] * waiting]
+    plans = [controller.plan(seq, tree, 0) for seq, tree in zip(batch, trees, strict=False)]
+    plans += [Source.NONE] * waiting
+    return [len(tree) - 1 for tree in controller.cut(batch, plans, found, [None] * len(batch))]
+
+
+def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
+    """Alone three nodes pay. Next to three sequences that found nothing, a node must bring four times as much."""
+    likely = chain(0.6, 0.8, 0.8)
+    alone = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+    assert cut(alone, [likely]) == [3]
+    for others in ([chain(), chain(), chain()], []):
+        controller = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+        assert cut(controller, [likely, *others], waiting=3 - len(others)) == [
+            1,
+            *[0] * len(others),
+            *[0] * (3 - len(others)),
+        ]
+    both = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+    assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
+
+
 # --- what making trees costs -----------------------------------------------------------------------------------------
 
 
@@ -221,7 +254,7 @@ def step(controller: Adaptive, batch: list[Sequence], ms: dict[Source, float]) -
     for seq in batch:
         controller.budget(seq)
         drafted(controller, seq, chain(0.9))
-    controller.timed(ms)
+    controller.timed(ms, 2)
     for seq in batch:
         controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
 
@@ -243,7 +276,7 @@ def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree(
         controller.plan(one, root_only(0), 0)
         one.control.plan = plan
     before, plain = seq.control.experience.plain_steps, FREE.table_ms[1]
-    controller.timed({Source.LOOKUP: 1.0, Source.FRESH: 100.0})
+    controller.timed({Source.LOOKUP: 1.0, Source.FRESH: 100.0}, 2)
     for one in (seq, other):
         controller.observe(one, chain(0.9), outcome(chain(0.9), 1))
     for one, ms in ((seq, FREE.table_ms[2] + 1.0), (other, FREE.table_ms[2] + 101.0)):
@@ -260,7 +293,7 @@ def test_a_call_that_was_interrupted_once_does_not_end_speculation(source: Sourc
         tries += budget.nodes > 0
         if budget.nodes:
             drafted(controller, seq, chain(0.9, 0.9, 0.9))
-            controller.timed({Source.LOOKUP: 0.05, Source.FRESH: 0.1} | ({source: 20.0} if turn == 10 else {}))
+            controller.timed({Source.LOOKUP: 0.05, Source.FRESH: 0.1} | ({source: 20.0} if turn == 10 else {}), 4)
         controller.observe(seq, chain(0.9, 0.9, 0.9), outcome(chain(0.9, 0.9, 0.9), 2))
     assert tries == 40
 

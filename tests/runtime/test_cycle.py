@@ -157,7 +157,7 @@ class Timed(FixedBudget):
         super().__init__(Budget(3, 3, 1))
         self.told: list[dict[Source, float]] = []
 
-    def timed(self, ms: Mapping[Source, float]) -> None:
+    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
         self.told.append(dict(ms))
 
 

@@ -71,10 +71,11 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
     for _ in range(100):
         controller.budget(seq)
         drafted(controller, seq, chain(0.9))
+        controller.timed({}, 2)
         controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
     controller._table = CURVE.table_ms
-    assert len(controller.choose(seq, Source.LOOKUP, chain(0.9), None)) == 2
-    assert len(controller.choose(seq, Source.FRESH, root_only(0), chain(0.9))) == 1
+    assert len(controller.cut([seq], [Source.LOOKUP], [chain(0.9)], [None])[0]) == 2
+    assert len(controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])[0]) == 1
 
 
 # --- trees that stay on a device -------------------------------------------------------------------------------------
@@ -111,8 +112,9 @@ def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...
             controller.observe(seq, root_only(0), kept(()))
             continue
         plan = controller.plan(seq, root_only(0), 0)
-        tree = controller.choose(seq, plan, root_only(0), Unread(nodes) if plan is Source.FRESH else None)
+        tree = controller.cut([seq], [plan], [root_only(0)], [Unread(nodes) if plan is Source.FRESH else None])[0]
         sizes.append(len(tree))
+        controller.timed({}, len(tree))
         controller.observe(seq, tree, kept(tuple(node for node in path if node < len(tree))))
     return sizes
 
@@ -161,6 +163,6 @@ def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole(
     for found in (good, poor):
         controller.budget(seq)
         controller.plan(seq, found, 0)
-        taken.append(controller.choose(seq, Source.FRESH, found, Unread(5)))
+        taken.append(controller.cut([seq], [Source.FRESH], [found], [Unread(5)])[0])
     assert taken[0].tokens.tolist() == good.tokens.tolist()
     assert isinstance(taken[1], Unread)
