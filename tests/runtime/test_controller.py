@@ -237,11 +237,7 @@ def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
     assert cut(alone, [likely]) == [3]
     for others in ([chain(), chain(), chain()], []):
         controller = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
-        assert cut(controller, [likely, *others], waiting=3 - len(others)) == [
-            1,
-            *[0] * len(others),
-            *[0] * (3 - len(others)),
-        ]
+        assert cut(controller, [likely, *others], waiting=3 - len(others)) == [2, 0, 0, 0]
     both = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
     assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
 
