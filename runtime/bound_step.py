@@ -13,6 +13,8 @@ from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.sampler import OverTokens
+from redraft.runtime.sequence import Sequence as Request
 from redraft.types import DraftTree, IntArray, Outcome
 
 if TYPE_CHECKING:
@@ -184,13 +186,22 @@ class BoundTreeStep(BoundStep):
         """See `redraft.runtime.verifier.TreeStep.seconds`."""
         return (self.run if whole else self.verify).seconds()
 
-    def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """See `redraft.runtime.verifier.TreeStep.settle`."""
-        rows = np.tile(np.arange(self.width), (len(paths), 1))
-        for row, path in zip(rows, paths, strict=True):
-            row[1 : 1 + len(path)] = path
+    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+        """See `redraft.runtime.verifier.TreeStep.accept`. Logits are copied for samplers that need more than tokens."""
+        said = [outcome.target_token_ids for outcome in self.outcomes(list(map(len, trees)))]
+        outcomes, logits = [], None
+        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
+            if isinstance(seq.sampler, OverTokens):
+                outcomes.append(seq.sampler.accept(said[slot], tree, seq.cache_len))
+            else:
+                logits = self.logits.read() if logits is None else logits
+                outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.cache_len))
+        rows = np.tile(np.arange(self.width), (len(outcomes), 1))
+        for row, outcome in zip(rows, outcomes, strict=True):
+            row[1 : 1 + len(outcome.path)] = outcome.path
         self._buffers[names.PATH].write(rows)
         self._settle()
+        return outcomes
 
 
 def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:

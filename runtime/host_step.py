@@ -17,6 +17,7 @@ from redraft.engines.device import Array, Buffer, Device
 from redraft.engines.host_buffer import HostBuffer, array_of
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.limits import Limits
+from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import Layout, is_chain, layout
 from redraft.signatures import VerifierShape
 from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
@@ -160,13 +161,20 @@ class HostStep:
         """See `TreeStep.outcomes`: the samplers of the host accept."""
         raise NotImplementedError
 
-    def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """See `TreeStep.settle`."""
-        for slot, path in enumerate(paths):
-            self._compact(slot, path)
+    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+        """See `TreeStep.accept`."""
+        logits = array_of(self.logits)
+        outcomes = []
+        for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
+            outcome = seq.sampler.verify(logits[slot, : len(tree)], tree, seq.cache_len)
+            if outcome.path:
+                self._compact(slot, outcome.path)
+            outcomes.append(outcome)
         for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
             if offsets is not None:
-                self._gather(reader, [[0, *path] if path else [0] for path in paths], offsets)
+                rows = [[0, *outcome.path] if outcome.path else slice(1) for outcome in outcomes]
+                self._gather(reader, rows, offsets)
+        return outcomes
 
     def _compact(self, slot: int, path: tuple[int, ...]) -> None:
         """Move the rows of the accepted path behind the root's, all layers at once; those in place stay."""

@@ -24,7 +24,7 @@ from redraft.runtime.device_tree import DeviceTrees, one_source
 from redraft.runtime.limits import Limits
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import WAIT, Ranges
-from redraft.runtime.sampler import Greedy, OverTokens
+from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain, root_only
 from redraft.signatures import VerifierShape
@@ -65,8 +65,8 @@ class TreeStep(Protocol):
     def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
         """Return what `run` accepted of trees of so many nodes, once the device has been waited for."""
 
-    def settle(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """Compact the rows of these paths, which the host chose after `verify`, and gather their features."""
+    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+        """Let the samplers decide after `verify`, compact the rows of the accepted paths, and gather their features."""
 
     @property
     def logits(self) -> Buffer:
@@ -145,6 +145,7 @@ class Verifier:
         from redraft.runtime.host_step import HostSteps
 
         self.device = device
+        self._waits = device.step_graphs
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.vocabulary = shape.vocabulary
@@ -234,26 +235,23 @@ class Verifier:
         Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that a drafter left
         on the device stay there. Raises ValueError if two calls of a drafter made them.
         """
-        made = one_source(trees)
-        nodes = list(map(len, trees))
+        stage = self.ranges.stage
+        made = one_source(trees) if self._waits else None
         cache_len = [seq.cache_len for seq in batch]
-        pending = [reader.pending(batch, max(nodes)) for reader in self._readers]
-        stage, fused = self.ranges.stage, self.device.step_graphs and _are_greedy(batch)
+        pending = [reader.pending(batch, max(map(len, trees))) for reader in self._readers]
+        fused = self._waits and _are_greedy(batch)
         with stage("fill"):
             step = self.steps.tree(trees, cache_len, made)
             step.fill(cache_len, trees, pending)
-        work = step.run if fused else step.verify
         with stage("verify"), self.ranges.call(names.VERIFIER):
-            work()
-            if self.device.step_graphs:
+            (step.run if fused else step.verify)()
+            if self._waits:
                 with stage(WAIT):
                     self.device.wait()
-            outcomes = step.outcomes(nodes) if fused else []
-        if not fused:
+            outcomes = step.outcomes(list(map(len, trees))) if fused else None
+        if outcomes is None:
             with stage("accept"):
-                logits = None if self.device.step_graphs else step.logits.host
-                outcomes = _by_samplers(step, batch, trees, logits)
-                step.settle([outcome.path for outcome in outcomes])
+                outcomes = step.accept(batch, trees)
         if made is not None and self.device.asynchronous:
             self.ranges.waited_for(made.stage, made.work.seconds(), step.seconds(fused))
         return outcomes
@@ -342,19 +340,3 @@ def logits_of(step: TreeStep | PrefillStep) -> FloatArray:
 def _are_greedy(batch: Sequence[Request]) -> bool:
     """True if the accepting graph says what the samplers would."""
     return all([type(seq.sampler) is Greedy and seq.sampler.logit_margins is None for seq in batch])
-
-
-def _by_samplers(
-    step: TreeStep, batch: Sequence[Request], trees: Sequence[DraftTree], logits: FloatArray | None
-) -> list[Outcome]:
-    """The samplers' outcomes. Logits [B, R, V] that are not given are copied, unless tokens are enough."""
-    tokens = None
-    outcomes = []
-    for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-        if logits is None and isinstance(seq.sampler, OverTokens):
-            tokens = tokens or [one.target_token_ids for one in step.outcomes(list(map(len, trees)))]
-            outcomes.append(seq.sampler.accept(tokens[slot], tree, seq.cache_len))
-        else:
-            logits = step.logits.read() if logits is None else logits
-            outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.cache_len))
-    return outcomes

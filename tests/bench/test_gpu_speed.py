@@ -16,7 +16,7 @@ from redraft.bench.gpu_speed import bounded, host_us, judged_ms, plain_share
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
-from redraft.runtime import Generation, SamplingParams, api, bound_step, verifier
+from redraft.runtime import Generation, SamplingParams, api, bound_step
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.synthetic import Acceptance
 from redraft.types import Budget, Costs
@@ -101,7 +101,7 @@ def test_both_ways_to_judge_are_timed_over_whole_trees(
     """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
     opened = open_bundle(bundle, verify=False)
     device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
-    judged, read = verifier._by_samplers, []
+    judged, read = bound_step.BoundTreeStep.accept, []
     seconds = iter(range(10**6))
 
     def slow(*given: Any) -> Any:
@@ -109,7 +109,7 @@ def test_both_ways_to_judge_are_timed_over_whole_trees(
         return [next(seconds) for _ in range(1000)] and judged(*given)
 
     with open_over(device, bundle) as runtime:
-        monkeypatch.setattr(verifier, "_by_samplers", slow)
+        monkeypatch.setattr(bound_step.BoundTreeStep, "accept", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
         near_the_end = Prompt("long", "letters", "abcd" * 18)
         found = judged_ms(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
