@@ -99,7 +99,8 @@ def recipe_text(form: Form, options: argparse.Namespace) -> str:
     """A build recipe; JSON's strings are TOML's."""
     verifier, drafter = (json.dumps(str(path.resolve())) for path in (options.verifier, options.drafter))
     return (
-        f'source = {verifier}\n[build]\ntaps = ["last"]\n[build.lyanna]\nsource = {drafter}\nsteps = {options.chain}\n'
+        f'source = {verifier}\n[build]\nhidden_states = ["last"]\n[build.lyanna]\nsource = {drafter}\n'
+        f"steps = {options.chain}\n"
         f'nodes = {options.nodes}\ntoken_info = "{form.token_info}"\nhot_tokens = {form.hot}\nprune_above = 1\n'
     )
 

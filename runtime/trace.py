@@ -21,16 +21,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import IO, Any
 
 import numpy as np
 
 from redraft.errors import DataError
-from redraft.runtime.controller import best_first, best_size
+from redraft.runtime.controller import best_first, ranked_shares
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path
 from redraft.types import Choice, DraftTree, Outcome, Source
 
+_ROUNDING = 1e-6
 Recorder = Callable[[Sequence, Source, DraftTree, Outcome], None]
 
 
@@ -174,11 +176,13 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     expected = Source.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
         raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
-    if "together" in choice:
-        most, _ = best_first(choice["together"]["shares"], choice["together"]["rate"], table_ms)
-    elif "shares" in choice:
-        most, _ = best_first(choice["shares"], choice["rate"], table_ms)
-    else:
-        most, _ = best_size(np.array(choice["log_probs"], np.float32), choice["rate"], table_ms)
+    shares, rate = choice.get("shares"), choice["rate"]
+    if shares is None:
+        shares = ranked_shares(np.array(choice["log_probs"], np.float32))
+    if together := choice.get("together"):
+        if any(own > of_all + _ROUNDING for own, of_all in zip_longest(shares, together["shares"], fillvalue=0.0)):
+            raise ValueError("its shares are not among those of the batch")
+        shares, rate = together["shares"], together["rate"]
+    most, _ = best_first(shares, rate, table_ms)
     if nodes > most and not choice.get("probed"):
         raise ValueError(f"{most} nodes were worth verifying, the trace has {nodes}")

@@ -187,7 +187,7 @@ def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smalle
 ) -> None:
     """What a call must move is read off the portable graphs, which such a bundle has too."""
     portable = open_bundle(lyanna_bundle, verify=False)
-    limits = Limits(batch=1, tree=4, prefill=16, capacity=CONTEXT)
+    limits = Limits(batch=1, tree=4, prefill=16, max_model_len=CONTEXT)
     engines = {
         graph: EngineRecord(f"{graph}.engine", record.file, profiles_of(graph, record.inputs, limits, False))
         for graph, record in portable.manifest.graphs.items()

@@ -187,7 +187,10 @@ def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: i
     assert played.nodes["fresh"] > 0
     number = next(i for i, line in enumerate(lines) if '"shares"' in line and len(json.loads(line)["tokens"]) > 1)
     step = json.loads(lines[number])
-    step["choice"]["shares"] = [0.0]
+    choice = step["choice"]
+    choice["shares"] = [0.0]
+    if max_num_seqs > 1:
+        choice["together"]["shares"] = [0.0]
     lines[number] = json.dumps(step)
     with pytest.raises(DataError, match=f"line {number + 1} .* 0 nodes were worth verifying"):
         replay(lines)

@@ -61,6 +61,17 @@ def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice
         replay(lines)
 
 
+def test_shares_that_the_batch_does_not_have_are_found() -> None:
+    lines = traced(budget=None)
+    number = next(i for i, line in enumerate(lines) if json.loads(line).get("choice", {}).get("together"))
+    step = json.loads(lines[number])
+    step["choice"]["log_probs"] = [0.0, 0.0, *step["choice"]["log_probs"][2:]]
+    step["choice"]["together"]["shares"][:1] = [0.5]
+    lines[number] = json.dumps(step)
+    with pytest.raises(DataError, match=f"line {number + 1} .* not among those of the batch"):
+        replay(lines)
+
+
 def test_figures_are_those_of_the_run() -> None:
     file = io.StringIO()
     results = make_runtime().generate(PROMPTS, greedy(26), "ngram", BUDGET, trace=file)
