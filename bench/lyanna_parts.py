@@ -17,7 +17,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from redraft import names, signatures
+from redraft import names
 from redraft.bench.lyanna_head import find_head, needed
 from redraft.bench.sessions import zeros
 from redraft.engines import Bundle
@@ -25,10 +25,10 @@ from redraft.engines.base import Call
 from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import OnnxRuntimeEngine, session_options
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
-from redraft.signatures import LyannaShape
 
 KV_LEN, PENDING_COUNT_ROWS = 200, 2
 """Rows live, and rows that wait to go into the drafter's KV, at a call."""
@@ -44,7 +44,9 @@ Times = dict[str, float]
 
 def draft_graph(bundle: Bundle) -> str:
     """The draft graph for one sequence, lowered where there is one."""
-    return names.LYANNA_DRAFT_SINGLE if names.LYANNA_DRAFT_SINGLE in bundle.manifest.graphs else names.LYANNA_DRAFT
+    drafter = bundle.drafter(METHOD.id)
+    single = f"{names.DRAFT}{names.SINGLE}"
+    return drafter.graph(single if single in drafter.record.graphs else names.DRAFT)
 
 
 def times(values: Sequence[float]) -> Times:
@@ -90,7 +92,7 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "draft")
         session = _session(str(bundle.path / record.file), threads, profile=prefix)
-        tables = {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
+        tables = bundle.tables(METHOD.id)
         engine = OnnxRuntimeEngine(session, record.inputs, record.outputs)
         drafter = LyannaDrafter(verifier, shape, engine, None, tables)
         for _ in range(WARM_UP + turns):
@@ -143,8 +145,8 @@ def _prepared(engine: OnnxRuntimeEngine, bundle: Bundle, shape: LyannaShape, cap
     """A call of PENDING_ROWS rows after LIVE ones."""
     for cache in (names.key_cache(0), names.value_cache(0)):
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
-    for spec in signatures.token_info_tables(shape):
-        engine.bind(spec.name, bundle.array(spec.name))
+    for name, table in bundle.tables(METHOD.id).items():
+        engine.bind(name, table)
     batch = {"B": 1} if any("B" in spec.shape for spec in engine.inputs) else {}
     call = engine.prepare(**batch, M=PENDING_COUNT_ROWS)
     call.inputs[names.NUM_PENDING][:] = PENDING_COUNT_ROWS

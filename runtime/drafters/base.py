@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from redraft.engines import open_engine
 from redraft.engines.base import Engine
 from redraft.engines.bundle import Bundle
+from redraft.engines.drafters import BuiltDrafter
 from redraft.errors import UsageError
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
@@ -19,14 +20,19 @@ from redraft.types import Budget, DraftTree, Outcome
 
 @dataclass(frozen=True)
 class OpenEngine:
-    """How a method opens its own graphs: those of `bundle`, on `threads` threads (None: one a core)."""
+    """How a method opens graphs of `bundle`, on `threads` threads (None: one a core). `drafter` is the drafter's id."""
 
     bundle: Bundle
     threads: int | None = None
+    drafter: str = ""
 
     def __call__(self, graph: str) -> Engine:
         """Load a graph. Raises BundleError."""
         return open_engine(self.bundle, graph, self.threads)
+
+    def built(self) -> BuiltDrafter:
+        """Return the bundle's drafter with its shape. Raises BundleError."""
+        return self.bundle.drafter(self.drafter)
 
 
 class Drafter(ABC):
@@ -42,8 +48,6 @@ class Drafter(ABC):
     """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
     for_all: ClassVar[bool] = False
     """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
-    beside_lookup: bool = False
-    """Whether n-gram trees are drafted beside."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier

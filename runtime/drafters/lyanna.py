@@ -17,38 +17,19 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft import names, signatures
-from redraft.config import from_mapping
+from redraft import names
 from redraft.engines.base import Array, Call, Engine
-from redraft.errors import UsageError
+from redraft.methods.lyanna import METHOD, LyannaOptions, LyannaShape
+from redraft.names import DRAFT, RESAMPLE
 from redraft.runtime.drafters.base import Drafter, OpenEngine
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Features, Verifier
-from redraft.signatures import LyannaShape
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it, so that few shapes are prepared."""
-
-
-@dataclass(frozen=True)
-class LyannaConfig:
-    """resample: whether leftover steps are used.   threshold: r, they are where more than r remain (Algorithm 2).
-
-    lookup: n-gram trees are drafted beside, merged with the drafter's, and used alone where that is best.
-    """
-
-    resample: bool = True
-    threshold: int = 0
-    lookup: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.threshold) is not int or self.threshold < 0:
-            raise UsageError(f"lyanna.threshold must be a number of steps, not {self.threshold!r}")
-        if type(self.resample) is not bool or type(self.lookup) is not bool:
-            raise UsageError("lyanna.resample and lyanna.lookup must be true or false")
 
 
 @dataclass(slots=True)
@@ -85,11 +66,11 @@ class LyannaDrafter(Drafter):
 
     def __init__(
         self, verifier: Verifier, shape: LyannaShape, draft_engine: Engine, resample_engine: Engine | None,
-        tables: Mapping[str, Array], config: LyannaConfig | None = None,
+        tables: Mapping[str, Array], config: LyannaOptions | None = None, name: str = METHOD.id,
     ) -> None:  # fmt: skip
         super().__init__(verifier)
-        self.config = config or LyannaConfig()
-        self.beside_lookup = self.config.lookup
+        self.config = config or LyannaOptions()
+        self.name = name
         self.shape = shape
         max_model_len = verifier.max_model_len + CATCH_UP + shape.steps
         self._kv = np.zeros((2, verifier.max_num_seqs, shape.kv_heads, max_model_len, shape.head_dim), shape.dtype)
@@ -108,20 +89,19 @@ class LyannaDrafter(Drafter):
 
     @classmethod
     def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
-        """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
-        config = from_mapping(LyannaConfig, options, names.LYANNA)
-        manifest = engines.bundle.manifest if engines else None
-        if engines is None or manifest is None or manifest.lyanna is None:
-            raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
-        shape = manifest.lyanna
-        single = verifier.max_num_seqs == 1 and names.LYANNA_DRAFT_SINGLE in manifest.graphs
+        """Return the bundle's drafter, with options as `LyannaOptions`. Raises UsageError, BundleError."""
+        assert engines is not None
+        built = engines.built()
+        single = verifier.max_num_seqs == 1 and f"{DRAFT}{names.SINGLE}" in built.record.graphs
+        shape = built.shape
         return cls(
             verifier,
             shape,
-            engines(names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT),
-            OpenEngine(engines.bundle, 1)(names.LYANNA_RESAMPLE) if shape.steps > 1 else None,  # too short to share
-            {spec.name: engines.bundle.array(spec.name) for spec in signatures.token_info_tables(shape)},
-            config,
+            engines(built.graph(f"{DRAFT}{names.SINGLE}" if single else DRAFT)),
+            OpenEngine(engines.bundle, 1)(built.graph(RESAMPLE)) if shape.steps > 1 else None,  # too short to share
+            engines.bundle.tables(built.id),
+            METHOD.parse_options(options),
+            built.id,
         )
 
     def begin(self, seq: Sequence) -> None:
@@ -168,7 +148,7 @@ class LyannaDrafter(Drafter):
             pending: PendingFeatures = seq.drafting
             call.inputs[names.FIRST_STEP][slot] = pending.used if budget.nodes else 1
             call.inputs[names.TOKENS][slot] = seq.tokens[-1]
-        with self.verifier.ranges.call(names.LYANNA_RESAMPLE):
+        with self.verifier.ranges.call(names.drafter_graph(self.name, RESAMPLE)):
             call.run()
         return self._trees(call, batch, budgets, call.outputs[names.TREE_COUNT].tolist())
 
@@ -219,7 +199,7 @@ class LyannaDrafter(Drafter):
                 inputs[names.FEATURE_ROWS][slot, :count] = pending.features[:count]
                 inputs[names.TOKENS][slot, :count] = seq.tokens[cache_len + 1 : cache_len + 1 + count]
         inputs[names.KV_LEN][0] = max([seq.drafting.cache_len for seq in batch]) + width
-        with self.verifier.ranges.call(names.LYANNA_DRAFT):
+        with self.verifier.ranges.call(names.drafter_graph(self.name, DRAFT)):
             call.run()
         for slot, logits in kept.items():
             self._chain_logits[slot] = logits
@@ -274,3 +254,6 @@ def _seconds(call: Call) -> float:
     started = time.perf_counter()
     call.run()
     return time.perf_counter() - started
+
+
+DRAFTER = LyannaDrafter

@@ -15,21 +15,21 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft import names, signatures
-from redraft.config import from_mapping
+from redraft import names
 from redraft.engines.base import Array
 from redraft.engines.device import Buffer, Device, Program, Run, byte_size, sized
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
+from redraft.methods.lyanna import METHOD, LyannaOptions, LyannaShape, resample_nodes, slot_state, tree_size
+from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import SlotMove, leading
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.device_verifier import DeviceVerifier
 from redraft.runtime.drafters.base import Drafter, OpenEngine
-from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaConfig
+from redraft.runtime.drafters.lyanna import CATCH_UP
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Features, Verifier
-from redraft.signatures import LyannaShape
 from redraft.types import Budget, DraftTree, Outcome
 
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
@@ -51,47 +51,44 @@ class DeviceLyanna(Drafter):
     for_all = True
 
     def __init__(
-        self, verifier: DeviceVerifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaConfig
-    ) -> None:
+        self, verifier: DeviceVerifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaOptions,
+        name: str = METHOD.id,
+    ) -> None:  # fmt: skip
         super().__init__(verifier)
         self.config = config
-        self.beside_lookup = config.lookup
+        self.name = name
         self.shape = shape
         device = self._device = verifier.device
         room = names.MAX_PENDING_FEATURES
         sizes = {"B": verifier.max_num_seqs, "C": verifier.max_model_len + CATCH_UP + shape.steps, "W": room}
-        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)}
-        graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
+        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in slot_state(shape)}
+        graphs = (DRAFT, *((RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
             "drafter's KV, chain and pending rows": sum(state.values()),
             "token information": sum(table.nbytes for table in tables.values()),
-        }, (*graphs, names.STEP_GATHER_FEATURES))  # fmt: skip
-        self._programs = {name: device.program(name) for name in graphs}
+        }, (*(drafter_graph(name, role) for role in graphs), names.STEP_GATHER_FEATURES))  # fmt: skip
+        self._programs = {role: device.program(drafter_graph(name, role)) for role in graphs}
         self._collect = device.program(names.STEP_GATHER_FEATURES)
-        self._state = {
-            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
-        }
+        self._state = {spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in slot_state(shape)}
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._positions = np.arange(sizes["C"])
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
         self._shifts: dict[int, _Shift] = {}
-        self._copy_slot = SlotMove(device, names.LYANNA_COPY_SLOT, self._state)
+        self._copy_slot = SlotMove(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
         if device.asynchronous:
             self._warm(verifier)
 
     @classmethod
     def create(cls, verifier: Verifier, options: Mapping[str, Any], engines: OpenEngine | None = None) -> Self:
-        """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
-        config = from_mapping(LyannaConfig, options, "lyanna")
-        shape = engines.bundle.manifest.lyanna if engines else None
-        if engines is None or shape is None:
-            raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
+        """Return the bundle's drafter, with options as `LyannaOptions`. Raises UsageError, BundleError."""
+        assert engines is not None
         assert isinstance(verifier, DeviceVerifier)
-        check_tree(verifier.largest_tree, shape.nodes)
-        tables = {spec.name: engines.bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
-        return cls(verifier, shape, tables, config)
+        built = engines.built()
+        check_tree(verifier.largest_tree, built.shape.nodes)
+        config = METHOD.parse_options(options)
+        return cls(verifier, built.shape, engines.bundle.tables(built.id), config, built.id)
 
     def bind(self, features: Mapping[str, Buffer], path: Buffer, start: Buffer) -> Run:
         """See `Collector.bind`."""
@@ -142,14 +139,14 @@ class DeviceLyanna(Drafter):
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
-        call = self._call(names.LYANNA_RESAMPLE, len(batch), 0)
+        call = self._call(RESAMPLE, len(batch), 0)
         used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
         values = call.host_inputs.open()
         values[names.FIRST_STEP][:] = used
         values[names.TOKENS][:] = [seq.tokens[-1] for seq in batch]
-        self._run(names.LYANNA_RESAMPLE, call)
-        nodes = signatures.resample_nodes(self.shape)
-        left = [min(signatures.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
+        self._run(RESAMPLE, call)
+        nodes = resample_nodes(self.shape)
+        left = [min(tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
         return call.trees(budgets, left, "resample")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
@@ -158,12 +155,12 @@ class DeviceLyanna(Drafter):
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
-        call = self._call(names.LYANNA_DRAFT, 1, names.DRAFT_WIDTHS[0])
+        call = self._call(DRAFT, 1, names.DRAFT_WIDTHS[0])
         self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - names.DRAFT_WIDTHS[0])])
         drafted = self._measured(call)
         if self.shape.steps == 1:
             return drafted, 0.0
-        again = self._call(names.LYANNA_RESAMPLE, 1, 0)
+        again = self._call(RESAMPLE, 1, 0)
         again.host_inputs.open()[names.FIRST_STEP][:] = 1
         return drafted, self._measured(again)
 
@@ -179,12 +176,12 @@ class DeviceLyanna(Drafter):
         """Run every call, and the verification of what it makes, until it is replayed as a graph."""
         verifier.warm()
         for sequences in sorted({1, verifier.max_num_seqs}, reverse=True):
-            calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
-            calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
+            calls = [(DRAFT, width) for width in names.DRAFT_WIDTHS]
+            calls += [(RESAMPLE, 0)] if RESAMPLE in self._programs else []
             for graph, width in calls:
                 call = self._call(graph, sequences, width)
                 for _ in range(2):
-                    if graph == names.LYANNA_DRAFT:
+                    if graph == DRAFT:
                         self._fill_rows(call, [1] * sequences, [0] * sequences)
                     else:
                         call.host_inputs.open()[names.FIRST_STEP][:] = 1
@@ -207,7 +204,7 @@ class DeviceLyanna(Drafter):
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
         """One call that takes in the first rows[i] pending rows of sequence i."""
         width = names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, max(rows))]
-        call = self._call(names.LYANNA_DRAFT, len(batch), width)
+        call = self._call(DRAFT, len(batch), width)
         states: list[Pending] = [seq.drafting for seq in batch]
         values = self._fill_rows(call, rows, [state.cache_len for state in states])
         tokens = values[names.TOKENS]
@@ -216,7 +213,7 @@ class DeviceLyanna(Drafter):
             tokens[slot, :count] = seq.tokens[start : start + count]
             state.cache_len += count
             state.rows -= count
-        self._run(names.LYANNA_DRAFT, call)
+        self._run(DRAFT, call)
         return call
 
     def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Mapping[str, Array]:
@@ -232,7 +229,7 @@ class DeviceLyanna(Drafter):
 
     def _run(self, graph: str, call: _Call) -> None:
         ranges = self.verifier.ranges
-        with ranges.call(graph):
+        with ranges.call(drafter_graph(self.name, graph)):
             call.work()
             if ranges.watcher is not None and ranges.watcher.waits:
                 with ranges.stage(WAIT):
@@ -253,7 +250,7 @@ class DeviceLyanna(Drafter):
             trees = self._trees.setdefault((graph, sequences), {})
             call = _Call(self._device, program, {"B": sequences, "M": width}, {**held, **self._tables, **trees})
             trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
-            if graph == names.LYANNA_DRAFT:
+            if graph == DRAFT:
                 call.gather(self._collect, self._pending(sequences))
             self._calls[key] = call
         return self._calls[key]
@@ -333,3 +330,6 @@ def _placed(device: Device, table: Array) -> Buffer:
     buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
     buffer.write(table)
     return buffer
+
+
+DRAFTER = DeviceLyanna

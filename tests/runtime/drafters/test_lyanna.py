@@ -62,5 +62,7 @@ def test_waiting_rows_are_copies_in_order_however_many() -> None:
 
 
 def test_without_a_bundle_there_is_no_drafter() -> None:
-    with pytest.raises(UsageError, match="this bundle has no Lyanna drafter; build it with `redraft build MODEL"):
+    with pytest.raises(
+        UsageError, match="this bundle has no drafter 'lyanna'; choose one of none, ngram, or build it with"
+    ):
         load_drafter("lyanna", HostVerifier(FakeEngine(), SHAPE, 64))
