@@ -32,12 +32,13 @@ demo: install
 	@$(BIN)/redraft build tiny -o build/engines/tiny
 	@$(BIN)/redraft demo --engines build/engines/tiny
 
-# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; MODEL_PATH the folder of a recipe's checkpoint; LYANNA
-# a drafter's folder, none or random; WEIGHTS=random needs no checkpoint; the rest passes through to `redraft build`.
+# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; MODEL_PATH the folder of a recipe's checkpoint; DRAFTERS
+# what `--drafter` takes, separated by spaces; WEIGHTS=random needs no checkpoint; the rest passes through to `redraft build`.
 engines: install
 	$(strip $(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
-	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(MAX_MODEL_LEN),--max-model-len $(MAX_MODEL_LEN)) $(if $(LYANNA),--lyanna $(LYANNA)) \
+	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(MAX_MODEL_LEN),--max-model-len $(MAX_MODEL_LEN)) \
+	  $(foreach drafter,$(DRAFTERS),--drafter $(drafter)) \
 	  $(if $(FORCE),--force))
 
 # The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.

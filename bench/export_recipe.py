@@ -30,7 +30,7 @@ from redraft.export.drafters.checkpoint import CONFIG_FILE as DRAFTER_CONFIG
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, WEIGHTS_FILE, Identity
 from redraft.export.drafters.lyanna import LyannaDrafter, beside
 from redraft.export.weight_files import STORED
-from redraft.names import LYANNA
+from redraft.methods.lyanna import METHOD
 
 SHARD_BYTES = 5_000_000_000
 _BUILD = "from redraft.cli.main import main; main()"
@@ -44,7 +44,7 @@ def measure(name: str, parent: Path | None) -> dict[str, Any]:
         write_model(model, recipe)
         write_drafter(drafter, model, recipe)
         checkpoint = Checkpoint.open(model)
-        built = _built("build", name, "--model-path", model, "--lyanna", drafter, "-o", engines)
+        built = _built("build", name, "--model-path", model, "--drafter", drafter, "-o", engines)
         not_linked = sum(path.stat().st_size for path in engines.rglob("*") if path.stat().st_nlink == 1)
     return {
         "environment": environment(len(os.sched_getaffinity(0))),
@@ -73,13 +73,14 @@ def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
     folder.mkdir()
     checkpoint = Checkpoint.open(model)
     verifier = support.load_config(checkpoint)
-    settings = beside(verifier, verifier.vocab_size, steps=recipe.build.lyanna.steps if recipe.build.lyanna else 0)
+    options = next((drafter.options for drafter in recipe.build.drafters if drafter.method == METHOD.id), {})
+    settings = beside(verifier, verifier.vocab_size, steps=options.get("steps", 0))
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in LyannaDrafter(settings).state_dict().items()}
     dtypes = {**dict.fromkeys(shapes, "BF16"), TOKEN_COUNTS: "I64"}
     write_safetensors(folder / WEIGHTS_FILE, {**shapes, TOKEN_COUNTS: (verifier.vocab_size,)}, dtypes)
     identity = asdict(Identity.of(checkpoint))
-    values = {"redraft_drafter": LYANNA, "config": asdict(settings), "verifier": identity, "training": {}}
+    values = {"method": METHOD.id, "config": asdict(settings), "verifier": identity, "training": {}}
     (folder / DRAFTER_CONFIG).write_text(json.dumps(values))
 
 

@@ -73,7 +73,7 @@ def missing_for(options: argparse.Namespace) -> str | None:
 def build(options: argparse.Namespace) -> None:
     """`redraft build`, which does nothing where the bundle is current. Raises BackendError with its last line."""
     command = [str(Path(sys.executable).parent / "redraft"), "build", options.build, "-o", str(options.engines)]
-    for name in ("backend", "weights", "precision", "max_model_len", "lyanna"):
+    for name in ("backend", "weights", "precision", "max_model_len", "drafter"):
         command += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:

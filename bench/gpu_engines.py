@@ -105,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     building = parser.add_argument_group("building the bundle first, where it is not current")
     building.add_argument("--build", metavar="MODEL", help="what `redraft build` is given, and with it:")
     building.add_argument("--backend", choices=("onnxruntime", "tensorrt"))
-    for name in ("weights", "precision", "max_model_len", "lyanna"):
+    for name in ("weights", "precision", "max_model_len", "drafter"):
         building.add_argument(f"--{name}")
     building.add_argument("--gpu-gib", type=float, default=0, help="skip where less GPU memory is free")
     building.add_argument("--disk-gib", type=float, default=0, help="skip where less disk is free for a new bundle")

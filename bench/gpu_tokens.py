@@ -16,6 +16,7 @@ from redraft.engines import Bundle, open_bundle
 from redraft.engines.manifest import Manifest
 from redraft.errors import RedraftError, UsageError
 from redraft.runtime import Budget, Runtime, SamplingParams
+from redraft.runtime.drafters import method_words
 
 NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
 """Leads of the host's logits that rounding may turn round, logits being about 16 where they are largest. Weights in
@@ -48,7 +49,7 @@ def said(
     runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], params: SamplingParams, size: Budget
 ) -> Texts:  # fmt: skip
     """What the device says, over trees of one size; nothing where weights are random."""
-    methods = [] if manifest.model.random_weights else [PLAIN, "ngram", *(["lyanna"] if manifest.lyanna else [])]
+    methods = [] if manifest.model.random_weights else [PLAIN, *method_words(manifest.drafters)[1:]]
     settings = Settings(params, size)
     texts = [prompt.text for prompt in prompts]
     return {method: [decode(runtime, text, method, settings).token_ids for text in texts] for method in methods}

@@ -1,7 +1,7 @@
 """What the host takes of a step on a device: the runtime over stand-ins of CUDA and TensorRT that do nothing.
 
     python -m redraft.bench.host_time --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl \\
-        [--methods none,ngram,lyanna] [--out host.json]
+        [--methods none,ngram,ngram+ID] [--out host.json]
 
 No GPU is needed. The runtime is the one that drives TensorRT's engines, with a step as one CUDA graph; the stand-ins
 return at once, and the verdict it reads goes on with the prompt's own text, keeping drafted tokens as if they had been
@@ -31,11 +31,12 @@ from redraft.bench.idle_gpu import IdleCuda, Script, idle_device
 from redraft.bench.prompts import load_prompts
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
+from redraft.methods import NGRAM
 from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter, load_drafter
+from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def main() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
         text = Tokenizer.load(bundle.path, bundle.manifest.bos_token_id, None)
         texts = [text.encode(prompt.text) for prompt in load_prompts(options.prompts, options.limit)]
-        for method in options.methods.split(","):
+        for method in options.methods.split(",") if options.methods else method_words(bundle.manifest.drafters):
             for name, size in {"fixed": options.budget, "adaptive": None}.items():
                 if method != "none" or size:
                     key = method if method == "none" else f"{method} {name}"
@@ -124,10 +125,11 @@ def _cycle(cuda: IdleCuda, verifier: Verifier, bundle: Bundle, method: str, size
     """As `Runtime` puts it together, but that nothing was measured."""
 
     def drafter_of(name: str) -> Drafter:
-        return load_drafter(name, verifier, bundle.manifest.drafters.get(name), bundle)
+        return load_drafter(name, verifier, {}, bundle)
 
-    drafter = drafter_of(method)
-    lookup = drafter_of("ngram") if drafter.beside_lookup and size is None else None
+    name, paired = split_pair(method)
+    drafter = drafter_of(name)
+    lookup = drafter_of(NGRAM) if paired and size is None else None
     if not drafter.has_engines and method != "none":
         drafter, lookup = drafter_of("none"), drafter
     verifier.warm()
@@ -143,7 +145,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True, help="an engine bundle of any backend")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
-    parser.add_argument("--methods", default="none,ngram,lyanna")
+    parser.add_argument("--methods", help="all that the bundle knows by default")
     parser.add_argument("--budget", type=budget, default=Budget(12, 4, 4), help="nodes=12,depth=4,width=4 by default")
     parser.add_argument("--limit", type=int, default=8, help="prompts a kind")
     parser.add_argument("--max-new-tokens", type=int, default=60)

@@ -216,7 +216,7 @@ class IdleEngine:
 
 def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtDevice, IdleCuda]:
     """The device path over stand-ins, with an engine for every graph of the bundle. `folder` is written to."""
-    engines = {graph: folder / graph for graph in bundle.manifest.graphs}
+    engines = {graph: folder / graph for graph in bundle.manifest.all_graphs}
     for graph, path in engines.items():
         path.write_text(graph)
     cuda = IdleCuda(script)

@@ -16,7 +16,7 @@ from redraft.bench.lyanna_objectives import HotObjective
 from redraft.bench.lyanna_training import DEPTHS, FULL, Measured, Texts, mean_of_depths, open_texts, train_variant
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.export.drafters.token_info import hot_tokens
+from redraft.export.drafters.lyanna_token_info import hot_tokens
 from redraft.train.acceptance import conditional_acceptance
 
 PRUNED_SHARES = (1.0, 0.5, 0.25, 0.12)

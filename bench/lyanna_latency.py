@@ -34,10 +34,10 @@ from redraft.bench.timing import interleaved
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.onnxruntime_backend import bound_call
 from redraft.errors import BundleError
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
-from redraft.signatures import LyannaShape
 
 STEPS = 6
 """Largest N, where neither the drafter's steps nor its width are more."""
@@ -46,9 +46,10 @@ STEPS = 6
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All of it. Raises BundleError where the bundle has no Lyanna drafter."""
     bundle = open_bundle(options.engines)
-    shape = bundle.manifest.lyanna
+    built = bundle.manifest.drafters.get(METHOD.id)
+    shape = METHOD.parse_shape(built.shape) if built else None
     if shape is None:
-        raise BundleError(f"{options.engines} has no drafter", "build it with `redraft build MODEL --lyanna DIR`")
+        raise BundleError(f"{options.engines} has no drafter", "build it with `redraft build MODEL --drafter DIR`")
     note("logits")
     logits = logits_times(bundle, shape, options.threads)
     with Runtime.open(options.engines, threads=options.threads) as runtime:
@@ -91,7 +92,7 @@ def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, 
 
 def turns_with(verifier: Verifier, bundle: Bundle, turns: int) -> dict[str, Times]:
     """A verification of one row, one of eight, a draft and a resampling, in turn, as in decoding."""
-    drafter = LyannaDrafter.create(verifier, {}, bundle)
+    drafter = LyannaDrafter.create(verifier, {}, bundle, METHOD.id)
     taken: dict[str, list[float]] = {name: [] for name in (*(f"t({n})" for n in VERIFIED), "draft", "resample")}
     for turn in range(WARM_UP + turns):
         for n in VERIFIED:

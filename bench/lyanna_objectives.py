@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.export.drafters.token_tree import lookup
+from redraft.export.drafters.lyanna_token_tree import lookup
 from redraft.train.objectives.lyanna import LyannaObjective
 
 
@@ -46,7 +46,7 @@ class HotObjective(LyannaObjective):
 
 
 class TableObjective(LyannaObjective):
-    """Token information read from tables as `signatures.token_info_tables` lists them. To measure, not to train.
+    """Token information read from tables as `methods.lyanna.token_info_tables` lists them. To measure, not to train.
 
     Tables have the draft logit scale in them, which the logits here have not: it is taken out again.
     """

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from redraft import names, signatures
+from redraft import names
 from redraft.bench.lyanna_head import find_head, needed
 from redraft.bench.sessions import zeros
 from redraft.engines import Bundle
@@ -27,9 +27,9 @@ from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_backend import session_options
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime.verifier import Verifier
-from redraft.signatures import LyannaShape
 
 KV_LEN, PENDING_COUNT_ROWS = 200, 2
 """Rows live, and rows that wait to go into the drafter's KV, at a call."""
@@ -45,7 +45,9 @@ Times = dict[str, float]
 
 def draft_graph(bundle: Bundle) -> str:
     """The draft graph for one sequence, lowered where there is one."""
-    return names.LYANNA_DRAFT_SINGLE if names.LYANNA_DRAFT_SINGLE in bundle.manifest.graphs else names.LYANNA_DRAFT
+    drafter = bundle.drafter(METHOD.id)
+    single = f"{names.DRAFT}{names.SINGLE}"
+    return drafter.graph(single if single in drafter.record.graphs else names.DRAFT)
 
 
 def times(values: Sequence[float]) -> Times:
@@ -145,8 +147,8 @@ def _prepared(engine: Calls, bundle: Bundle, shape: LyannaShape, capacity: int) 
     """A call of PENDING_ROWS rows after LIVE ones."""
     for cache in (names.key_cache(0), names.value_cache(0)):
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
-    for spec in signatures.token_info_tables(shape):
-        engine.bind(spec.name, bundle.array(spec.name))
+    for name, table in bundle.tables(METHOD.id).items():
+        engine.bind(name, table)
     batch = {"B": 1} if any("B" in spec.shape for spec in engine.inputs) else {}
     call = engine.prepare(**batch, M=PENDING_COUNT_ROWS)
     call.inputs[names.NUM_PENDING][:] = PENDING_COUNT_ROWS

@@ -21,12 +21,15 @@ from redraft.bench.lyanna_text import note
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import median_estimate
 from redraft.bench.summary import FEWEST_TOKENS
-from redraft.names import LYANNA
+from redraft.methods.lyanna import METHOD
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime.drafters import pair
 from redraft.runtime.trace import Replay, replay
 from redraft.types import Source
 
 FRESH = "fresh only"
+METHOD_WORD = pair(METHOD.id)
+"""The drafter with n-gram lookup; a fixed budget leaves the lookup out."""
 MADE = (Source.FRESH, Source.RESAMPLE)
 
 
@@ -53,17 +56,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         runtimes = {}
         for name, settings in drafter_settings(options.thresholds).items():
-            opened = Runtime.open(options.engines, threads=options.threads, drafter_options={LYANNA: settings})
+            opened = Runtime.open(options.engines, threads=options.threads, drafter_options={METHOD.id: settings})
             runtimes[name] = stack.enter_context(opened)
 
         def decoder(variant: Variant) -> Decode:
             runtime, budget = runtimes[variant.drafts], budgets[variant.controller]
-            return lambda prompt: runtime.generate([prompt.text], params, LYANNA, budget)[0]
+            return lambda prompt: runtime.generate([prompt.text], params, METHOD_WORD, budget)[0]
 
         def traced(variant: Variant, prompt: Prompt) -> Replay:
             file = io.StringIO()
             budget = budgets[variant.controller]
-            runtimes[variant.drafts].generate([prompt.text], params, LYANNA, budget, trace=file)
+            runtimes[variant.drafts].generate([prompt.text], params, METHOD_WORD, budget, trace=file)
             return replay(file.getvalue().splitlines())
 
         variants = [Variant(controller, drafts) for controller in budgets for drafts in runtimes]

@@ -21,19 +21,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft import names, signatures
 from redraft.bench.environment import environment
 from redraft.bench.lyanna_objectives import TableObjective
 from redraft.bench.lyanna_parts import KV_LEN, PENDING_COUNT_ROWS, VERIFIED, WARM_UP, times
 from redraft.bench.lyanna_text import note
-from redraft.config import TokenInfo
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig
+from redraft.methods.lyanna import METHOD, TokenInfo, token_info_tables
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.signatures import LyannaShape
 from redraft.train.acceptance import WIDTH, acceptance_of
 from redraft.train.drafter_evaluate import read_prompts
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -99,15 +97,15 @@ def recipe_text(form: Form, options: argparse.Namespace) -> str:
     """A build recipe; JSON's strings are TOML's."""
     verifier, drafter = (json.dumps(str(path.resolve())) for path in (options.verifier, options.drafter))
     return (
-        f'source = {verifier}\n[build]\nhidden_states = ["last"]\n[build.lyanna]\nsource = {drafter}\n'
-        f"steps = {options.chain}\n"
+        f'source = {verifier}\n[build]\nhidden_states = ["last"]\n[build.drafters.{METHOD.id}]\n'
+        f'source = {drafter}\nmethod = "{METHOD.id}"\nsteps = {options.chain}\n'
         f'nodes = {options.nodes}\ntoken_info = "{form.token_info}"\nhot_tokens = {form.hot}\nprune_above = 1\n'
     )
 
 
 def table_bytes(bundle: Bundle) -> int:
     """What the token information takes in the bundle."""
-    return sum(ref.length for ref in bundle.manifest.weights if ref.initializer.startswith(names.TOKEN_INFO))
+    return bundle.drafter(METHOD.id).record.table_bytes
 
 
 def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dict[Form, dict[str, Any]]:
@@ -120,7 +118,9 @@ def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dic
             for form, bundle in bundles.items()
         }
         verifier = next(iter(verifiers.values()))
-        drafters = {form: LyannaDrafter.create(verifiers[form], {}, bundle) for form, bundle in bundles.items()}
+        drafters = {
+            form: LyannaDrafter.create(verifiers[form], {}, bundle, METHOD.id) for form, bundle in bundles.items()
+        }
         for turn in range(WARM_UP + turns):
             for form in list(drafters)[:: -1 if turn % 2 else 1]:
                 verifier.measure_ms(1, VERIFIED[-1], KV_LEN)
@@ -150,9 +150,8 @@ def losses(
     lost = {}
     for form, bundle in bundles.items():
         note(f"choices of {form}")
-        shape: LyannaShape | None = bundle.manifest.lyanna
-        assert shape is not None
-        tables = [np.asarray(bundle.array(spec.name)) for spec in signatures.token_info_tables(shape)]
+        stored_tables = bundle.tables(METHOD.id)
+        tables = [stored_tables[spec.name] for spec in token_info_tables(bundle.drafter(METHOD.id).shape)]
         stored = TableObjective(verifier.model, config, tables)
         stored.drafter = exact.drafter
         lost[form] = {**same_choices(exact, stored, texts), "acceptance": asdict(acceptance_of(stored, texts))}

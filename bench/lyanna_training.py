@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from redraft.bench.lyanna_objectives import HotObjective
 from redraft.errors import UsageError
-from redraft.names import LYANNA
+from redraft.methods.lyanna import METHOD
 from redraft.train.acceptance import Acceptance
 from redraft.train.batches import BatchPlan
 from redraft.train.checkpoint import NAME
@@ -116,7 +116,7 @@ def open_texts(options: argparse.Namespace) -> Texts:
     texts = {name: values[name] for name in ("self_text", "seed", "held_out_every")}
     texts["self_text"] = {**texts["self_text"], "temperatures": list(recipe.self_text.temperatures)}
     data = data_digest(corpora)
-    facts = RunFacts(LYANNA, {}, verifier.identity, data, {**texts, "kinds": sorted(sources), "data": data})
+    facts = RunFacts(METHOD.id, {}, verifier.identity, data, {**texts, "kinds": sorted(sources), "data": data})
     if RunFacts.read(out) is None:
         out.mkdir(parents=True, exist_ok=True)
         facts.write(out)

@@ -24,6 +24,7 @@ from redraft.bench.environment import usable_threads
 from redraft.bench.timing import SETTLE_SECONDS
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Buffer, Device, byte_size
+from redraft.engines.drafters import BuiltDrafter, drafter_of, read_drafters
 from redraft.engines.host_device import HostDevice
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
@@ -81,20 +82,23 @@ def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     this is the least that any implementation moves between memory and processor, if it begins with cold caches.
 
     - weights: every initializer; where it is a table that is looked up, as many rows as there are tokens;
-    - token information: a row for the root and `width` rows for each later level of the tree, or, of the low-rank form,
-      as many rows of the left factor and all of the right one; the index of hot tokens whole;
+    - tables of a drafter: the rows that the method says a call looks up, other tables whole;
     - KV: `kv_len` rows of every buffer read; a row for every token written, and in a chain one for each further step;
     - inputs and outputs: as the signature says, R = T.
     """
     record = bundle.graph(graph)
     sizes = {"B": 1, "T": tokens, "R": tokens, "M": tokens}
-    chained = bundle.manifest.lyanna.steps - 1 if bundle.manifest.lyanna and graph.startswith(names.LYANNA_DRAFT) else 0
-    caches = [spec for spec in record.inputs if spec.name.startswith("kv.")]
-    tables = [spec for spec in record.inputs if spec.name.startswith(names.TOKEN_INFO)]
+    drafter = drafter_of(bundle.manifest, graph)
+    spec = drafter.method.graphs[graph.removesuffix(names.SINGLE).removeprefix(f"{drafter.id}.")] if drafter else None
+    chained = spec.chain_steps(drafter.shape) - 1 if drafter and spec and spec.chain_steps else 0
+    looked_up = spec.looked_up(drafter.shape) if drafter and spec else {}
+    bound = {table.name for table in drafter.method.tables(drafter.shape)} if drafter else set()
+    caches = [spec for spec in record.inputs if names.is_cache(spec.name)]
+    tables = [spec for spec in record.inputs if spec.name in bound]
     others = [spec for spec in record.inputs if spec not in caches and spec not in tables]
     kv_row = sum(_bytes(spec, {"B": 1, "C": 1}) for spec in caches)
     return Traffic(
-        weights=_initializers(bundle.path / record.file, tokens) + _token_info(bundle, graph, tables),
+        weights=_initializers(bundle.path / record.file, tokens) + _table_bytes(tables, looked_up),
         kv_read=kv_len * kv_row,
         kv_written=(tokens + chained) * kv_row,
         inputs=sum(_bytes(spec, sizes) for spec in others),
@@ -126,18 +130,9 @@ def _size(tensor: onnx.TensorProto) -> int:
     return lengths[0] if lengths else int(onnx.numpy_helper.to_array(tensor).nbytes)
 
 
-def _token_info(bundle: Bundle, graph: str, tables: list[TensorSpec]) -> int:
-    """Bytes of token information that a tree of all steps looks up."""
-    shape = bundle.manifest.lyanna
-    if shape is None or not tables:
-        return 0
-    levels = shape.steps - (graph == names.LYANNA_RESAMPLE)
-    looked_up = 1 + (levels - 1) * shape.width
-    whole = (f"{names.TOKEN_INFO}right", f"{names.TOKEN_INFO}index")
-    return sum(
-        _bytes(spec, {}) if spec.name in whole else _bytes(spec, {}) * looked_up // int(spec.shape[0])
-        for spec in tables
-    )
+def _table_bytes(tables: list[TensorSpec], looked_up: Mapping[str, int]) -> int:
+    """Return the bytes of a drafter's tables that a call reads. looked_up: rows by table; others are read whole."""
+    return sum(_bytes(spec, {}) * looked_up.get(spec.name, int(spec.shape[0])) // int(spec.shape[0]) for spec in tables)
 
 
 @dataclass(frozen=True)
@@ -234,25 +229,27 @@ def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[
             verifier = open_verifier(bundle, device)
             for tokens in (1, nodes):
                 yield graph, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
-    if manifest.lyanna is not None:
-        single = names.LYANNA_DRAFT_SINGLE in manifest.graphs
-        draft = names.LYANNA_DRAFT_SINGLE if single else names.LYANNA_DRAFT
-        yield from _drafting(load_drafter(names.LYANNA, verifier, {}, bundle), bundle, draft, kv_len)
+    for drafter in read_drafters(manifest):
+        loaded = load_drafter(drafter.id, verifier, {}, bundle)
+        yield from _drafting(loaded, drafter, kv_len, single=True)
 
 
 def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> Iterator[Timed]:
     """Calls of the programs over a device's buffers, of which no graph is lowered for one sequence."""
     for tokens in (1, nodes):
         yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
-    if bundle.manifest.lyanna is not None:
-        drafter = load_drafter(names.LYANNA, verifier, {}, bundle)
-        yield from _drafting(drafter, bundle, names.LYANNA_DRAFT, kv_len)
+    for drafter in read_drafters(bundle.manifest):
+        loaded = load_drafter(drafter.id, verifier, {}, bundle)
+        yield from _drafting(loaded, drafter, kv_len, single=False)
 
 
-def _drafting(drafter: Drafter, bundle: Bundle, draft: str, kv_len: int) -> Iterator[Timed]:
-    yield draft, CATCH_UP_ROWS, lambda: drafter.measure_ms(CATCH_UP_ROWS, kv_len)[0]
-    if bundle.manifest.lyanna and bundle.manifest.lyanna.steps > 1:
-        yield names.LYANNA_RESAMPLE, 1, lambda: drafter.measure_ms(CATCH_UP_ROWS, kv_len)[1]
+def _drafting(loaded: Drafter, drafter: BuiltDrafter, kv_len: int, single: bool) -> Iterator[Timed]:
+    """Yield a drafter's calls. single: True where the form for one sequence runs, if there is one."""
+    lowered = f"{names.DRAFT}{names.SINGLE}"
+    draft = lowered if single and lowered in drafter.record.graphs else names.DRAFT
+    yield drafter.graph(draft), CATCH_UP_ROWS, lambda: loaded.measure_ms(CATCH_UP_ROWS, kv_len)[0]
+    if names.RESAMPLE in drafter.record.graphs:
+        yield drafter.graph(names.RESAMPLE), 1, lambda: loaded.measure_ms(CATCH_UP_ROWS, kv_len)[1]
 
 
 class Stream:

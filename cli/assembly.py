@@ -18,9 +18,10 @@ from redraft.bench.evaluation import perplexities
 from redraft.cli import tokenizers
 from redraft.cli.build_options import options_of
 from redraft.cli.console import Report
+from redraft.cli.drafters import drafter_digests, resolve_drafters, stage_drafters
 from redraft.cli.models import Model
 from redraft.cli.self_check import ROUNDED, check_bundle, known_texts
-from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig, LyannaBuild
+from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
 from redraft.engines.digests import DigestCache, text_digest
@@ -34,7 +35,6 @@ from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
 if TYPE_CHECKING:
-    from redraft.export.drafters.lyanna_graphs import LyannaExport
     from redraft.export.verifier import VerifierExport
 
 TOOLS = (
@@ -62,11 +62,11 @@ def build_bundle(
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    config = _with_hidden_states(config)
+    config = resolve_drafters(config)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}
-    key = _key(digests | _drafter_digests(config) | shape | checked | (tools.digests() if tools else {}), config, texts)
+    key = _key(digests | drafter_digests(config) | shape | checked | (tools.digests() if tools else {}), config, texts)
     if not force and is_current(out, key):
         return load_manifest(out), True
     _load_libraries()
@@ -94,12 +94,6 @@ def _load_libraries() -> None:
         import redraft.export.weights  # noqa: F401
 
 
-def _with_hidden_states(config: BuildConfig) -> BuildConfig:
-    """The configuration with the features that its drafters ask for."""
-    wanted = {names.LAST_HIDDEN_STATE} if config.lyanna else set()
-    return replace(config, hidden_states=(*config.hidden_states, *sorted(wanted - set(config.hidden_states))))
-
-
 def _stage(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path,
     report: Report, layers: int | None = None,
@@ -119,7 +113,7 @@ def _stage(
     )
     quiet_export()
     exported = export_verifier(checkpoint, folder, config, lambda *stage: report(_stage_line(*stage)), layers)
-    lyanna = _lyanna(checkpoint, digests, exported, _drafter(config), folder, report) if config.lyanna else None
+    drafters = stage_drafters(checkpoint, digests, exported, config, folder, report)
     return Manifest(
         name=model.name,
         model=ModelIdentity(
@@ -128,7 +122,7 @@ def _stage(
             model_type=str(checkpoint.config.get("model_type", "unknown")),
             weights={},
             random_weights=config.random_weights,
-            random_drafters=("lyanna",) if lyanna and config.lyanna and config.lyanna.source == RANDOM else (),
+            random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
             stand_in_tokenizer=stand_in,
             inexact=checkpoint.inexact(config.precision) if isinstance(checkpoint, GgufCheckpoint) else (),
         ),
@@ -143,12 +137,10 @@ def _stage(
         hidden_states=exported.hidden_states,
         graphs={
             **_graphs(exported, folder),
-            **(_lyanna_graphs(lyanna, folder) if lyanna else {}),
-            **_step_graphs(exported, lyanna, folder),
+            **_step_graphs(exported, any(record.rows != "none" for record in drafters.values()), folder),
         },
-        weights=(*exported.weights, *((*lyanna.weights, *lyanna.token_info) if lyanna else ())),
-        drafters={"ngram": {}, **({names.LYANNA: {}} if lyanna else {})},
-        lyanna=lyanna.shape if lyanna else None,
+        weights=exported.weights,
+        drafters=drafters,
         tools=_tools(),
     )
 
@@ -184,66 +176,13 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
     return graphs
 
 
-def _lyanna(
-    checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, options: LyannaBuild, folder: Path,
-    report: Report,
-) -> LyannaExport:  # fmt: skip
-    """The drafter's graphs and tables, after a check that it belongs to this verifier."""
-    from redraft.export import support
-    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-    from redraft.export.drafters.lyanna import beside
-    from redraft.export.drafters.lyanna_graphs import export_lyanna, export_random_lyanna
-
-    def progress(stage: str, done: int, total: int) -> None:
-        report(_stage_line(stage, done, total))
-
-    if options.source == RANDOM:
-        steps = {"steps": options.steps} if options.steps else {}
-        settings = beside(support.load_config(checkpoint), verifier.shape.vocabulary, **steps)
-        return export_random_lyanna(settings, verifier, folder, options, progress)
-    assert options.source is not None, "a drafter without a source is none (`choose_lyanna`)"
-    identity = Identity.from_digests(checkpoint, digests)
-    return export_lyanna(DrafterCheckpoint.open(Path(options.source)), verifier, identity, folder, options, progress)
-
-
-def _drafter(config: BuildConfig) -> LyannaBuild:
-    """The drafter's options. TensorRT has no operator like MatMulNBits: where nothing is said it takes the carrier."""
-    assert config.lyanna is not None
-    chosen = config.lyanna.precision or (config.compute_dtype if config.backend == "tensorrt" else None)
-    return replace(config.lyanna, precision=chosen)
-
-
-def _lyanna_graphs(lyanna: LyannaExport, folder: Path) -> dict[str, GraphRecord]:
-    """Draft and resample graphs, and where the drafter fits the kernels, the draft lowered for one sequence."""
-    from redraft.engines.lowering import lower_draft
-
-    shape = lyanna.shape
-    portable = GraphRecord(lyanna.draft, signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape))
-    graphs = {names.LYANNA_DRAFT: portable}
-    if shape.steps > 1:
-        resample = signatures.lyanna_resample_inputs(shape), signatures.lyanna_resample_outputs(shape)
-        graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
-    if shape.dtype == "float32" and (lowered := lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)):
-        graphs[names.LYANNA_DRAFT_SINGLE] = lowered
-    return graphs
-
-
-def _step_graphs(exported: VerifierExport, lyanna: LyannaExport | None, folder: Path) -> dict[str, GraphRecord]:
-    """What a runtime on a device runs between the engines."""
+def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[str, GraphRecord]:
+    """Write what a runtime on a device runs between the engines. gathers: True if a drafter reads hidden states."""
     from redraft.export.step_graphs import export_step_graphs
 
-    drafter = lyanna.shape if lyanna else None
-    files = export_step_graphs(exported.shape, drafter, folder)
-    of_graphs = signatures.step_signatures(exported.shape, drafter)
+    files = export_step_graphs(exported.shape, folder, gathers)
+    of_graphs = signatures.step_signatures(exported.shape, gathers)
     return {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
-
-
-def _drafter_digests(config: BuildConfig) -> dict[str, str]:
-    """SHA-256 by name of the files of the drafters; those that are missing are found out later."""
-    if not config.lyanna or config.lyanna.source in (None, RANDOM):
-        return {}
-    paths = [path for path in sorted(Path(config.lyanna.source).glob("*")) if path.suffix in (".json", ".safetensors")]
-    return {f"{names.LYANNA} {path.name}": digest for path, digest in DigestCache().digests(paths).items()}
 
 
 def _quality(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.build_options import (
+    DRAFTER_FORM,
     Attention,
     Backend,
     Precision,
-    TokenInfo,
     Weights,
     choose,
-    choose_lyanna,
+    choose_drafters,
     choose_tensorrt,
 )
 from redraft.cli.console import print_json, progress
@@ -27,6 +27,7 @@ from redraft.config import HALVES, WEIGHT_ONLY, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
+    from redraft.engines.drafters import BuiltDrafter
     from redraft.engines.manifest import Manifest
 
 ENGINES = Path("build/engines")
@@ -51,18 +52,13 @@ def build(
     max_model_len: Annotated[
         int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")
     ] = None,
-    lyanna: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder of a Lyanna drafter for this model; `none` builds without one, `random` one for latency work."
-        ),
-    ] = None,
-    token_info: Annotated[
-        TokenInfo | None, typer.Option(help="How Lyanna's token information is kept: a table's type, or its factors.")
-    ] = None,
-    drafter_option: Annotated[
+    drafter: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE of Lyanna's drafter: steps, width, nodes, precision, hot_tokens, prune_above."),
+        typer.Option(
+            metavar=DRAFTER_FORM,
+            help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `random` for "
+            "latency work, or the id of a recipe's drafter. Keys are method, precision and the method's own.",
+        ),
     ] = None,
     eval_text: Annotated[
         list[str] | None,
@@ -101,7 +97,7 @@ def build(
         engines = choose_tensorrt(config, attention, embed_plugin, batch, tree_nodes, ignore_memory)
         config = replace(config, tensorrt=engines)
         check_buildable(config)
-        config = replace(config, lyanna=choose_lyanna(config, lyanna, token_info, drafter_option or ()))
+        config = replace(config, drafters=choose_drafters(config, drafter or ()))
         texts = held_out(eval_text, config)
         place = Place(model_path, config.random_weights, Path(scratch))
         found = find_model(model, recipe, place, report)
@@ -132,6 +128,7 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
 
 def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
     """What was built, as a JSON object. `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`."""
+    from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
 
     return {
@@ -145,8 +142,7 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "random_weights": manifest.model.random_weights,
         "caveats": list(manifest.model.caveats),
         "max_model_len": manifest.max_model_len,
-        "drafters": list(manifest.drafters),
-        "token_info": token_info(manifest),
+        "drafters": {drafter.id: describe_drafter(drafter) for drafter in read_drafters(manifest)},
         "bytes": total_bytes(manifest),
         "own_bytes": own_bytes(out, manifest),
         "weight_shares": dict(weight_shares(manifest)),
@@ -155,14 +151,17 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
     }
 
 
-def token_info(manifest: Manifest) -> dict[str, Any] | None:
-    """How Lyanna's token information is kept, and its size."""
-    from redraft.cli.inspect import token_info_bytes
-
-    shape = manifest.lyanna
-    if shape is None:
-        return None
-    return {"form": shape.token_info, "hot_tokens": shape.hot, "bytes": token_info_bytes(manifest)}
+def describe_drafter(drafter: BuiltDrafter) -> dict[str, Any]:
+    """Return a drafter as a JSON object. `table_bytes` is the size of its tables."""
+    summary = drafter.method.describe(drafter.shape)
+    record = drafter.record
+    return {
+        "method": record.method,
+        "precision": record.precision,
+        "summary": summary,
+        "shape": dict(record.shape),
+        "table_bytes": record.table_bytes,
+    }
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -177,9 +176,10 @@ def describe(summary: dict[str, Any]) -> str:
     ]
     if summary["precision"] in WEIGHT_ONLY:
         lines.append(f"  weights: {describe_shares(summary['weight_shares'])}")
-    if info := summary["token_info"]:
-        size = f"{info['bytes'] / 1e6:.1f} MB"
-        lines.append(f"  Lyanna drafter, token information of {info['hot_tokens']} tokens in {info['form']}, {size}")
+    for drafter, found in summary["drafters"].items():
+        lines.append(
+            f"  drafter {drafter} ({found['method']}): {found['summary']}, {found['table_bytes'] / 1e6:.1f} MB"
+        )
     lines += [f"  {caveat}" for caveat in summary["caveats"]]
     for kind, value in (summary["perplexity"] or {}).items():
         exact = summary["perplexity_fp32"][kind]

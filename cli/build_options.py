@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from redraft.config import RANDOM, BuildConfig, LyannaBuild, TensorRtBuild
+from redraft.config import RANDOM, BuildConfig, DrafterBuild, TensorRtBuild
 from redraft.errors import UsageError
+from redraft.methods import built_methods, find_method
 
 NO_DRAFTER = "none"
-_OWN_FLAGS = {"source": "--lyanna", "token_info": "--token-info"}
+DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 
 
 class Precision(StrEnum):
@@ -23,15 +25,6 @@ class Precision(StrEnum):
     int8 = "int8"
     int4 = "int4"
     fp8 = "fp8"
-
-
-class TokenInfo(StrEnum):
-    """Of Lyanna's drafter."""
-
-    fp16 = "fp16"
-    int8 = "int8"
-    fp8 = "fp8"
-    lowrank = "lowrank"
 
 
 class Backend(StrEnum):
@@ -72,24 +65,53 @@ def choose(
     )
 
 
-def choose_lyanna(
-    config: BuildConfig, source: str | None, token_info: TokenInfo | None, options: Sequence[str] = ()
-) -> LyannaBuild | None:
-    """The recipe's drafter with what the command line says instead. None where there is none.
+def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
+    """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
-    options: KEY=VALUE, fields of `LyannaBuild`. Raises UsageError for what is none of them or does not fit.
+    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone. A recipe's settings for the same id hold
+    unless an option says otherwise. Raises UsageError.
     """
-    if source is None:
-        chosen = _implied(config, config.random_weights)
-    else:
-        chosen = replace(config.lyanna or LyannaBuild(), source=source) if source != NO_DRAFTER else None
-    values = _values(options) | ({"token_info": token_info.value} if token_info else {})
-    if not values:
-        return chosen
-    if chosen is None:
-        flag = "--token-info" if token_info else "--drafter-option"
-        raise UsageError(f"{flag} is for a Lyanna drafter, and none is built", "give --lyanna DIR")
-    return replace(chosen, **values)
+    if not drafters:
+        return _implied(config)
+    if NO_DRAFTER in drafters:
+        if len(drafters) > 1:
+            raise UsageError("--drafter none builds no drafter, and others are given with it", "give one or the other")
+        return ()
+    chosen = tuple(parse_drafter(text, config.drafters) for text in drafters)
+    return replace(config, drafters=chosen).drafters
+
+
+def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
+    """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
+
+    DIR is a drafter's folder, `random`, or the id of a recipe's drafter. Without ID it is the method's word.
+    Raises UsageError for another form, an unknown key, or a key that is given twice; CheckpointError for no drafter.
+    """
+    place, *pairs = text.split(",")
+    values = _values(text, pairs)
+    ours = {drafter.id: drafter for drafter in recipe}
+    drafter, _, source = place.rpartition("=")
+    if not source:
+        raise UsageError(f"--drafter {text!r}: expected {DRAFTER_FORM}", "DIR is a folder or random")
+    method = values.pop("method", None)
+    if source in ours and not drafter:
+        drafter, source = source, ours[source].source or ""
+        if not source:
+            raise UsageError(
+                f"the recipe has settings for the drafter {drafter!r} and no folder", f"give {drafter}=DIR"
+            )
+        method = method or ours[drafter].method
+    method = method or _method_of(text, source)
+    specification = find_method(method)
+    if not specification.is_built:
+        known = ", ".join(built_methods())
+        raise UsageError(f"a bundle holds no drafter of the method {method}", f"methods with one are {known}")
+    drafter = drafter or method
+    base = ours.get(drafter)
+    kept = base.options if base and base.method in (None, method) else {}
+    chosen = DrafterBuild(drafter, source, method, {**kept, **values})
+    specification.parse_build(chosen.options, f"--drafter {drafter}")
+    return chosen
 
 
 def choose_tensorrt(
@@ -111,23 +133,33 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _implied(recipe: BuildConfig, random_weights: bool) -> LyannaBuild | None:
-    """The drafter that is built where nothing is said: a random one beside random weights.
+def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
+    """Return the recipe's drafters, with random weights if the verifier's are.
 
-    A recipe may have settings without a drafter: they wait for one.
+    A recipe may have settings without a folder: they wait for one.
     """
-    if recipe.lyanna is None or (recipe.lyanna.source is None and not random_weights):
-        return None
-    return replace(recipe.lyanna, source=RANDOM) if random_weights else recipe.lyanna
+    if recipe.random_weights:
+        return tuple(replace(drafter, source=RANDOM) for drafter in recipe.drafters)
+    return tuple(drafter for drafter in recipe.drafters if drafter.source is not None)
 
 
-def _values(options: Sequence[str]) -> dict[str, Any]:
-    known = [field.name for field in fields(LyannaBuild) if field.name not in _OWN_FLAGS]
+def _method_of(text: str, source: str) -> str:
+    if source == RANDOM:
+        known = ", ".join(built_methods())
+        raise UsageError(f"--drafter {text!r}: random weights of which method?", f"add method=, one of {known}")
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint
+
+    return DrafterCheckpoint.open(Path(source)).method
+
+
+def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in known or not value:
-            raise UsageError(f"--drafter-option {option!r}: expected KEY=VALUE", f"keys are {', '.join(known)}")
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if not key or not value or key in values:
+            raise UsageError(
+                f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is no KEY=VALUE, or comes twice"
+            )
         values[key] = int(value) if value.isdecimal() else value
     return values
 
@@ -153,14 +185,21 @@ def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
 
 
 def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
-    chosen, implied = config.lyanna, _implied(recipe, config.random_weights)
-    if chosen is None or chosen.source is None:
-        return ["--lyanna", NO_DRAFTER] if implied else []
-    options = [] if implied and implied.source == chosen.source else ["--lyanna", chosen.source]
-    base = replace(recipe.lyanna or LyannaBuild(), source=chosen.source)
-    if chosen.token_info != base.token_info:
-        options += ["--token-info", chosen.token_info]
-    for name in (field.name for field in fields(LyannaBuild) if field.name not in _OWN_FLAGS):
-        if getattr(chosen, name) != getattr(base, name):
-            options += ["--drafter-option", f"{name}={getattr(chosen, name)}"]
-    return options
+    implied = _implied(replace(recipe, random_weights=config.random_weights))
+    if _settings(config.drafters) == _settings(implied):
+        return []
+    if not config.drafters:
+        return ["--drafter", NO_DRAFTER]
+    return [word for drafter in config.drafters for word in ("--drafter", _drafter_text(drafter, recipe))]
+
+
+def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """Return what tells drafters apart; a method that a recipe leaves to the folder does not."""
+    return [(drafter.id, drafter.source, dict(drafter.options)) for drafter in drafters]
+
+
+def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
+    base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
+    said = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
+    named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
+    return ",".join([f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **said}.items())])

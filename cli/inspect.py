@@ -11,11 +11,10 @@ import typer
 from redraft.cli.console import print_json
 from redraft.cli.options import Json
 from redraft.errors import UsageError
-from redraft.names import TOKEN_INFO
+from redraft.names import is_cache
 
 if TYPE_CHECKING:
     from redraft.engines import Bundle
-    from redraft.engines.manifest import Manifest
     from redraft.engines.tensorrt.records import TensorRtRecord
 
 
@@ -61,13 +60,9 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
     return {"bundle": str(bundle.path), **values, **sizes, "weight_shares": shares, "commands": others}
 
 
-def token_info_bytes(manifest: Manifest) -> int:
-    """What Lyanna's token information takes."""
-    return sum(ref.length for ref in manifest.weights if ref.initializer.startswith(TOKEN_INFO))
-
-
 def as_lines(bundle: Bundle, verified: bool) -> list[str]:
     """The manifest for reading: one fact a line, then commands of other tools."""
+    from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
@@ -88,17 +83,16 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
         f"drafters   {', '.join(manifest.drafters) or 'none'}",
         f"states     {', '.join(manifest.hidden_states) or 'none'}",
     ]
-    if manifest.lyanna:
-        lyanna = manifest.lyanna
+    for drafter in read_drafters(manifest):
         lines.append(
-            f"lyanna     {lyanna.steps} steps, {lyanna.width} wide, {lyanna.nodes - 1} nodes; token information of "
-            f"{lyanna.hot} tokens in {lyanna.token_info}, {token_info_bytes(manifest) / 1e6:.1f} MB"
+            f"drafter    {drafter.id}: {drafter.record.method}, {drafter.method.describe(drafter.shape)}, "
+            f"tables {drafter.record.table_bytes / 1e6:.1f} MB"
         )
     if manifest.quality:
         lines += [f"perplexity {kind} {value:.3f}" for kind, value in manifest.quality.perplexity.items()]
-    for name, graph in manifest.graphs.items():
-        shown = ", ".join(spec.name for spec in graph.inputs if not spec.name.startswith("kv."))
-        buffers = sum(spec.name.startswith("kv.") for spec in graph.inputs)
+    for name, graph in manifest.all_graphs.items():
+        shown = ", ".join(spec.name for spec in graph.inputs if not is_cache(spec.name))
+        buffers = sum(is_cache(spec.name) for spec in graph.inputs)
         lines.append(f"graph      {name} ({graph.file}): {shown}, {buffers} buffers")
     if built := manifest.tensorrt:
         lines += _tensorrt_lines(built)

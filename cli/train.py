@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from redraft.methods import find_method as specification
 from redraft.train.objectives import METHODS
 
 app = typer.Typer(help="Train models from text.", no_args_is_help=True)
@@ -129,8 +130,8 @@ def drafter(
     _trained(ran, out, console, as_json)
 
 
-for _name, _help in METHODS.items():
-    app.command(_name, help=_help)(drafter)
+for _name in METHODS:
+    app.command(_name, help=f"Train a drafter. {specification(_name).summary}")(drafter)
 
 
 @app.command()

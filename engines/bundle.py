@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from redraft import names, signatures
+from redraft.config import DRAFTER_ID, RESERVED_IDS
 from redraft.engines.digests import file_digests
+from redraft.engines.drafters import (
+    BuiltDrafter,
+    drafter_problems,
+    drafter_signatures,
+    read_drafter,
+    single_sequence,
+)
 from redraft.engines.huge_pages import huge_pages
-from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command
+from redraft.engines.manifest import GraphRecord, Manifest, load_manifest, rebuild_command, verifier_digest
 from redraft.engines.writer import BundleWriter
-from redraft.errors import BundleError
-from redraft.names import TensorSpec
-from redraft.signatures import LyannaShape
+from redraft.errors import BundleError, UsageError
+from redraft.names import TensorSpec, WeightRef
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64}
 
@@ -36,9 +43,9 @@ class Bundle:
 
     def graph(self, name: str) -> GraphRecord:
         """The record of graph `name`. Raises BundleError where the bundle has none."""
-        record = self.manifest.graphs.get(name)
+        record = self.manifest.all_graphs.get(name)
         if record is None:
-            raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.graphs))}")
+            raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.all_graphs))}")
         return record
 
     def host_graph(self, single: bool, exact: bool = True) -> str:
@@ -51,10 +58,24 @@ class Bundle:
         return next((name for name in wanted if name in self.manifest.graphs), names.VERIFIER)
 
     def array(self, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-        """The tensor that the manifest lists as `name`, read into memory."""
+        """Return the verifier's tensor that the manifest lists as `name`, read into memory."""
         ref = next((ref for ref in self.manifest.weights if ref.initializer == name), None)
         if ref is None:
             raise self.error(f"expected a tensor {name!r}, found none")
+        return self._array(ref)
+
+    def drafter(self, drafter: str) -> BuiltDrafter:
+        """Return the drafter with this id. Raises BundleError if the bundle has none."""
+        record = self.manifest.drafters.get(drafter)
+        if record is None:
+            raise self.error(f"expected a drafter {drafter!r}, found {', '.join(self.manifest.drafters) or 'none'}")
+        return read_drafter(drafter, record)
+
+    def tables(self, drafter: str) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        """Return the tables of a drafter by name, read into memory."""
+        return {ref.initializer: self._array(ref) for ref in self.drafter(drafter).record.tables}
+
+    def _array(self, ref: WeightRef) -> np.ndarray[Any, np.dtype[Any]]:
         with huge_pages():
             values = np.fromfile(self.path / ref.file, _DTYPES[ref.dtype], math.prod(ref.shape), offset=ref.offset)
         return values.reshape(ref.shape)
@@ -99,34 +120,6 @@ def single_chain(inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return tuple(spec for spec in single_sequence(inputs) if spec.name != names.TREE_MASK)
 
 
-def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """The same tensors with the symbol B fixed to 1."""
-    return tuple(replace(spec, shape=tuple(1 if dim == "B" else dim for dim in spec.shape)) for spec in specs)
-
-
-def lyanna_signatures(
-    manifest: Manifest, shape: LyannaShape
-) -> dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]]:
-    """Inputs and outputs by graph that a drafter of this shape must have."""
-    inputs, outputs = signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape)
-    graphs = {names.LYANNA_DRAFT: (inputs, outputs)}
-    if shape.steps > 1:
-        graphs[names.LYANNA_RESAMPLE] = (
-            signatures.lyanna_resample_inputs(shape),
-            signatures.lyanna_resample_outputs(shape),
-        )
-    if names.LYANNA_DRAFT_SINGLE in manifest.graphs:
-        graphs[names.LYANNA_DRAFT_SINGLE] = (single_sequence(inputs), single_draft_outputs(outputs, shape.steps))
-    return graphs
-
-
-def single_draft_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
-    """Outputs of a draft graph lowered for one sequence: each step but the last updates the buffers by its own name."""
-    single = single_sequence(outputs)
-    updates = [spec for spec in single if spec.in_place_of]
-    return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))
-
-
 def _sizes(bundle: Bundle) -> Iterator[str]:
     for name, expected in bundle.manifest.files.items():
         file = bundle.path / name
@@ -146,24 +139,49 @@ def _digests(bundle: Bundle) -> Iterator[str]:
 
 def _signatures(bundle: Bundle) -> Iterator[str]:
     manifest = bundle.manifest
-    known = {graph: verifier_signature(manifest, graph) for graph in VERIFIERS}
-    if manifest.lyanna:
-        known |= lyanna_signatures(manifest, manifest.lyanna)
-        yield from _tables(bundle, manifest.lyanna)
-    step = signatures.step_signatures(manifest.shape, manifest.lyanna)
-    known |= {graph: signature for graph, signature in step.items() if graph in manifest.graphs}
-    for graph, signature in known.items():
-        if record := manifest.graphs.get(graph):
+    if not manifest.drafters.keys().isdisjoint(RESERVED_IDS) or not all(map(DRAFTER_ID.fullmatch, manifest.drafters)):
+        yield f"expected ids of drafters, found {', '.join(manifest.drafters)}"
+    wanted = {graph: verifier_signature(manifest, graph) for graph in VERIFIERS if graph in manifest.graphs}
+    wanted.setdefault(names.VERIFIER, verifier_signature(manifest, names.VERIFIER))
+    gathers = any(record.rows != "none" for record in manifest.drafters.values())
+    step = signatures.step_signatures(manifest.shape, gathers)
+    wanted |= {graph: signature for graph, signature in step.items() if graph in manifest.graphs}
+    yield from _graph_differences(wanted, manifest)
+    yield from _drafters(bundle)
+
+
+def _drafters(bundle: Bundle) -> Iterator[str]:
+    """Yield what does not fit about drafters: records, graphs and tables."""
+    manifest = bundle.manifest
+    digest = verifier_digest(manifest.model.weights)
+    for name, record in manifest.drafters.items():
+        try:
+            drafter = read_drafter(name, record)
+        except UsageError as error:
+            yield f"drafter {name}: {error.message}"
+            continue
+        yield from _tables(bundle, drafter)
+        yield from drafter_problems(drafter, manifest, digest)
+        wanted = drafter_signatures(drafter)
+        yield from _graph_differences({drafter.graph(role): signature for role, signature in wanted.items()}, manifest)
+        yield from (f"unexpected graph {drafter.graph(role)!r}" for role in record.graphs if role not in wanted)
+
+
+def _graph_differences(wanted: Mapping[str, signatures.Signature], manifest: Manifest) -> Iterator[str]:
+    """Yield what does not fit about graphs that must be there, by name."""
+    graphs = manifest.all_graphs
+    for graph, signature in wanted.items():
+        if record := graphs.get(graph):
             for expected, found in zip(signature, (record.inputs, record.outputs), strict=True):
                 yield from signature_differences(graph, expected, found)
-        elif graph not in VERIFIERS[1:]:
-            yield f"expected a graph {graph!r}, found {', '.join(sorted(manifest.graphs)) or 'none'}"
+        else:
+            yield f"expected a graph {graph!r}, found {', '.join(sorted(graphs)) or 'none'}"
 
 
-def _tables(bundle: Bundle, shape: LyannaShape) -> Iterator[str]:
-    """What does not fit about where token information lies."""
-    refs = {ref.initializer: ref for ref in bundle.manifest.weights}
-    for spec in signatures.token_info_tables(shape):
+def _tables(bundle: Bundle, drafter: BuiltDrafter) -> Iterator[str]:
+    """Yield what does not fit about where a drafter's tables lie."""
+    refs = {ref.initializer: ref for ref in drafter.record.tables}
+    for spec in drafter.method.tables(drafter.shape):
         ref = refs.get(spec.name)
         if ref is None:
             yield f"expected a table {spec.name}, found none"

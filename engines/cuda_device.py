@@ -35,7 +35,7 @@ from redraft.errors import BackendError, RedraftError
 from redraft.names import Dtype
 
 _LOG = logging.getLogger("redraft.cuda")
-_MOVING = frozenset({names.STEP_COPY_SLOT, names.LYANNA_COPY_SLOT})
+_COPY_SLOT = f".{names.COPY_SLOT}"
 _ALIGNMENT_BYTES = 256
 """Of every address that TensorRT is given."""
 _MEBIBYTE = 1 << 20
@@ -100,7 +100,7 @@ class CudaDevice(ABC):
         """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""
         if graph not in self._programs:
             record = self._bundle.graph(graph)
-            if graph in _MOVING:
+            if graph.endswith(_COPY_SLOT):
                 self._programs[graph] = MoveProgram(record, self.cuda)
             elif graph == names.STEP_COMPACT_KV and self._kernels is not None and can_compact(record):
                 self._programs[graph] = CompactProgram(record, self, self._kernels, self.cuda.stream)

@@ -77,7 +77,7 @@ class HostDevice:
             return CompactProgram(record, self, self._kernels)
         if graph == names.VERIFIER:
             graph = self.verifier_graph
-        elif self._single and names.single(graph) in self.bundle.manifest.graphs:
+        elif self._single and names.single(graph) in self.bundle.manifest.all_graphs:
             graph = names.single(graph)
         return load_program(self.bundle, graph, 1 if short else self._threads)
 

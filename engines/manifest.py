@@ -15,8 +15,9 @@ from redraft.engines.digests import text_digest
 from redraft.engines.records import RecordError, from_json, to_json
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError
-from redraft.names import TensorSpec, WeightRef
-from redraft.signatures import LyannaShape, VerifierShape
+from redraft.methods.base import Limits, Rows
+from redraft.names import TensorSpec, WeightRef, drafter_graph
+from redraft.signatures import VerifierShape
 
 SCHEMA_VERSION = 4
 MANIFEST = "manifest.json"
@@ -80,11 +81,43 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class DrafterRecord:
+    """One drafter of a bundle.
+
+    method:           its drafting method, whose specification reads `shape`.
+    verifier_digest:  `verifier_digest` of the weights that it was built for.
+    hidden_states:    those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
+    graphs:           by role.   weights: of its graphs.   tables: inputs that are bound once.
+    state:            tensors of a slot.
+    draft_vocabulary: the verifier's token of each of its own tokens; None if they are the same.
+    limits:           its largest tree.
+    """
+
+    method: str
+    verifier_digest: str
+    precision: Precision
+    hidden_states: tuple[str, ...]
+    rows: Rows
+    graphs: Mapping[str, GraphRecord]
+    state: tuple[TensorSpec, ...]
+    limits: Limits
+    shape: Mapping[str, Any]
+    weights: tuple[WeightRef, ...] = ()
+    tables: tuple[WeightRef, ...] = ()
+    draft_vocabulary: WeightRef | None = None
+
+    @property
+    def table_bytes(self) -> int:
+        """Return the bytes of all tables."""
+        return sum(ref.length for ref in self.tables)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """See the fields of the records above; besides:
 
     max_model_len: tokens of a sequence at most.   hidden_states: those that the verifier gives out.
-    drafters:   default settings by method.  lyanna:   shape of its graphs, where it was built.
+    graphs:     the verifier's and a step's; a drafter's own are in its record.   drafters: by id.
     tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
     tools:      versions of what built the bundle.
     options:    what `redraft build` was told besides the model, to repeat the command.
@@ -105,8 +138,7 @@ class Manifest:
     hidden_states: tuple[str, ...]
     graphs: Mapping[str, GraphRecord]
     weights: tuple[WeightRef, ...] = ()
-    drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lyanna: LyannaShape | None = None
+    drafters: Mapping[str, DrafterRecord] = field(default_factory=dict)
     tensorrt: TensorRtRecord | None = None
     quality: Quality | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
@@ -114,6 +146,21 @@ class Manifest:
     build_key: str = ""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def all_graphs(self) -> dict[str, GraphRecord]:
+        """Return every graph by name, those of drafters as `names.drafter_graph` names them."""
+        own = {
+            drafter_graph(drafter, role): graph
+            for drafter, record in self.drafters.items()
+            for role, graph in record.graphs.items()
+        }
+        return {**self.graphs, **own}
+
+
+def verifier_digest(weights: Mapping[str, str]) -> str:
+    """Return the digest of a verifier's weights from the SHA-256 of its files by name."""
+    return text_digest(*(weights[name] for name in sorted(weights)))
 
 
 def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = ()) -> str:
@@ -199,7 +246,10 @@ def _check_paths(manifest: Manifest, bundle: Path) -> None:
         parts = PurePosixPath(name).parts
         if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
             raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", hint)
-    used = {record.file for record in manifest.graphs.values()} | {ref.file for ref in manifest.weights}
+    used = {record.file for record in manifest.all_graphs.values()} | {ref.file for ref in manifest.weights}
+    for drafter in manifest.drafters.values():
+        vocabulary = (drafter.draft_vocabulary,) if drafter.draft_vocabulary else ()
+        used |= {ref.file for ref in (*drafter.weights, *drafter.tables, *vocabulary)}
     if built := manifest.tensorrt:
         used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
         used |= {built.plugin_file} - {""}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from redraft.engines.manifest import Manifest
-from redraft.names import CODES, LYANNA, QUANTIZATION_BLOCK, SCALES, ZEROS
+from redraft.names import CODES, QUANTIZATION_BLOCK, SCALES, ZEROS
 
 _KINDS = {
     "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8", "I8": "8 bits", "I4": "4 bits",
@@ -36,8 +36,6 @@ def weight_shares(manifest: Manifest) -> Mapping[str, float]:
         ref.initializer.removesuffix(ZEROS): ref.shape for ref in manifest.weights if ref.initializer.endswith(ZEROS)
     }
     for ref in manifest.weights:
-        if ref.initializer.startswith(f"{LYANNA}."):
-            continue
         if ref.initializer.endswith(CODES):
             rows, blocks, block_bytes = ref.shape
             # 16 bytes are 32 numbers of 4 bits, or 16 of 8: then each block has a byte for its zero point.

@@ -33,8 +33,6 @@ _TYPES: Mapping[Dtype, str] = {
     "int64": "INT64", "int32": "INT32", "bool": "BOOL", "int8": "INT8", "uint8": "UINT8", "float32": "FLOAT",
     "float16": "HALF", "bfloat16": "BF16",
 }  # fmt: skip
-_UPDATING = frozenset({names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV})
-"""Engines that update KV buffers where they are. Of others, an output in place is written beside and copied."""
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
@@ -163,8 +161,8 @@ class EngineProgram:
         return int(buffer.host.ctypes.data)
 
     def _output_address(self, spec: TensorSpec, buffer: Buffer, run: EngineRun) -> int:
-        """Where TensorRT writes an output."""
-        if spec.in_place_of is None or self._graph in _UPDATING:
+        """Return where TensorRT writes an output: KV buffers where they are, others in place beside, to be copied."""
+        if spec.in_place_of is None or names.is_cache(spec.in_place_of):
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
         beside = self._written.get(spec.name)

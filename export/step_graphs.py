@@ -16,26 +16,36 @@ from redraft import names, signatures
 from redraft.export import tracing
 from redraft.export.verifier import finish
 from redraft.names import TensorSpec
-from redraft.signatures import LyannaShape, VerifierShape
+from redraft.signatures import VerifierShape
 
 _ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
 
-def export_step_graphs(shape: VerifierShape, lyanna: LyannaShape | None, out: Path) -> dict[str, str]:
-    """Write the graphs of a step into `out`; returns the file by the graph's name."""
+def export_step_graphs(shape: VerifierShape, out: Path, gathers: bool) -> dict[str, str]:
+    """Write the graphs of a step into `out`; returns the file by the graph's name.
+
+    gathers: True if a drafter reads hidden states.
+    """
     models = {
         names.STEP_PREPARE_TREE: _layout(),
         names.STEP_ACCEPT: _accept(shape),
         names.STEP_COMPACT_KV: _keep(shape),
         names.STEP_COPY_SLOT: _move(names.STEP_COPY_SLOT, signatures.verifier_state(shape)),
     }
-    if lyanna:
+    if gathers:
         models[names.STEP_GATHER_FEATURES] = _collect(shape)
-        models[names.LYANNA_COPY_SLOT] = _move(names.LYANNA_COPY_SLOT, signatures.lyanna_state(lyanna))
-    for name, model in models.items():
-        finish(model)
-        ir.save(model, out / f"{name}.onnx")
-    return {name: f"{name}.onnx" for name in models}
+    return {name: _save(model, out, name) for name, model in models.items()}
+
+
+def export_slot_copy(name: str, state: tuple[TensorSpec, ...], out: Path) -> str:
+    """Write the graph `name`, which copies the tensors of a drafter's slot to another slot; returns its file."""
+    return _save(_move(name, state), out, name)
+
+
+def _save(model: ir.Model, out: Path, name: str) -> str:
+    finish(model)
+    ir.save(model, out / f"{name}.onnx")
+    return f"{name}.onnx"
 
 
 def _layout() -> ir.Model:

@@ -28,6 +28,12 @@ STORED: dict[Precision, str] = {
 }  # fmt: skip
 """The stored type of unquantized weights by precision."""
 Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
 Slabs: TypeAlias = Iterator[NDArray[Any]]
 
 

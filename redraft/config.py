@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from redraft.errors import UsageError
@@ -15,8 +16,10 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
-TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
-"""How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
+"""Form of a drafter's id: no dot and no plus, which join it to other words."""
+RESERVED_IDS = ("none", "ngram", "random", "inexact", "verifier", "step", "weights")
+"""Words of the command line and of a bundle's graphs that are no ids."""
 RANDOM = "random"
 """In place of a drafter's folder: one of the verifier's shape with random weights, for latency work only."""
 T = TypeVar("T")
@@ -32,42 +35,29 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 @dataclass(frozen=True)
-class LyannaBuild:
-    """How a Lyanna drafter is built.
+class DrafterBuild:
+    """How one drafter of a bundle is built.
 
-    source:      the drafter's folder, or RANDOM; None where a recipe has none: only the other settings then count.
-    steps:       hidden states of a chain; None takes what it was trained for.
-    width:       children of a node, and nodes that go on at each level.
-    nodes:       largest tree that a draft gives, its root not counted.
-    token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
-    precision:   of the drafter's products. None: int8, which is less to read between two verifications, and fp16 or
-                 bf16 beside a verifier of that precision, whose features, embedding and head it reads.
-    hot_tokens:  tokens that have token information where the vocabulary is larger than `prune_above` (§6.1).
+    id:      the user's word for it.
+    source:  the drafter's folder, or RANDOM. None in a recipe without one: the settings then wait for a folder.
+    method:  the drafting method; None takes the one that the folder's configuration names.
+    options: the method's own options for building.
     """
 
+    id: str
     source: str | None = None
-    steps: int | None = None
-    width: int = 4
-    nodes: int = 32
-    token_info: TokenInfo = "fp16"
-    precision: Precision | None = None
-    hot_tokens: int = 32_768
-    prune_above: int = 40_000
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not DRAFTER_ID.fullmatch(self.id):
+            raise UsageError(f"no drafter can have the id {self.id!r}", "take letters, digits, - and _")
+        if self.id in RESERVED_IDS:
+            raise UsageError(f"no drafter can have the id {self.id!r}, which means something else", "choose another id")
         if self.source is not None and (not isinstance(self.source, str) or not self.source):
-            raise UsageError(f"lyanna.source must name a drafter's folder, not {self.source!r}")
-        if self.token_info not in get_args(TokenInfo):
-            raise UsageError(
-                f"unknown lyanna.token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
-            )
-        known = [precision for precision in get_args(Precision) if precision != "fp8"]
-        if self.precision is not None and self.precision not in known:
-            raise UsageError(f"unknown lyanna.precision {self.precision!r}", f"choose one of {', '.join(known)}")
-        for name in ("steps", "width", "nodes", "hot_tokens", "prune_above"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"lyanna.{name} must be a positive number, not {value!r}")
+            raise UsageError(f"drafter {self.id}: source must name a folder, not {self.source!r}")
+        if self.method is not None and not isinstance(self.method, str):
+            raise UsageError(f"drafter {self.id}: method must be a word, not {self.method!r}")
 
 
 @dataclass(frozen=True)
@@ -104,8 +94,7 @@ class TensorRtBuild:
 class BuildConfig:
     """How a bundle is built from a checkpoint.
 
-    lyanna:          its Lyanna drafter, if it has one.
-
+    drafters:        those that are built with it.
     precision:       of the matrix products: fp32, or weight-only int8 or int4.
     backend:         what runs the engines.
     max_model_len:   tokens of a sequence at most; None takes the model's own limit.
@@ -119,7 +108,7 @@ class BuildConfig:
     max_model_len: int | None = None
     hidden_states: tuple[str, ...] = ()
     random_weights: bool = False
-    lyanna: LyannaBuild | None = None
+    drafters: tuple[DrafterBuild, ...] = ()
     tensorrt: TensorRtBuild = TensorRtBuild()
 
     @property
@@ -146,6 +135,9 @@ class BuildConfig:
             isinstance(hidden_state, str) for hidden_state in self.hidden_states
         ):
             raise UsageError(f"hidden_states must be a list of strings, not {self.hidden_states!r}")
+        ids = [drafter.id for drafter in self.drafters]
+        if twice := next((name for name in ids if ids.count(name) > 1), None):
+            raise UsageError(f"two drafters have the id {twice!r}", "give each its own: --drafter ID=DIR")
         if self.max_model_len is not None and not isinstance(self.max_model_len, int):
             raise UsageError(f"context must be a number of tokens, not {self.max_model_len!r}")
         if self.max_model_len is not None and self.max_model_len < 2:

@@ -26,14 +26,10 @@ VERIFIER_SINGLE = "verifier.single"
 VERIFIER_FAST = "verifier.fast"
 """As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
 
-LYANNA = "lyanna"
-"""The drafting method: on the command line, in a drafter's configuration and in a bundle."""
-LYANNA_DRAFT = f"{LYANNA}.draft"
-"""Lyanna's chain, its logits and the tree of them (Algorithm 1), any batch."""
-LYANNA_DRAFT_SINGLE = f"{LYANNA_DRAFT}.single"
-"""The same graph lowered for one sequence, as `VERIFIER_SINGLE` is."""
-LYANNA_RESAMPLE = f"{LYANNA}.resample"
-"""A new tree from logits that the last draft left over (Algorithm 2), any batch."""
+DRAFT, RESAMPLE, COPY_SLOT = "draft", "resample", "copy_slot"
+"""Roles of a drafter's graphs: a fresh tree, a tree from what the last draft left, one slot's state to another slot."""
+SINGLE = ".single"
+"""Suffix of the role whose graph is lowered for one sequence, as `VERIFIER_SINGLE` is."""
 
 STEP_PREPARE_TREE = "step.prepare_tree"
 """What a tree's tokens and parents become for the verifier, on the device."""
@@ -43,10 +39,8 @@ STEP_COMPACT_KV = "step.compact_kv"
 """Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
 STEP_GATHER_FEATURES = "step.gather_features"
 """Feature rows of the accepted path, appended to those that wait for a drafter."""
-STEP_COPY_SLOT = "step.copy_slot"
+STEP_COPY_SLOT = f"step.{COPY_SLOT}"
 """One sequence's KV rows copied to another slot."""
-LYANNA_COPY_SLOT = f"{LYANNA}.copy_slot"
-"""The same of all that the drafter keeps for a sequence."""
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -126,7 +120,7 @@ class WeightRef:
 
 def single(graph: str) -> str:
     """Name of the same graph, lowered for one sequence."""
-    return f"{graph}.single"
+    return f"{graph}{SINGLE}"
 
 
 def key_cache(layer: int) -> str:
@@ -137,6 +131,16 @@ def key_cache(layer: int) -> str:
 def value_cache(layer: int) -> str:
     """Name of the value buffer of `layer`, shape [B, H_kv, C, D]."""
     return f"kv.{layer}.value"
+
+
+def is_cache(name: str) -> bool:
+    """Return True for the name of a KV buffer."""
+    return name.startswith("kv.")
+
+
+def drafter_graph(drafter: str, role: str) -> str:
+    """Return the name of a drafter's graph in a bundle."""
+    return f"{drafter}.{role}"
 
 
 def present(cache: str) -> str:
@@ -156,7 +160,7 @@ def linked(name: str) -> str:
 
 
 LAST_HIDDEN_STATE = "last"
-"""The feature after the final norm, with which Lyanna's drafts begin."""
+"""The hidden state after the final norm."""
 
 
 def hidden_states(hidden_state: str) -> str:

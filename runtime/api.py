@@ -21,7 +21,7 @@ from redraft.runtime import scheduler
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter, load_drafter
+from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, split_pair
 from redraft.runtime.exactness import settle_exactness
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.params import SamplingParams
@@ -100,7 +100,7 @@ class Runtime:
         """Open the bundle at `path`, checking every byte of it with `verify`.
 
         threads: of the engine, None takes one a core.   slots: sequences that may run at once.
-        drafter_options: settings by method, for example {"ngram": {"prompt_lookup_max": 3}}.
+        drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
         device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
                 engines, and else the CPU by a path of its own, the faster one there.
         exact:  whether a text is the same to the bit whatever is computed with it: alone, in a batch, with any method
@@ -126,14 +126,13 @@ class Runtime:
         if exact and isinstance(opened, HostDevice):
             settle_exactness(verifier, identity)
         costs = load_costs(verifier, identity)
-        options = {**manifest.drafters, **(drafter_options or {})}
         return cls(
             verifier,
             tokenizer,
             costs,
             manifest.max_model_len,
             manifest.eos_token_ids,
-            options,
+            drafter_options,
             bundle,
             identity,
             exact,
@@ -146,9 +145,17 @@ class Runtime:
 
     @property
     def default_method(self) -> str:
-        """How to draft where nothing is said: the bundle's own drafter if it has one, else n-grams."""
-        lyanna = self._bundle is not None and self._bundle.manifest.lyanna is not None
-        return names.LYANNA if lyanna else "ngram"
+        """The default method: n-gram lookup with the bundle's first drafter, else lookup alone."""
+        return default_word(self._built)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All words for `method` that this bundle knows."""
+        return method_words(self._built)
+
+    @property
+    def _built(self) -> tuple[str, ...]:
+        return tuple(self._bundle.manifest.drafters) if self._bundle is not None else ()
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -191,7 +198,8 @@ class Runtime:
     ) -> list[Generation]:  # fmt: skip
         """Continue every prompt, as many at a time as there are slots.
 
-        method: how to draft, `none` for plain decoding, None for `default_method`.
+        method: how to draft: `none` for plain decoding, `ngram` for lookup, the id of one of the bundle's drafters,
+                `ngram+ID` for both together. None for `default_method`.
         budget: of every step; None adapts it to what pays.
         trace: where each step is written (`redraft.runtime.trace`).
         synthetic_acceptance: force acceptance by depth; the output is labelled.   record_logit_margins: fill
@@ -280,7 +288,10 @@ class Runtime:
                 f"{names.MOST_DEPTH} can",
                 "lower the budget's depth",
             )
-        drafter = self._drafter(method)
+        name, paired = split_pair(method)
+        drafter = self._drafter(name)
+        if paired and not drafter.has_engines:
+            raise UsageError(f"there is no method {method!r}", f"choose one of {', '.join(self.methods)}")
         wide = drafter.has_engines or (budget is not None and budget.width > 1 and method != "none")
         chains = self.verifier.prefers_chains and not wide
         if wide and not self.verifier.branches:
@@ -294,8 +305,8 @@ class Runtime:
             drafter, lookup = SyntheticDrafter(self.verifier, forced), None
             adaptive: Controller = Adaptive(self.costs)
         else:
-            drafter, lookup = self._paired(drafter)
-            adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(method, drafter))
+            drafter, lookup = self._paired(drafter, paired)
+            adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(name, drafter))
         if budget is None:
             return Cycle(self.verifier, drafter, adaptive, lookup, self.costs, chains)
         alone = None if drafter.drafts else lookup
@@ -307,11 +318,11 @@ class Runtime:
             self._drafters[method] = load_drafter(method, self.verifier, options, self._bundle)
         return self._drafters[method]
 
-    def _paired(self, drafter: Drafter) -> tuple[Drafter, Drafter | None]:
-        """A drafter and what drafts beside it without an engine; n-grams alone are a lookup beside nothing."""
+    def _paired(self, drafter: Drafter, paired: bool) -> tuple[Drafter, Drafter | None]:
+        """Return a drafter and the lookup that drafts with it; n-grams alone are a lookup without a drafter."""
         if not drafter.has_engines:
             return self._drafter("none"), drafter
-        return drafter, self._drafter("ngram") if drafter.beside_lookup else None
+        return drafter, self._drafter("ngram") if paired else None
 
     def _adapting(self, method: str, drafter: Drafter) -> Controller:
         """A controller that knows what the drafter's calls cost."""
@@ -388,7 +399,7 @@ def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs:
     return {
         "build": manifest.build_key,
         "graph": manifest.files[manifest.graphs[graph].file].sha256,
-        "graphs": " ".join(manifest.files[manifest.graphs[name].file].sha256[:16] for name in sorted(manifest.graphs)),
+        "graphs": " ".join(manifest.files[graph.file].sha256[:16] for _, graph in sorted(manifest.all_graphs.items())),
         "library": package_version("onnxruntime") or "none",
         "backend": f"{manifest.backend} {manifest.backend_version}",
         "threads": threads or 0,

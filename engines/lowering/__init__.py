@@ -6,6 +6,6 @@ single.py   redraft::TreeAttention -> com.microsoft.GroupQueryAttention, one seq
 graphs.py   whole graphs: the attentions above, and Add with RMSNormalization fused
 """
 
-from redraft.engines.lowering.graphs import lower_batch, lower_draft, lower_single
+from redraft.engines.lowering.graphs import lower_batch, lower_chain, lower_single
 
-__all__ = ["lower_batch", "lower_draft", "lower_single"]
+__all__ = ["lower_batch", "lower_chain", "lower_single"]

@@ -18,7 +18,8 @@ from onnx_ir.passes.common import (
 )
 
 from redraft import names
-from redraft.engines.bundle import single_chain, single_draft_outputs, single_sequence
+from redraft.engines.bundle import single_chain
+from redraft.engines.drafters import single_chain_outputs, single_sequence
 from redraft.engines.lowering.batch import BatchAttention
 from redraft.engines.lowering.nodes import MICROSOFT
 from redraft.engines.lowering.single import (
@@ -67,7 +68,7 @@ def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> Gra
     return _save(model, folder, GraphRecord(f"{name}.onnx", inputs, outputs))
 
 
-def lower_draft(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
     """Write `folder`/`name`.onnx, the lowered form of a drafter's graph; otherwise as `lower_single`.
 
     Its rows are a causal chain. Every node after the first writes to the buffers where they are: an output of its own,
@@ -81,7 +82,7 @@ def lower_draft(folder: Path, portable: GraphRecord, name: str) -> GraphRecord |
     lowered = ChainAttention(model.graph)
     for number, node in enumerate(attentions):
         _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
-    outputs = single_draft_outputs(portable.outputs, len(attentions))
+    outputs = single_chain_outputs(portable.outputs, len(attentions))
     return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
 
 

@@ -3,7 +3,7 @@
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
 [shape]                what the model's config.json says: a checkpoint is compared with it, random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
-[build.lyanna]         keys of `redraft.config.LyannaBuild`; its source is named like the model's
+[build.drafters.ID]    source, named like the model's; method; and the method's options for building
 [build.tensorrt]       keys of `redraft.config.TensorRtBuild`
 """
 
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, LyannaBuild, TensorRtBuild, from_mapping
+from redraft.config import BuildConfig, DrafterBuild, TensorRtBuild, from_mapping
 from redraft.errors import UsageError
+from redraft.methods import find_method
 
 _FOLDER = Path(__file__).resolve().parent
 _ASSETS = _FOLDER.parents[1] / "assets"
@@ -56,19 +57,26 @@ def load_recipe(name: str) -> Recipe:
     build: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()
     }
-    if "lyanna" in build:
-        build["lyanna"] = _lyanna(build["lyanna"], path)
+    if "drafters" in build:
+        build["drafters"] = _drafters(build["drafters"], path)
     if isinstance(options := build.get("tensorrt"), dict):
         build["tensorrt"] = from_mapping(TensorRtBuild, options, f"{path}: build.tensorrt")
     config = from_mapping(BuildConfig, build, f"{path}: build")
     return Recipe(path.stem, _resolve(recipe.source, path), recipe.shape, config)
 
 
-def _lyanna(values: Any, path: Path) -> LyannaBuild:
-    if not isinstance(values, dict):
-        raise UsageError(f"{path}: expected a table [build.lyanna]", "mend the file")
-    found = from_mapping(LyannaBuild, values, f"{path}: build.lyanna")
-    return replace(found, source=_resolve(found.source, path)) if found.source else found
+def _drafters(tables: Any, path: Path) -> tuple[DrafterBuild, ...]:
+    if not isinstance(tables, dict) or not all(isinstance(values, dict) for values in tables.values()):
+        raise UsageError(f"{path}: expected a table [build.drafters.ID] for each drafter", "fix the file")
+    return tuple(_drafter(name, dict(values), path) for name, values in tables.items())
+
+
+def _drafter(name: str, values: dict[str, Any], path: Path) -> DrafterBuild:
+    source, method = values.pop("source", None), values.pop("method", None)
+    drafter = DrafterBuild(name, source, method, values)
+    if method is not None:  # else the folder names it
+        find_method(method).parse_build(values, f"{path}: build.drafters.{name}")
+    return replace(drafter, source=_resolve(source, path)) if source else drafter
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from redraft import names
+from redraft.engines.drafters import measured_graphs
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import polygraphy_network
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
-from redraft.engines.tensorrt.inputs import GRAPHS, input_file, made_inputs
+from redraft.engines.tensorrt.inputs import input_file, made_inputs, own_integers
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE, library_name
 from redraft.engines.tensorrt.records import Profile, TensorRtRecord
 from redraft.engines.tensorrt.target import parse_version
@@ -49,8 +50,9 @@ def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
     if built:
         words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)
         yield Command("integers of the timed calls, which trtexec would make up", words)
-    for graph, record in manifest.graphs.items():
-        if graph not in GRAPHS:
+    measured = measured_graphs(manifest)
+    for graph, record in manifest.all_graphs.items():
+        if graph not in measured:
             continue
         compared = all(spec.dtype != "bfloat16" for spec in (*record.inputs, *record.outputs))
         if compared:
@@ -70,7 +72,7 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
         for spec in record.inputs
         if any(isinstance(dim, str) for dim in spec.shape)  # the sizes of a fixed one would be taken for its values
     }
-    ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _values(record, manifest).items()]
+    ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _values(graph, record, manifest).items()]
     return Command(
         f"{graph}: on ONNX Runtime, inputs and outputs kept",
         ("polygraphy", "run", str(folder / record.file), "--onnxrt", "--input-shapes",
@@ -79,15 +81,14 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
     )  # fmt: skip
 
 
-def _values(record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
+def _values(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
     """Ranges of integer inputs that are sound together: every node sees the committed rows."""
-    token, shape = (0, manifest.shape.vocabulary - 1), manifest.lyanna
+    token = (0, manifest.shape.vocabulary - 1)
     rows = _DRAFTED if names.NUM_PENDING in {spec.name for spec in record.inputs} else _ROWS
     known = {
         names.TOKEN_IDS: token, names.TOKENS: token, names.POSITIONS: (_PAST, _PAST + rows - 1),
         names.CACHE_LEN: (_PAST, _PAST), names.KV_LEN: (_PAST + rows, _PAST + rows), names.OUTPUT_ROWS: (0, rows - 1),
-        names.NUM_PENDING: (1, rows), names.FIRST_STEP: (1, max(1, shape.steps - 1) if shape else 1),
-        f"{names.TOKEN_INFO}index": (0, shape.hot if shape else 0),
+        names.NUM_PENDING: (1, rows), **own_integers(graph, manifest),
     }  # fmt: skip
     return {spec.name: known[spec.name] for spec in record.inputs if spec.name in known}
 

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft import names
+from redraft.engines.drafters import drafter_of, measured_graphs
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt.records import Profile
 from redraft.names import TensorSpec
 
-GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE)
-"""Graphs that other tools are given commands for."""
 _WHOLE = ("bool", "int64", "int32")
 Integers = NDArray[Any]
 
@@ -38,21 +37,30 @@ def write_inputs(folder: Path, manifest: Manifest) -> Iterator[Path]:
     """Write the inputs of every engine's usual calls into `folder`; yields the files as they are written."""
     folder.mkdir(parents=True, exist_ok=True)
     for graph, engine in (manifest.tensorrt.engines if manifest.tensorrt else {}).items():
-        if graph not in GRAPHS:
+        if graph not in measured_graphs(manifest):
             continue
         for profile in engine.profiles:
-            for name, values in sound_inputs(manifest.graphs[graph], manifest, profile).items():
+            for name, values in sound_inputs(graph, manifest, profile).items():
                 path = folder / input_file(graph, profile.name, name)
                 path.write_bytes(values.tobytes())
                 yield path
 
 
-def sound_inputs(record: GraphRecord, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
-    """The integers of the call that a profile is tuned for: a chain behind as many rows as leave it room."""
+def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
+    """Return least and largest sound values of the inputs that only a drafter's method has."""
+    drafter = drafter_of(manifest, graph)
+    spec = drafter.engine_graphs.get(graph) if drafter else None
+    return spec.integers(drafter.shape) if drafter and spec else {}
+
+
+def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
+    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as leave it room."""
+    record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
     sizes = _sizes(record, profile)
     rows = sizes.get("T", sizes.get("M", 1))
     cache_len = min(sizes.get("C", rows) // 2, manifest.max_model_len - rows)
-    return {spec.name: _values(spec, sizes, max(cache_len, 0), rows, manifest) for spec in made_inputs(record)}
+    vocabulary, cache_len = manifest.shape.vocabulary, max(cache_len, 0)
+    return {spec.name: _values(spec, sizes, cache_len, rows, vocabulary, own) for spec in made_inputs(record)}
 
 
 def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
@@ -66,20 +74,21 @@ def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
     }
 
 
-def _values(spec: TensorSpec, sizes: Mapping[str, int], cache_len: int, rows: int, manifest: Manifest) -> Integers:
+def _values(
+    spec: TensorSpec, sizes: Mapping[str, int], cache_len: int, rows: int, vocabulary: int,
+    own: Mapping[str, tuple[int, int]],
+) -> Integers:  # fmt: skip
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
     random = np.random.default_rng(0)
-    hot = manifest.lyanna.hot if manifest.lyanna else 0
     made: Mapping[str, Any] = {
-        names.TOKEN_IDS: random.integers(0, manifest.shape.vocabulary, shape),
-        names.TOKENS: random.integers(0, manifest.shape.vocabulary, shape),
+        names.TOKEN_IDS: random.integers(0, vocabulary, shape),
+        names.TOKENS: random.integers(0, vocabulary, shape),
         names.POSITIONS: cache_len + np.arange(rows),
         names.TREE_MASK: np.tri(rows, dtype=bool),
         names.CACHE_LEN: cache_len,
         names.KV_LEN: cache_len + rows,
         names.OUTPUT_ROWS: np.arange(rows - shape[-1], rows),
         names.NUM_PENDING: rows,
-        names.FIRST_STEP: 1,
-        f"{names.TOKEN_INFO}index": np.arange(int(np.prod(shape))) % (hot + 1),
+        **{name: low + np.arange(shape[-1]) % (high - low + 1) for name, (low, high) in own.items()},
     }
     return np.broadcast_to(made[spec.name], shape).astype(spec.dtype)

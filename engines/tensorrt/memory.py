@@ -2,7 +2,7 @@
 
 Engines are built one after the other. TensorRT's builder is taken to keep the weights that its parser read in host
 memory, and on the GPU what it times: an engine's weights once, its inputs and outputs, what is between its layers, and
-scratch memory. Running holds all engines. What several of them read and write (KV buffers, a tree, token information)
+scratch memory. Running holds all engines. What several of them read and write (KV buffers, a tree, tables)
 is there once, and each has scratch memory of its own, which all of its execution contexts share.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import onnx
 from onnx import helper
 
-from redraft import names
 from redraft.engines.device import byte_size
 from redraft.engines.tensorrt import plugin
 from redraft.engines.tensorrt.builder import WORKSPACE_BYTES
@@ -45,12 +44,11 @@ class Needs:
 
 
 def needs_of(
-    graph: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+    owner: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
     profiles: Sequence[Profile],
 ) -> Needs:  # fmt: skip
-    """What an engine of this prepared graph takes under these profiles."""
+    """Return what an engine of this prepared graph takes under these profiles. owner: whose buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
-    owner = names.LYANNA if graph in (names.LYANNA_DRAFT, names.LYANNA_RESAMPLE) else names.VERIFIER
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
     sizes = [_sizes(inputs, profile) for profile in profiles]
     buffers = {f"{owner} {spec.name}": max(_spec_bytes(spec, each) for each in sizes) for spec in own}

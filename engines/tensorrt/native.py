@@ -109,7 +109,7 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> No
         raise BackendError(
             f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; "
             "TensorRT itself updates those of inputs only",
-            f"{_PLUGIN}, or without the drafter (--lyanna none)",
+            f"{_PLUGIN}, or without the drafter (--drafter none)",
         )
     kv_heads = node.attributes["kv_heads"].as_int()
     if not chain.seen:

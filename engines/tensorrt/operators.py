@@ -177,7 +177,7 @@ def _hint(line: str) -> str:
     if "MatMulNBits" in line:
         return "build with --backend tensorrt, which quantizes by DequantizeLinear"
     if " of uint8" in line or " of int8" in line:
-        return "build with --token-info fp16"
+        return "build the drafter with token_info=fp16"
     if "Attention" in line or "TensorScatter" in line:
         return "build with --attention plugin"
     return "use a newer TensorRT, or build with --backend onnxruntime"

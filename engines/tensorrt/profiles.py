@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from redraft import names
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import UsageError
+from redraft.methods.base import PREFILL, TOKEN, TREE, GraphSpec, Sizes
 from redraft.names import TensorSpec
 
-PREFILL, TOKEN, TREE = "prefill", "token", "tree"
 _SMALLEST_CACHE = 2
-Sizes = tuple[int, int, int]
-"""Smallest, tuned and largest value of a symbol."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Limits:
     tree: int
     prefill: int
     max_model_len: int
-    usual: int = 13  # the twelve nodes of Lyanna's paper and the root
+    usual: int = 13  # twelve nodes and the root
 
     @property
     def widest(self) -> int:
@@ -56,14 +55,17 @@ class Limits:
                 )
 
 
-def profiles_of(graph: str, inputs: Sequence[TensorSpec], limits: Limits, kv_len_is_shape: bool) -> tuple[Profile, ...]:
-    """The profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
+def profiles_of(
+    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: Limits, kv_len_is_shape: bool
+) -> tuple[Profile, ...]:
+    """Return the profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
 
+    symbols:         sizes by profile, as `verifier_symbols` and `drafter_symbols` return them.
     kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get ranges of their
                      own.
     """
     found: list[Profile] = []
-    for name, sizes in _symbols(graph, limits).items():
+    for name, sizes in symbols.items():
         ranges = {spec.name: _range(spec, sizes) for spec in inputs if any(isinstance(dim, str) for dim in spec.shape)}
         if kv_len_is_shape and names.KV_LEN in {spec.name for spec in inputs}:
             rows = sizes["T"] if "T" in sizes else sizes["M"]
@@ -97,9 +99,15 @@ def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
         )
 
 
-def _symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Sizes of the symbols by profile: the graph's own are among them."""
+def verifier_symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """Return sizes of the symbols by profile for a graph of the verifier or of a step."""
     return _SYMBOLS[graph](limits)
+
+
+def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context."""
+    rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len + spare_rows)}
+    return {name: {**_batch(limits), **rows, **own} for name, own in graph.profiles.items()}
 
 
 def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
@@ -129,28 +137,11 @@ def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
 
 
-def _drafting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Few rows in a step, many after a prompt: calls have these widths and no others."""
-    beyond = names.CATCH_UP_ROWS + _MOST_STEPS
-    few, many = names.DRAFT_WIDTHS
-    max_model_len = {"C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len + beyond)}
-    return {
-        name: {**_batch(limits), **max_model_len, "M": (width, width, width)}
-        for name, width in ((PREFILL, many), (TREE, few))
-    }
-
-
-def _resampling(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    return {TREE: _batch(limits)}
-
-
 _SYMBOLS = {
     names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _judging, names.STEP_ACCEPT: _judging,
     names.STEP_COMPACT_KV: _keeping,
-    names.STEP_GATHER_FEATURES: _collecting, names.LYANNA_DRAFT: _drafting, names.LYANNA_RESAMPLE: _resampling,
+    names.STEP_GATHER_FEATURES: _collecting,
 }  # fmt: skip
-_MOST_STEPS = 64
-"""Steps of a chain, whose rows lie beyond the context while a drafter runs."""
 
 
 def _batch(limits: Limits) -> dict[str, Sizes]:

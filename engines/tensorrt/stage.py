@@ -12,29 +12,29 @@ import onnx
 from redraft import names
 from redraft.config import TensorRtBuild
 from redraft.engines.digests import DigestCache
+from redraft.engines.drafters import drafter_of, read_drafters
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
-from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
-GRAPHS = (
-    names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES, names.LYANNA_DRAFT,
-    names.LYANNA_RESAMPLE,
-)  # fmt: skip
-"""Graphs that engines are built of, whoever computes attention. TensorRT lets outputs share an input's memory for KV
-updates and plugins only: what the collecting engine writes is copied to where it belongs, and slots are copied without
-an engine."""
+GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
+"""Graphs of the verifier and of a step that engines are built of, whoever computes attention.
+
+TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting engine writes is
+copied to where it belongs, and slots are copied without an engine.
+"""
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]
 
 
 def graphs_of(attention: Attention) -> tuple[str, ...]:
-    """Graphs that engines are built of.
+    """Return the graphs of the verifier and of a step that engines are built of.
 
     Without the plugin also the one that keeps accepted rows, by TensorRT's KV update; beside the plugin our kernel does
     it, which is built with it and needs no newer TensorRT.
@@ -52,9 +52,16 @@ def stage_engines(
     """
     target, plugin = tools.target, tools.plugin
     limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
-    if manifest.lyanna:
-        limits = replace(limits, usual=manifest.lyanna.nodes)
-    graphs = {graph: manifest.graphs[graph] for graph in graphs_of(options.attention) if graph in manifest.graphs}
+    drafters = read_drafters(manifest)
+    if drafters:
+        limits = replace(limits, usual=1 + max(drafter.record.limits.nodes for drafter in drafters))
+    symbols = {
+        graph: verifier_symbols(graph, limits) for graph in graphs_of(options.attention) if graph in manifest.graphs
+    }
+    for drafter in drafters:
+        for graph, spec in drafter.engine_graphs.items():
+            symbols[graph] = drafter_symbols(spec, drafter.method.spare_rows, limits)
+    graphs = {graph: manifest.all_graphs[graph] for graph in symbols}
     report("preparing graphs for TensorRT")
     prepared = {
         graph: prepare(folder, record.file, graph, target.release, options.attention)
@@ -64,7 +71,7 @@ def stage_engines(
     builds = {
         graph: EngineBuild(
             folder / graph_file(graph),
-            profiles_of(graph, record.inputs, limits, options.attention == "native"),
+            profiles_of(symbols[graph], record.inputs, limits, options.attention == "native"),
             timing,
             plugin.path if plugin else None,
             options.embed_plugin,
@@ -72,7 +79,7 @@ def stage_engines(
         for graph, record in graphs.items()
     }
     if not options.ignore_memory:
-        check_memory(_needs(graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
+        check_memory(_needs(manifest, graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
     for number, (graph, one) in enumerate(builds.items()):
         report(f"building engines {number}/{len(builds)}")
         _write(folder, graph, one, prepared[graph], tools, build)
@@ -89,10 +96,14 @@ def stage_engines(
 
 
 def _needs(
-    graphs: Mapping[str, GraphRecord], prepared: Mapping[str, onnx.ModelProto], builds: Mapping[str, EngineBuild]
-) -> dict[str, Needs]:
+    manifest: Manifest, graphs: Mapping[str, GraphRecord], prepared: Mapping[str, onnx.ModelProto],
+    builds: Mapping[str, EngineBuild],
+) -> dict[str, Needs]:  # fmt: skip
+    owners = {graph: drafter.id for graph in graphs if (drafter := drafter_of(manifest, graph))}
     return {
-        graph: needs_of(graph, prepared[graph], record.inputs, record.outputs, builds[graph].profiles)
+        graph: needs_of(
+            owners.get(graph, names.VERIFIER), prepared[graph], record.inputs, record.outputs, builds[graph].profiles
+        )
         for graph, record in graphs.items()
     }
 

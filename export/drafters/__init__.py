@@ -1,1 +1,48 @@
 """Drafters as torch modules and graphs, one file a method; `layer` holds what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from redraft.config import Precision
+from redraft.names import WeightRef, drafter_graph
+
+
+@dataclass(frozen=True)
+class ExportedDrafter:
+    """One drafter written next to its verifier: its shape, and where weights and tables lie.
+
+    The file of each graph is `graph_file`.
+    """
+
+    shape: Any
+    precision: Precision
+    weights: tuple[WeightRef, ...]
+    tables: tuple[WeightRef, ...]
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """The functions by which a method writes graphs and tables of a drafter.
+
+    trained: (id, DrafterCheckpoint, VerifierExport, Identity, folder, options, progress).
+    random:  (id, the verifier's transformers configuration, VerifierExport, folder, options, progress).
+    Both raise CheckpointError for a drafter that does not fit, UsageError for options that do not.
+    """
+
+    trained: Callable[..., ExportedDrafter]
+    random: Callable[..., ExportedDrafter]
+
+
+def find_exporter(method: str) -> Exporter:
+    """Return the exporter of a method: `EXPORTER` of its own file."""
+    exporter: Exporter = import_module(f"redraft.export.drafters.{method}_graphs").EXPORTER
+    return exporter
+
+
+def graph_file(drafter: str, role: str) -> str:
+    """Return the file of a drafter's graph, relative to the bundle."""
+    return f"{drafter_graph(drafter, role)}.onnx"

@@ -69,7 +69,7 @@ class DrafterCheckpoint:
             values = json.loads(file.read_text(encoding="utf-8"))
             verifier = values["verifier"]
             identity = Identity(tuple(map(str, verifier["weights"])), str(verifier["tokenizer"]))
-            return cls(path, str(values["redraft_drafter"]), dict(values["config"]), identity)
+            return cls(path, str(values["method"]), dict(values["config"]), identity)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is no drafter: {file.name} cannot be read ({error.strerror})",
@@ -90,20 +90,21 @@ class DrafterCheckpoint:
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
+        hint = f"train a drafter for this verifier with `redraft train {self.method} --verifier DIR`"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
             ("a vocabulary of", config.vocab_size, vocabulary),
         ):
             if trained != found_size:
                 raise CheckpointError(
-                    f"{self.path} was trained for {what} {trained}, the verifier has {found_size}", _MEND
+                    f"{self.path} was trained for {what} {trained}, the verifier has {found_size}", hint
                 )
         if self.verifier.tokenizer != found.tokenizer:
-            raise CheckpointError(f"{self.path} was trained with another {TOKENIZER_FILE} than the verifier's", _MEND)
+            raise CheckpointError(f"{self.path} was trained with another {TOKENIZER_FILE} than the verifier's", hint)
         if self.verifier.weights != found.weights:
             expected, here = (" ".join(d[:12] for d in i.weights) for i in (self.verifier, found))
             raise CheckpointError(
-                f"{self.path} was trained for another verifier: expected weights {expected}, found {here}", _MEND
+                f"{self.path} was trained for another verifier: expected weights {expected}, found {here}", hint
             )
 
     def load(self, module: torch.nn.Module) -> torch.Tensor:
@@ -167,7 +168,7 @@ def save_drafter(
     save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors writes it for the owner alone
     values = {
-        "redraft_drafter": method,
+        "method": method,
         "config": asdict(config),
         "verifier": asdict(verifier),
         "training": dict(training),
@@ -178,6 +179,3 @@ def save_drafter(
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-_MEND = "train a drafter for this verifier with `redraft train lyanna --verifier DIR`"

@@ -1,15 +1,15 @@
 """Lyanna's two graphs and its table of token information.
 
-    lyanna.draft     catches up on the rows since the last draft, unrolls the chain, one product with the head for its
+    draft            catches up on the rows since the last draft, unrolls the chain, one product with the head for its
                      states, the tree of their logits: one call
-    lyanna.resample  the tree of the logits that are left after a verification: no weights but the table
+    resample         the tree of the logits that are left after a verification: no weights but the table
 
 The head and the embedding are the verifier's own bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +18,46 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from redraft import names, signatures
-from redraft.config import LyannaBuild, Precision
+from redraft import names
+from redraft.config import Precision
 from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
-from redraft.export.drafters import token_info
+from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
+from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.token_tree import emit_token_tree, token_tree
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
+from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
 from redraft.export.sources import AnySource, Beside, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import STORED, Progress
+from redraft.export.weight_files import STORED, Progress, no_progress
 from redraft.export.weights import place
+from redraft.methods.lyanna import (
+    LyannaBuild,
+    LyannaShape,
+    draft_inputs,
+    draft_outputs,
+    resample_inputs,
+    resample_nodes,
+    resample_outputs,
+    token_info_tables,
+    tree_size,
+)
 from redraft.names import Dtype, WeightRef
-from redraft.signatures import LyannaShape
 
-DRAFT = f"{names.LYANNA_DRAFT}.onnx"
-RESAMPLE = f"{names.LYANNA_RESAMPLE}.onnx"
 _TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
-_STEM = f"{names.LYANNA}."
-"""What the names of a drafter's parameters and files begin with in a bundle."""
 _TRACED_ROWS = 3
 _TRACED_CAPACITY = 16
 
 
-@dataclass(frozen=True)
-class LyannaExport:
-    """What was written beside the verifier: graphs (none resamples a single step), and where weights and tables lie."""
-
-    shape: LyannaShape
-    draft: str
-    resample: str
-    weights: tuple[WeightRef, ...]
-    token_info: tuple[WeightRef, ...]
-
-
 def export_lyanna(
-    drafter: DrafterCheckpoint,
-    verifier: VerifierExport,
-    identity: Identity,
-    out: Path,
-    options: LyannaBuild,
-    progress: Progress = lambda stage, done, total: None,
-) -> LyannaExport:
-    """Write the graphs of `drafter` into `out`, where the graph of its verifier lies already.
+    name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
+    options: LyannaBuild, progress: Progress = no_progress,
+) -> ExportedDrafter:  # fmt: skip
+    """Write the graphs of `drafter`, by the id `name`, into `out`, where the graph of its verifier lies already.
 
-    Raises CheckpointError where the drafter is of another method, was trained for another verifier, or does not load.
+    Raises CheckpointError if the drafter was trained for another verifier or does not load.
     """
-    if drafter.method != names.LYANNA:
-        raise CheckpointError(f"{drafter.path} is a drafter of method {drafter.method!r}, expected {names.LYANNA!r}")
     settings = drafter.configure(LyannaConfig)
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
     if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
@@ -76,23 +66,37 @@ def export_lyanna(
             f'add "{hidden_state}" to hidden_states in its recipe',
         )
     module = empty_drafter(settings, verifier.shape.dtype)
-    source, counts = drafter.open_weights(parameter_shapes(module), _STEM)
-    return _export(module, source, counts, verifier, out, options, progress)
+    source, counts = drafter.open_weights(parameter_shapes(module), stem(name))
+    return _export(name, module, source, counts, verifier, out, options, progress)
 
 
 def export_random_lyanna(
-    settings: LyannaConfig,
-    verifier: VerifierExport,
-    out: Path,
-    options: LyannaBuild,
-    progress: Progress = lambda stage, done, total: None,
-) -> LyannaExport:
-    """The graphs of a drafter of this shape with random weights, every token as frequent: for latency work only."""
+    name: str, settings: LyannaConfig, verifier: VerifierExport, out: Path, options: LyannaBuild,
+    progress: Progress = no_progress,
+) -> ExportedDrafter:  # fmt: skip
+    """Write the graphs of a drafter of this shape with random weights, every token as frequent, for latency work."""
     module = empty_drafter(settings, verifier.shape.dtype)
-    shapes = {f"{_STEM}{name}": shape for name, shape in parameter_shapes(module).items()}
+    shapes = {f"{stem(name)}{parameter}": shape for parameter, shape in parameter_shapes(module).items()}
     dtype = STORED[drafter_precision(options, verifier)]
-    source = RandomSource.write(shapes, out, dtype, f"{_STEM}random")
-    return _export(module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
+    source = RandomSource.write(shapes, out, dtype, f"{stem(name)}random")
+    return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
+
+
+def export_random_beside(
+    name: str, configuration: Any, verifier: VerifierExport, out: Path, options: LyannaBuild, progress: Progress
+) -> ExportedDrafter:
+    """Write the graphs of a random drafter for a verifier of this transformers configuration."""
+    steps = {"steps": options.steps} if options.steps else {}
+    settings = beside(configuration, verifier.shape.vocabulary, **steps)
+    return export_random_lyanna(name, settings, verifier, out, options, progress)
+
+
+EXPORTER = Exporter(export_lyanna, export_random_beside)
+
+
+def stem(name: str) -> str:
+    """Return what the names of a drafter's parameters begin with in a bundle."""
+    return f"{name}."
 
 
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
@@ -119,36 +123,37 @@ def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precisi
     if chosen not in fitting:
         raise UsageError(
             f"a drafter in {chosen} cannot read the features of a verifier in {dtype}",
-            f"choose lyanna.precision {' or '.join(fitting)}",
+            f"choose precision={' or '.join(fitting)}",
         )
     return chosen
 
 
 def _export(
-    module: LyannaDrafter, source: AnySource, counts: torch.Tensor, verifier: VerifierExport, out: Path,
+    name: str, module: LyannaDrafter, source: AnySource, counts: torch.Tensor, verifier: VerifierExport, out: Path,
     options: LyannaBuild, progress: Progress,
-) -> LyannaExport:  # fmt: skip
+) -> ExportedDrafter:  # fmt: skip
     precision = drafter_precision(options, verifier)
     shape = replace(lyanna_shape(module.config, options), dtype=verifier.shape.dtype)
     if module.token_info is not None:
-        for name, tensor in module.token_info.state_dict().items():
-            fill(tensor, source, f"{_STEM}token_info.{name}")
+        for parameter, tensor in module.token_info.state_dict().items():
+            fill(tensor, source, f"{stem(name)}token_info.{parameter}")
     progress("token information", 0, 1)
     embedding = verifier.source.slabs(verifier.embedding)
-    tables = token_info.write(token_info.make_tables(module, embedding, counts, shape), out)
+    made = token_info.make_tables(module, embedding, counts, shape)
+    tables = token_info.write(made, out, token_info.token_info_file(name))
     progress("trace drafter", 0, 1)
-    weights = _export_draft(module, source, verifier, shape, out, precision, progress)
+    weights = _export_draft(name, module, source, verifier, shape, out, precision, progress)
     if shape.steps > 1:
-        _export_resample(shape, out)
-    return LyannaExport(shape, DRAFT, RESAMPLE, weights, tables)
+        _export_resample(name, shape, out)
+    return ExportedDrafter(shape, precision, weights, tables)
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """What the graphs will take and give. Raises CheckpointError for more steps than the drafter was trained for."""
+    """Return the sizes of the graphs. Raises CheckpointError for more steps than the drafter was trained for."""
     steps = options.steps or config.steps
     if steps > config.steps:
         raise CheckpointError(
-            f"the drafter {options.source} was trained for {config.steps} steps, not {steps}",
+            f"the drafter was trained for {config.steps} steps, not {steps}",
             f"build it with steps={config.steps} at most",
         )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
@@ -159,7 +164,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         head_dim=config.head_dim,
         steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, signatures.tree_size(steps, options.width)),
+        nodes=min(options.nodes + 1, tree_size(steps, options.width)),
         token_info=options.token_info,
         hot=hot,
         rank=config.rank,
@@ -181,7 +186,7 @@ class _GraphRotary(nn.Module):
 
 
 class _Draft(nn.Module):
-    """The draft graph's computation; inputs and outputs as `signatures.lyanna_draft_inputs` and `_outputs` order them.
+    """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them.
 
     Takes `drafter` over and changes it.
     """
@@ -242,7 +247,7 @@ class _Draft(nn.Module):
 
 
 class _Resample(nn.Module):
-    """The resample graph's computation; inputs and outputs in the order of `signatures.lyanna_resample_inputs`."""
+    """The resample graph's computation; inputs and outputs in the order of `resample_inputs`."""
 
     def __init__(self, shape: LyannaShape) -> None:
         super().__init__()
@@ -251,65 +256,65 @@ class _Resample(nn.Module):
     def forward(
         self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        steps, nodes = self.shape.steps, signatures.resample_nodes(self.shape)
+        steps, nodes = self.shape.steps, resample_nodes(self.shape)
         wanted = first_step[:, None] + torch.arange(steps - 1)
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # ONNX's Clip is for floats only in TensorRT
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
-        sizes = [min(signatures.tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
+        sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
 
 def _export_draft(
-    module: LyannaDrafter, own: AnySource, verifier: VerifierExport, shape: LyannaShape, out: Path,
+    name: str, module: LyannaDrafter, own: AnySource, verifier: VerifierExport, shape: LyannaShape, out: Path,
     precision: Precision, progress: Progress,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
     dtype = tracing.TORCH[shape.dtype]
     cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim, dtype=dtype)
     rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
-    b, m, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("M", 1), ("C", 2)))
+    b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
     args = (
         torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
         torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    fixed: list[dict[int, Any]] = [{} for _ in signatures.token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in token_info_tables(shape)]
     dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, fixed)
     model = tracing.trace_graph(
         graph,
         args,
         dynamic,
-        signatures.lyanna_draft_inputs(shape),
-        signatures.lyanna_draft_outputs(shape),
+        draft_inputs(shape),
+        draft_outputs(shape),
         _TRANSLATIONS,
     )
     shared = {"embedding": verifier.embedding, "head": verifier.head}
     passes.simplify(model)
-    _rename(model, {**{f"drafter.{name.removeprefix(_STEM)}": name for name in own.parameters}, **shared})
-    source = Beside(own, verifier.source)
-    refs = place(
-        model, source, out, precision, progress, file=names.LYANNA, logits=names.CHAIN_LOGITS, shared=verifier.weights
+    _rename(
+        model, {**{f"drafter.{own_name.removeprefix(stem(name))}": own_name for own_name in own.parameters}, **shared}
     )
+    source = Beside(own, verifier.source)
+    refs = place(model, source, out, precision, progress, file=name, logits=names.CHAIN_LOGITS, shared=verifier.weights)
     finish(model)
-    ir.save(model, out / DRAFT)
+    ir.save(model, out / graph_file(name, names.DRAFT))
     return refs
 
 
-def _export_resample(shape: LyannaShape, out: Path) -> None:
+def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     b = torch.export.Dim("B", min=1)
     args = (
         torch.zeros(2, shape.steps, shape.vocabulary), torch.ones(2, dtype=torch.long),
         torch.zeros(2, dtype=torch.long), token_info.examples(shape),
     )  # fmt: skip
-    fixed: list[dict[int, Any]] = [{} for _ in signatures.token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in token_info_tables(shape)]
     model = tracing.trace_graph(
-        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), signatures.lyanna_resample_inputs(shape),
-        signatures.lyanna_resample_outputs(shape), _TRANSLATIONS,
+        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), resample_inputs(shape),
+        resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
     passes.simplify(model)
     finish(model)
-    ir.save(model, out / RESAMPLE)
+    ir.save(model, out / graph_file(name, names.RESAMPLE))
 
 
 def _rename(model: ir.Model, new_names: dict[str, str]) -> None:

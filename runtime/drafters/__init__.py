@@ -1,36 +1,73 @@
-"""Drafting methods by name, imported when they are asked for."""
+"""Drafters by the user's words: `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID` for the pair.
+
+A method's drafter is `DRAFTER` of its module here, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
+from redraft.methods import NGRAM, NONE
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
 
-DRAFTERS: Mapping[str, str] = {
-    "none": "redraft.runtime.drafters.none:NoDrafter",
-    "ngram": "redraft.runtime.drafters.ngram:NgramDrafter",
-    names.LYANNA: "redraft.runtime.drafters.lyanna:LyannaDrafter",
-}
+PAIR = "+"
+"""Joins the lookup and a drafter that draft together."""
+
+
+def pair(drafter: str) -> str:
+    """Return the word for n-gram lookup together with a drafter."""
+    return f"{NGRAM}{PAIR}{drafter}"
+
+
+def split_pair(word: str) -> tuple[str, bool]:
+    """Return the drafter of a word, and True if n-grams are looked up with it."""
+    lookup, joined, drafter = word.partition(PAIR)
+    return (drafter, True) if joined and lookup == NGRAM else (word, False)
+
+
+def method_words(drafters: Iterable[str]) -> tuple[str, ...]:
+    """Return all words for a bundle with these drafters."""
+    own = tuple(drafters)
+    return (NONE, NGRAM, *own, *map(pair, own))
+
+
+def default_word(drafters: Iterable[str]) -> str:
+    """Return the default: lookup with the bundle's first drafter, or lookup alone."""
+    first = next(iter(drafters), None)
+    return NGRAM if first is None else pair(first)
 
 
 def load_drafter(
-    method: str, verifier: Verifier, options: Mapping[str, Any] | None = None, bundle: Bundle | None = None
+    drafter: str, verifier: Verifier, options: Mapping[str, Any] | None = None, bundle: Bundle | None = None
 ) -> Drafter:
-    """The drafter called `method`, with its options, of this bundle.
+    """Return the drafter `none`, `ngram`, or the one of the bundle with this id, with its options.
 
-    Raises UsageError on an unknown method or option, and where the bundle was built without the method's drafter.
+    Raises UsageError for an id that the bundle lacks and an unknown option.
     """
-    if method not in DRAFTERS:
-        raise UsageError(f"unknown method {method!r}", f"choose one of {', '.join(DRAFTERS)}")
-    module, _, name = DRAFTERS[method].partition(":")
-    drafter: Drafter = getattr(import_module(module), name).create(verifier, options or {}, bundle)
-    return drafter
+    built = bundle.manifest.drafters if bundle else {}
+    if drafter in built:
+        method = built[drafter].method
+    elif drafter in (NONE, NGRAM):
+        method = drafter
+    else:
+        problem = f"this bundle has no drafter {drafter!r}"
+        hint = "" if built else ", or build it with `redraft build MODEL --drafter ID=DIR`"
+        raise UsageError(problem, f"choose one of {', '.join(method_words(built))}{hint}")
+    module = import_module(f"redraft.runtime.drafters.{method}")
+    made: Drafter = module.DRAFTER.create(verifier, options or {}, bundle, drafter)
+    return made
 
 
-__all__ = ["DRAFTERS", "Drafter", "load_drafter"]
+__all__ = [
+    "Drafter",
+    "default_word",
+    "load_drafter",
+    "method_words",
+    "pair",
+    "split_pair",
+]

@@ -27,15 +27,18 @@ class Drafter(ABC):
     """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
     for_all: bool = False
     """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
-    beside_lookup: bool = False
-    """Whether n-gram trees are drafted beside."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
-        """The drafter with these options; none are known unless a method says so. Raises UsageError."""
+    def create(
+        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
+    ) -> Self:
+        """Return the drafter with these options, which only some methods know. Raises UsageError.
+
+        bundle, drafter: where a method with engines finds its own: the bundle's drafter with this id.
+        """
         if options:
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
         return cls(verifier)

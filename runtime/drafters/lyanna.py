@@ -20,13 +20,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft import names, signatures
-from redraft.config import from_mapping
+from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Array, Buffer, Device, Program, byte_size, sized
 from redraft.engines.host_buffer import array_of
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
+from redraft.methods.lyanna import METHOD, LyannaOptions, LyannaShape, resample_nodes, slot_state, tree_size
+from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import gathered, leading, slot_copy
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.drafters.base import Drafter
@@ -34,30 +35,11 @@ from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier
-from redraft.signatures import LyannaShape
 from redraft.types import Budget, DraftTree, Outcome
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it on the host, so that few shapes are prepared."""
-
-
-@dataclass(frozen=True)
-class LyannaConfig:
-    """resample: whether leftover steps are used.   threshold: r, they are where more than r remain (Algorithm 2).
-
-    lookup: n-gram trees are drafted too, merged with the drafter's, and used alone where that is best.
-    """
-
-    resample: bool = True
-    threshold: int = 0
-    lookup: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.threshold) is not int or self.threshold < 0:
-            raise UsageError(f"lyanna.threshold must be a number of steps, not {self.threshold!r}")
-        if type(self.resample) is not bool or type(self.lookup) is not bool:
-            raise UsageError("lyanna.resample and lyanna.lookup must be true or false")
 
 
 @dataclass(slots=True)
@@ -75,12 +57,13 @@ class LyannaDrafter(Drafter):
     has_engines = True
 
     def __init__(
-        self, verifier: Verifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaConfig | None = None
-    ) -> None:
+        self, verifier: Verifier, shape: LyannaShape, tables: Mapping[str, Array], config: LyannaOptions | None = None,
+        name: str = METHOD.id,
+    ) -> None:  # fmt: skip
         """Load its programs. Raises BundleError, and BackendError if they do not fit the device."""
         super().__init__(verifier)
-        self.config = config or LyannaConfig()
-        self.beside_lookup = self.config.lookup
+        self.config = config or LyannaOptions()
+        self.name = name
         self.shape = shape
         device = self._device = verifier.device
         self.for_all = device.step_graphs
@@ -89,37 +72,34 @@ class LyannaDrafter(Drafter):
             "C": verifier.max_model_len + CATCH_UP + shape.steps,
             "W": names.MAX_PENDING_FEATURES,
         }
-        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)}
-        graphs = (names.LYANNA_DRAFT, *((names.LYANNA_RESAMPLE,) if shape.steps > 1 else ()))
+        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in slot_state(shape)}
+        graphs = (DRAFT, *((RESAMPLE,) if shape.steps > 1 else ()))
         device.expect({
             "drafter's KV, chain and pending rows": sum(state.values()),
             "token information": sum(table.nbytes for table in tables.values()),
-        }, (*graphs, names.STEP_GATHER_FEATURES))  # fmt: skip
-        self._programs = {name: device.program(name, short=name == names.LYANNA_RESAMPLE) for name in graphs}
+        }, (*(drafter_graph(name, role) for role in graphs), names.STEP_GATHER_FEATURES))  # fmt: skip
+        self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
         self._gather = device.program(names.STEP_GATHER_FEATURES)
-        self._state = {
-            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in signatures.lyanna_state(shape)
-        }
+        self._state = {spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in slot_state(shape)}
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._positions = np.arange(sizes["C"])
         self._calls: dict[tuple[str, int, int], _Call] = {}
         self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
         self._shifts: dict[int, _Shift] = {}
-        self._copy_slot = slot_copy(device, names.LYANNA_COPY_SLOT, self._state)
+        self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
-        """The drafter of the bundle, with options as `LyannaConfig`. Raises UsageError, BundleError."""
-        config = from_mapping(LyannaConfig, options, names.LYANNA)
-        shape = bundle.manifest.lyanna if bundle else None
-        if bundle is None or shape is None:
-            raise UsageError("this bundle has no Lyanna drafter", "build it with `redraft build MODEL --lyanna DIR`")
-        check_tree(verifier.largest_tree, shape.nodes)
-        tables = {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(shape)}
-        return cls(verifier, shape, tables, config)
+    def create(
+        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
+    ) -> Self:
+        """Return the bundle's drafter, with options as `LyannaOptions`. Raises UsageError, BundleError."""
+        assert bundle is not None
+        built = bundle.drafter(drafter)
+        check_tree(verifier.largest_tree, built.shape.nodes)
+        return cls(verifier, built.shape, bundle.tables(drafter), METHOD.parse_options(options), drafter)
 
     def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
         """See `FeatureReader.pending_features`."""
@@ -181,16 +161,16 @@ class LyannaDrafter(Drafter):
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
-        call = self._call(names.LYANNA_RESAMPLE, len(batch), 0)
+        call = self._call(RESAMPLE, len(batch), 0)
         used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
         for slot, seq in enumerate(batch):
             first_step[slot] = used[slot]
             tokens[slot] = seq.tokens[-1]
-        self._run(names.LYANNA_RESAMPLE, call)
-        nodes = signatures.resample_nodes(self.shape)
-        left = [min(signatures.tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
+        self._run(RESAMPLE, call)
+        nodes = resample_nodes(self.shape)
+        left = [min(tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
         return call.trees(batch, budgets, left, "resample")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
@@ -200,12 +180,12 @@ class LyannaDrafter(Drafter):
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
         width = self._width(rows)
-        call = self._call(names.LYANNA_DRAFT, 1, width)
+        call = self._call(DRAFT, 1, width)
         self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - width)])
         drafted = self._measured(call)
         if self.shape.steps == 1:
             return drafted, 0.0
-        again = self._call(names.LYANNA_RESAMPLE, 1, 0)
+        again = self._call(RESAMPLE, 1, 0)
         again.host_inputs.open()[names.FIRST_STEP][:] = 1
         return drafted, self._measured(again)
 
@@ -221,12 +201,12 @@ class LyannaDrafter(Drafter):
         """Run every call, and the verification of what it makes, until it is replayed as a graph."""
         self.verifier.warm()
         for sequences in sorted({1, self.verifier.max_num_seqs}, reverse=True):
-            calls = [(names.LYANNA_DRAFT, width) for width in names.DRAFT_WIDTHS]
-            calls += [(names.LYANNA_RESAMPLE, 0)] if names.LYANNA_RESAMPLE in self._programs else []
+            calls = [(DRAFT, width) for width in names.DRAFT_WIDTHS]
+            calls += [(RESAMPLE, 0)] if RESAMPLE in self._programs else []
             for graph, width in calls:
                 call = self._call(graph, sequences, width)
                 for _ in range(2):
-                    if graph == names.LYANNA_DRAFT:
+                    if graph == DRAFT:
                         self._fill_rows(call, [1] * sequences, [0] * sequences)
                     else:
                         call.host_inputs.open()[names.FIRST_STEP][:] = 1
@@ -260,7 +240,7 @@ class LyannaDrafter(Drafter):
 
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
         """One call that takes in the first rows[i] pending rows of sequence i. On the host, 0 keeps its state."""
-        call = self._call(names.LYANNA_DRAFT, len(batch), self._width(max(rows)))
+        call = self._call(DRAFT, len(batch), self._width(max(rows)))
         states: list[Drafting] = [seq.drafting for seq in batch]
         kept = {} if self._device.step_graphs else self._chains(states, rows)
         values = self._fill_rows(call, rows, [state.cache_len for state in states])
@@ -270,7 +250,7 @@ class LyannaDrafter(Drafter):
             tokens[slot, :count] = seq.tokens[start : start + count]
             state.cache_len += count
             state.pending -= count
-        self._run(names.LYANNA_DRAFT, call)
+        self._run(DRAFT, call)
         for slot, logits in kept.items():
             array_of(self._state[names.CHAIN_LOGITS])[slot] = logits
         return call
@@ -297,7 +277,7 @@ class LyannaDrafter(Drafter):
 
     def _run(self, graph: str, call: _Call) -> None:
         ranges = self.verifier.ranges
-        with ranges.call(graph):
+        with ranges.call(drafter_graph(self.name, graph)):
             call.work()
             if ranges.watcher is not None and ranges.watcher.waits:
                 with ranges.stage(WAIT):
@@ -316,7 +296,7 @@ class LyannaDrafter(Drafter):
             sizes = {"B": sequences, "M": width}
             call = _Call(self._device, self._programs[graph], sizes, {**held, **self._tables, **trees})
             trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
-            if graph == names.LYANNA_DRAFT:
+            if graph == DRAFT:
                 call.gather(self._gather, leading(self._state[names.PENDING_FEATURES], sequences))
             self._calls[key] = call
         return call
@@ -426,3 +406,6 @@ def _placed(device: Device, table: Array) -> Buffer:
     buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
     buffer.write(table)
     return buffer
+
+
+DRAFTER = LyannaDrafter

@@ -13,17 +13,14 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, Self
 
-from redraft.config import from_mapping
 from redraft.engines.bundle import Bundle
-from redraft.errors import UsageError
+from redraft.methods.ngram import LONGEST_MATCH, METHOD, NgramOptions
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune, root_only
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
 
-LONGEST_MATCH = 16
-"""Contexts longer than this count as this long."""
 MOST_BRANCHES = 4
 """Continuations at most of one tree."""
 RANKS = 3
@@ -38,21 +35,6 @@ _OCCURRENCES = 8
 _FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
 _LEARNING_RATE = 1 / 32
-
-
-@dataclass(frozen=True)
-class NgramConfig:
-    """`prompt_lookup_min` and `prompt_lookup_max`: lengths in tokens of the shortest and longest context looked up."""
-
-    prompt_lookup_min: int = 1
-    prompt_lookup_max: int = 4
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= LONGEST_MATCH:
-            raise UsageError(
-                f"prompt_lookup_min {self.prompt_lookup_min} and prompt_lookup_max {self.prompt_lookup_max}: "
-                f"expected 1 <= min <= max <= {LONGEST_MATCH}"
-            )
 
 
 @dataclass(slots=True)
@@ -75,7 +57,7 @@ class NgramIndex:
     `rates[kind]` is the share of nodes of that kind that came true lately, kind = context length × RANKS + rank.
     """
 
-    def __init__(self, tokens: list[int], config: NgramConfig, rates: list[float]) -> None:
+    def __init__(self, tokens: list[int], config: NgramOptions, rates: list[float]) -> None:
         self._rates = rates
         self.draft: Draft | None = None
         self._tokens = tokens
@@ -147,15 +129,17 @@ class NgramIndex:
 class NgramDrafter(Drafter):
     """See the module. What is learned from one request serves the next."""
 
-    def __init__(self, verifier: Verifier, config: NgramConfig | None = None) -> None:
+    def __init__(self, verifier: Verifier, config: NgramOptions | None = None) -> None:
         super().__init__(verifier)
-        self._config = config or NgramConfig()
+        self._config = config or NgramOptions()
         self._rates = [first * later for first in _FIRST_SIBLING for later in _LATER_SIBLING]
 
     @classmethod
-    def create(cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None) -> Self:
-        """The drafter with options as `NgramConfig`. Raises UsageError."""
-        return cls(verifier, from_mapping(NgramConfig, options, "ngram"))
+    def create(
+        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
+    ) -> Self:
+        """The drafter with options as `NgramOptions`. Raises UsageError."""
+        return cls(verifier, METHOD.parse_options(options))
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
@@ -199,3 +183,6 @@ class NgramDrafter(Drafter):
         rate = self._rates[kind]
         rate += _LEARNING_RATE * (came_true - rate)
         self._rates[kind] = rate if rate > LEAST_PROBABILITY else LEAST_PROBABILITY
+
+
+DRAFTER = NgramDrafter

@@ -38,12 +38,12 @@ from redraft.engines.recipes import load_recipe
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.export.drafters.token_info import hot_tokens, make_tables
+from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables
+from redraft.methods.lyanna import LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.trace import Replay
-from redraft.signatures import LyannaShape
 from redraft.train.drafter_config import SelfText
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
@@ -467,10 +467,9 @@ def test_every_part_has_options():
 def test_a_form_is_a_recipe_that_builds_it(tmp_path):
     wanted = Namespace(verifier=tmp_path, drafter=tmp_path, chain=3, nodes=12)
     (tmp_path / "form.toml").write_text(recipe_text(Form("fp8", 7), wanted), encoding="utf-8")
-    built = load_recipe(str(tmp_path / "form.toml")).build.lyanna
-    assert built is not None
-    assert (built.token_info, built.hot_tokens, built.prune_above) == ("fp8", 7, 1)
-    assert (built.steps, built.nodes, built.source) == (3, 12, str(tmp_path))
+    built = load_recipe(str(tmp_path / "form.toml")).build.drafters[0]
+    expected = {"steps": 3, "nodes": 12, "token_info": "fp8", "hot_tokens": 7, "prune_above": 1}
+    assert (built.options, built.source) == (expected, str(tmp_path))
 
 
 def test_tables_are_aligned():

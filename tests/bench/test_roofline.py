@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 from tests.engines.bundles import manifest_of, write_bundle
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record
 from tests.engines.fake_cuda import FakeCuda
 from tests.engines.graphs import Decoder
 from tests.runtime.devices import Fakes, tensorrt_device
 from tests.runtime.fakes import CURVE
 from tests.runtime.lyanna_bundle import CONTEXT
 
-from redraft import names, signatures
+from redraft import names
 from redraft.bench import roofline
 from redraft.bench.roofline import (
     COPIES,
@@ -30,13 +31,12 @@ from redraft.bench.roofline import (
     traffic,
 )
 from redraft.engines import Bundle, open_bundle
-from redraft.engines.manifest import GraphRecord
-from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.profiles import Limits, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, UsageError
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.runtime import api
 from redraft.runtime.cost import VerifyCosts
-from redraft.signatures import LyannaShape
 
 DECODER = Decoder()
 TOKENS, KV_LEN = 3, 40
@@ -58,22 +58,18 @@ def test_a_verifiers_call(tmp_path: Path) -> None:
     assert found.total == found.weights + found.kv_read + found.kv_written + found.inputs + found.outputs
 
 
-def write_graph(folder: Path, graph: str, *uses: tuple[str, int]) -> Bundle:
+def write_graph(folder: Path, *uses: tuple[str, int]) -> Bundle:
     """A bundle whose graph is a record of Lyanna's signature and one weight [7, 10] that these operators read."""
     weight = numpy_helper.from_array(np.zeros((7, 10), np.float32), "weight")
     nodes = [helper.make_node(op, ["x"] * place + ["weight"], [f"y{i}"]) for i, (op, place) in enumerate(uses)]
     outputs = [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)]
     save(helper.make_model(helper.make_graph(nodes, "g", [], outputs, [weight])), folder / "graph.onnx")
-    signature = {
-        names.LYANNA_DRAFT: (signatures.lyanna_draft_inputs, signatures.lyanna_draft_outputs),
-        names.LYANNA_RESAMPLE: (signatures.lyanna_resample_inputs, signatures.lyanna_resample_outputs),
-    }[graph]
-    record = GraphRecord("graph.onnx", *(tensors(LYANNA) for tensors in signature))
-    return Bundle(folder, manifest_of(DECODER, lyanna=LYANNA, graphs={graph: record}))
+    drafters = {METHOD.id: lyanna_record(LYANNA)}
+    return Bundle(folder, manifest_of(DECODER, drafters=drafters))
 
 
 def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_path: Path) -> None:
-    found = traffic(write_graph(tmp_path, names.LYANNA_DRAFT, ("MatMul", 1)), names.LYANNA_DRAFT, 2, KV_LEN)
+    found = traffic(write_graph(tmp_path, ("MatMul", 1)), LYANNA_DRAFT, 2, KV_LEN)
     token_info = (1 + 3 * 3) * (21 + 4) + 61 * 8
     cache_row = 2 * 2 * 16 * 4
     assert found == Traffic(
@@ -86,7 +82,7 @@ def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_pat
 
 
 def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
-    found = traffic(write_graph(tmp_path, names.LYANNA_RESAMPLE, ("Identity", 0)), names.LYANNA_RESAMPLE, 1, KV_LEN)
+    found = traffic(write_graph(tmp_path, ("Identity", 0)), LYANNA_RESAMPLE, 1, KV_LEN)
     assert found.weights == 280 + (1 + 2 * 3) * (21 + 4) + 61 * 8
     assert (found.kv_read, found.kv_written) == (0, 0)
     assert found.inputs == 4 * 61 * 4 + 8 + 8
@@ -105,9 +101,9 @@ def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
 def test_a_table_is_read_by_rows_and_a_product_s_weight_once(
     tmp_path: Path, uses: tuple[tuple[str, int], ...], size: int
 ) -> None:
-    bundle = write_graph(tmp_path, names.LYANNA_RESAMPLE, *uses)
+    bundle = write_graph(tmp_path, *uses)
     rest = (1 + 2 * 3) * (21 + 4) + 61 * 8
-    assert traffic(bundle, names.LYANNA_RESAMPLE, 3, KV_LEN).weights - rest == size
+    assert traffic(bundle, LYANNA_RESAMPLE, 3, KV_LEN).weights - rest == size
 
 
 def test_engines_are_timed_one_token_and_a_tree(tmp_path: Path) -> None:
@@ -189,12 +185,14 @@ def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smalle
     portable = open_bundle(lyanna_bundle, verify=False)
     limits = Limits(batch=1, tree=4, prefill=16, max_model_len=CONTEXT)
     engines = {
-        graph: EngineRecord(f"{graph}.engine", record.file, profiles_of(graph, record.inputs, limits, False))
+        graph: EngineRecord(
+            f"{graph}.engine", record.file, profiles_of(verifier_symbols(graph, limits), record.inputs, limits, False)
+        )
         for graph, record in portable.manifest.graphs.items()
         if graph == names.VERIFIER
     }
     record = TensorRtRecord("10.13.3", "GPU", "9.0", "plugin", engines=engines)
-    bundle = Bundle(lyanna_bundle, replace(portable.manifest, backend="tensorrt", tensorrt=record, lyanna=None))
+    bundle = Bundle(lyanna_bundle, replace(portable.manifest, backend="tensorrt", tensorrt=record, drafters={}))
     for module in (roofline, api):
         monkeypatch.setattr(module, "open_bundle", lambda path, verify=True: bundle)
     gpu()

@@ -189,7 +189,7 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
     ("arguments", "word"),
     [
         (["--methods", "none,"], "--methods"),
-        (["--methods", "none,magic"], "unknown method 'magic'"),
+        (["--methods", "none,magic"], "this bundle has no drafter 'magic'"),
         (["--limit", "-1"], "--limit"),
         (["--system", "b"], "--system needs --chat"),
         (["--synthetic-acceptance", "1.5"], "--synthetic-acceptance"),

@@ -168,7 +168,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
     [
         ([], "--prompt"),
         (["--prompt", "a", "--prompt-file", "b"], "one of --prompt and --prompt-file"),
-        (["--prompt", "a", "--method", "magic"], "unknown method 'magic'"),
+        (["--prompt", "a", "--method", "magic"], "this bundle has no drafter 'magic'"),
         (["--prompt", "a\udcff"], "the prompt is not UTF-8 (character 1)"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens"),

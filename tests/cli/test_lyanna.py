@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from redraft.cli.assembly import _drafter_digests
-from redraft.cli.build_options import Precision, TokenInfo, Weights, choose, choose_lyanna, options_of
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.cli.build_options import Precision, Weights, choose, choose_drafters, options_of
+from redraft.cli.drafters import drafter_digests
+from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.manifest import signed
-from redraft.errors import BundleError, UsageError
+from redraft.errors import BundleError, RedraftError, UsageError
 
 from .conftest import WORDS, write_checkpoint
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 STEPS = 3
-NODES = ("--drafter-option", "nodes=31")
+OPTIONS = "token_info=int8,nodes=31"
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +42,13 @@ def drafter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafted(redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with that drafter, its token information in int8; not to be written to."""
     out = tmp_path_factory.mktemp("engines") / "drafted"
-    result = redraft("build", checkpoint, "-o", out, "--lyanna", drafter, "--token-info", "int8", "--eval-text", "none",
-                     "--json", *NODES)  # fmt: skip
+    chosen = f"{drafter},{OPTIONS}"
+    result = redraft("build", checkpoint, "-o", out, "--drafter", chosen, "--eval-text", "none", "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
-    assert summary["token_info"] == {"form": "int8", "hot_tokens": 32, "bytes": 32 * 32 + 4 * 32}
-    assert summary["drafters"] == ["ngram", "lyanna"]
+    (found,) = summary["drafters"].values()
+    assert (found["method"], found["table_bytes"]) == ("lyanna", 32 * 32 + 4 * 32)
+    assert (found["shape"]["token_info"], found["shape"]["hot"]) == ("int8", 32)
     return out
 
 
@@ -65,11 +66,17 @@ def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
     arguments = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos",
                  "--json")  # fmt: skip
     budget = ("--budget", "nodes=12,depth=3,width=4")
-    for method, more in ((None, (*budget, "--trace", trace)), ("none", ()), ("ngram", budget), ("lyanna", ())):
+    for method, more in (
+        (None, (*budget, "--trace", trace)),
+        ("none", ()),
+        ("ngram", budget),
+        ("lyanna", ()),
+        ("ngram+lyanna", ()),
+    ):
         result = redraft(*arguments, *(("--method", method) if method else ()), *more)
         assert result.returncode == 0, result.stderr
         figures[method] = json.loads(result.stdout)
-    assert figures[None]["method"] == "lyanna"
+    assert figures[None]["method"] == "ngram+lyanna"
     assert len({tuple(found["token_ids"]) for found in figures.values()}) == 1
     played = json.loads(redraft("replay", trace, "--json").stdout)
     assert set(played["sources"]) <= {"fresh", "resample", "none"}
@@ -81,14 +88,14 @@ def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
 
 def test_inspect_tells_of_the_drafter(redraft: Redraft, drafted: Path) -> None:
     shown = redraft("inspect", drafted).stdout
-    assert "lyanna     3 steps, 4 wide, 31 nodes; token information of 32 tokens in int8" in shown
-    assert "drafters   ngram, lyanna" in shown
+    assert "drafter    lyanna: lyanna, 3 steps, 4 wide, 31 nodes, token information of 32 tokens in int8" in shown
+    assert "drafters   lyanna" in shown
     assert "graph      lyanna.draft.single" in shown
 
 
 def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, drafter: Path, drafted: Path) -> None:
-    again = redraft("build", checkpoint, "-o", drafted, "--lyanna", drafter, "--token-info", "int8", "--eval-text",
-                    "none", "--json", *NODES)  # fmt: skip
+    again = redraft("build", checkpoint, "-o", drafted, "--drafter", f"{drafter},{OPTIONS}", "--eval-text",
+                    "none", "--json")  # fmt: skip
     assert json.loads(again.stdout)["cached"] is True
 
 
@@ -97,14 +104,14 @@ def test_what_a_drafters_folder_holds_is_part_of_the_build_key(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
-    config = BuildConfig(lyanna=LyannaBuild(str(folder)))
-    before = _drafter_digests(config)
-    assert set(before) == {"lyanna config.json", "lyanna model.safetensors"}
+    config = BuildConfig(drafters=(DrafterBuild("lyanna", str(folder)),))
+    before = drafter_digests(config)
+    assert set(before) == {"drafter lyanna config.json", "drafter lyanna model.safetensors"}
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert _drafter_digests(config) != before
-    assert _drafter_digests(BuildConfig()) == {}
+    assert drafter_digests(config) != before
+    assert drafter_digests(BuildConfig()) == {}
 
 
 # --- damaged bundles -------------------------------------------------------------------------------------------------
@@ -118,7 +125,12 @@ def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def ref(values: dict[str, Any], name: str = "token_info.table") -> dict[str, Any]:
-    return next(ref for ref in values["weights"] if ref["initializer"] == name)
+    return next(ref for ref in own(values)["tables"] if ref["initializer"] == name)
+
+
+def own(values: dict[str, Any]) -> dict[str, Any]:
+    """The drafter's record."""
+    return values["drafters"]["lyanna"]  # type: ignore[no-any-return]
 
 
 def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter: Path, copy: Path) -> None:
@@ -129,7 +141,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
     assert "lyanna.token_info.safetensors: expected SHA-256" in line
-    told = f"--lyanna {drafter} --token-info int8 --drafter-option nodes=31 --force`"
+    told = f"--drafter lyanna={drafter},{OPTIONS} --force`"
     assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {told}")
 
 
@@ -141,20 +153,41 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: ref(m).update(offset=ref(m)["offset"] + 10**6), "table token_info.table: expected 1024 bytes"),
         (lambda m: ref(m).update(offset=-1), "table token_info.table: expected 1024 bytes"),
         (lambda m: ref(m, "token_info.scales").update(shape=[32]), "table token_info.scales: expected 128 bytes"),
-        (lambda m: m["weights"].remove(ref(m)), "expected a table token_info.table, found none"),
+        (lambda m: own(m)["tables"].remove(ref(m)), "expected a table token_info.table, found none"),
         (lambda m: ref(m).update(dtype="F16"), "token_info.table"),
-        (lambda m: m["lyanna"].update(hot=31), "expected a table token_info.index, found none"),
-        (lambda m: m["lyanna"].update(token_info="fp16"), "token_info.table"),
-        (lambda m: m["lyanna"].update(token_info="fp3"), "manifest.lyanna.token_info: expected one of"),
-        (lambda m: m["lyanna"].update(steps=4), "graph lyanna.draft: expected chain_logits float32[B,4,32]"),
-        (lambda m: m["lyanna"].update(nodes=20), "graph lyanna.draft: expected tree.tokens int64[B,20]"),
-        (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
-        (lambda m: m["graphs"].pop("lyanna.draft"), "expected a graph 'lyanna.draft'"),
-        (lambda m: m["graphs"].pop("lyanna.resample"), "expected a graph 'lyanna.resample'"),
+        (lambda m: own(m)["shape"].update(hot=31), "expected a table token_info.index, found none"),
+        (lambda m: own(m)["shape"].update(token_info="fp16"), "token_info.table"),
         (
-            lambda m: m["graphs"]["lyanna.draft.single"]["outputs"].pop(),
+            lambda m: own(m)["shape"].update(token_info="fp3"),
+            "drafter lyanna: unknown token_info 'fp3' or dtype",
+        ),
+        (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits Limits(depth=4"),
+        (
+            lambda m: own(m)["shape"].update(nodes=20),
+            "drafter lyanna: expected limits Limits(depth=3, width=4, nodes=19)",
+        ),
+        (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
+        (lambda m: own(m)["graphs"].pop("draft"), "expected a graph 'lyanna.draft'"),
+        (lambda m: own(m)["graphs"].pop("resample"), "expected a graph 'lyanna.resample'"),
+        (
+            lambda m: own(m)["graphs"]["draft.single"]["outputs"].pop(),
             "graph lyanna.draft.single: expected tensor kv.0.value.present.1, found none",
         ),
+        (
+            lambda m: own(m)["graphs"]["draft"]["inputs"].pop(),
+            "graph lyanna.draft: expected tensor token_info.scales, found none",
+        ),
+        (lambda m: own(m)["graphs"].update(redraw=own(m)["graphs"]["draft"]), "unexpected graph 'lyanna.redraw'"),
+        (lambda m: own(m)["graphs"].pop("copy_slot"), "expected a graph 'lyanna.copy_slot'"),
+        (lambda m: own(m)["state"].pop(), "drafter lyanna: expected state"),
+        (lambda m: own(m)["shape"].pop("rank"), "drafter lyanna: shape of lyanna"),
+        (lambda m: own(m)["shape"].update(rank="8"), "drafter lyanna: rank must be positive numbers"),
+        (lambda m: own(m)["shape"].update(colour=1), "drafter lyanna: shape of lyanna: unknown key colour"),
+        (lambda m: own(m).update(method="eagle"), "drafter lyanna: unknown drafting method 'eagle'"),
+        (lambda m: own(m).update(verifier_digest="0" * 64), "drafter lyanna belongs to another verifier: expected"),
+        (lambda m: own(m).update(hidden_states=["last", "3"]), "drafter lyanna: expected hidden states ('last',)"),
+        (lambda m: m["drafters"].update({"a.b": own(m)}), "expected ids of drafters, found lyanna, a.b"),
+        (lambda m: m["drafters"].update(ngram=own(m)), "expected ids of drafters, found lyanna, ngram"),
     ],
 )
 def test_a_manifest_that_does_not_fit_its_drafter(
@@ -168,8 +201,15 @@ def test_a_manifest_that_does_not_fit_its_drafter(
 
 
 def test_a_bundle_without_a_drafter(refused: Refused, bundle: Path) -> None:
-    line = refused("generate", "--engines", bundle, "--prompt", "a", "--method", "lyanna", status=2)
-    assert "this bundle has no Lyanna drafter; build it with `redraft build MODEL --lyanna DIR`" in line
+    for method in ("lyanna", "ngram+lyanna"):
+        line = refused("generate", "--engines", bundle, "--prompt", "a", "--method", method, status=2)
+        assert "this bundle has no drafter 'lyanna'; choose one of none, ngram, or build it with `redraft build" in line
+
+
+def test_a_method_that_is_no_drafter_of_the_bundle(refused: Refused, drafted: Path) -> None:
+    for method in ("eagle", "ngram+eagle", "lyanna+ngram", "ngram+", "ngram+none", "ngram+ngram"):
+        line = refused("generate", "--engines", drafted, "--prompt", "a", "--method", method, status=2)
+        assert "choose one of none, ngram, lyanna, ngram+lyanna" in line
 
 
 @pytest.mark.parametrize("place", ["", "no/such/folder/trace"])
@@ -197,7 +237,7 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda v: v.update(redraft_drafter="eagle"), "is a drafter of method 'eagle', expected 'lyanna'"),
+        (lambda v: v["config"].update(steps=2), "trained for 2 steps, not 3"),
         (lambda v: v["config"].update(hidden_size=48), "trained for hidden states of width 48, the verifier has 32"),
         (lambda v: v["config"].update(vocab_size=33), "trained for a vocabulary of 33, the verifier has 32"),
         (lambda v: v["config"].update(heads=3), "3 heads of 16"),
@@ -212,7 +252,7 @@ def test_a_drafter_that_does_not_belong(
 ) -> None:  # fmt: skip
     change_config(other, change)
     out = tmp_path / "engines"
-    line = refused("build", checkpoint, "-o", out, "--lyanna", other, "--eval-text", "none", status=1)
+    line = refused("build", checkpoint, "-o", out, "--drafter", f"{other},steps=3", "--eval-text", "none", status=1)
     assert message in line
     assert not out.exists()
 
@@ -220,7 +260,7 @@ def test_a_drafter_that_does_not_belong(
 @pytest.mark.parametrize("folder", ["empty", "absent"])
 def test_a_folder_that_is_no_drafter(refused: Refused, checkpoint: Path, tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
-    line = refused("build", checkpoint, "-o", tmp_path / "out", "--lyanna", tmp_path / folder, "--eval-text", "none",
+    line = refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", tmp_path / folder, "--eval-text", "none",
                    status=1)  # fmt: skip
     assert f"{tmp_path / folder} is no drafter: config.json cannot be read" in line
     assert not (tmp_path / "out").exists()
@@ -229,46 +269,64 @@ def test_a_folder_that_is_no_drafter(refused: Refused, checkpoint: Path, tmp_pat
 def test_another_model_of_the_same_shape(refused: Refused, drafter: Path, tmp_path: Path) -> None:
     """Its weights differ from those that the drafter was trained for."""
     model = write_checkpoint(tmp_path / "model", shards="1MB")
-    line = refused("build", model, "-o", tmp_path / "out", "--lyanna", drafter, "--eval-text", "none", status=1)
+    line = refused("build", model, "-o", tmp_path / "out", "--drafter", drafter, "--eval-text", "none", status=1)
     assert "was trained for another verifier" in line
 
 
-def test_token_info_without_a_drafter(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
-    for more in ((), ("--lyanna", "none")):
-        line = refused("build", checkpoint, "-o", tmp_path / "out", "--token-info", "fp8", *more, status=2)
-        assert "--token-info is for a Lyanna drafter" in line
-        assert "give --lyanna DIR" in line
-    assert "--token-info" in refused("build", checkpoint, "--token-info", "fp3", status=2)
+def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: Path, other: Path) -> None:
+    change_config(other, lambda values: values.update(method="eagle"))
+    line = refused("build", checkpoint, "--drafter", other, "--eval-text", "none", status=2)
+    assert "unknown drafting method 'eagle'; the methods are none, ngram, lyanna" in line
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("text", "message"),
     [
-        (
-            "depth=3",
-            "--drafter-option 'depth=3': expected KEY=VALUE; keys are steps, width, nodes, precision, hot_tokens",
-        ),
-        ("source=x", "expected KEY=VALUE"),
-        ("token_info=fp8", "expected KEY=VALUE"),
-        ("nodes", "--drafter-option 'nodes': expected KEY=VALUE"),
-        ("nodes=", "--drafter-option 'nodes=': expected KEY=VALUE"),
-        ("nodes=0", "lyanna.nodes must be a positive number, not 0"),
-        ("nodes=many", "lyanna.nodes must be a positive number, not 'many'"),
-        ("precision=fp8", "unknown lyanna.precision 'fp8'"),
+        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are hot_tokens, nodes"),
+        ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
+        ("mine,method=lyanna,nodes", "'nodes' is no KEY=VALUE, or comes twice"),
+        ("mine,method=lyanna,nodes=", "'nodes=' is no KEY=VALUE, or comes twice"),
+        ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is no KEY=VALUE, or comes twice"),
+        ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
+        ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
+        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: unknown precision of a drafter 'fp8'"),
+        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: unknown token_info 'fp3'"),
+        ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, lyanna"),
+        ("mine,method=ngram", "a bundle holds no drafter of the method ngram; methods with one are lyanna"),
+        ("random", "random weights of which method?; add method=, one of lyanna"),
+        ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
+        ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
+        ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
+        ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
+        ("no/folder", "no/folder is no drafter: config.json cannot be read"),
     ],
 )
-def test_an_option_of_the_drafter_that_does_not_fit(option: str, message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        choose_lyanna(BuildConfig(), "mine", None, [option])
+def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
+    with pytest.raises(RedraftError) as error:
+        choose_drafters(BuildConfig(), [text])
     assert message in str(error.value)
 
 
-def test_an_option_without_a_drafter(refused: Refused, checkpoint: Path) -> None:
-    line = refused("build", checkpoint, "--drafter-option", "nodes=3", status=2)
-    assert "--drafter-option is for a Lyanna drafter, and none is built; give --lyanna DIR" in line
+def test_two_drafters_of_one_id() -> None:
+    """Without ids both are called as their method."""
+    with pytest.raises(UsageError, match="two drafters have the id 'lyanna'; give each its own: --drafter ID=DIR"):
+        choose_drafters(BuildConfig(), ["mine,method=lyanna", "yours,method=lyanna"])
+    first, second = choose_drafters(BuildConfig(), ["mine,method=lyanna", "b=yours,method=lyanna,steps=2"])
+    assert (first.id, first.source, first.options) == ("lyanna", "mine", {})
+    assert (second.id, second.source, second.options) == ("b", "yours", {"steps": 2})
 
 
-OWN = LyannaBuild("recipes", steps=3, nodes=12)
+def test_none_goes_with_no_other_drafter() -> None:
+    with pytest.raises(UsageError, match="--drafter none builds no drafter, and others are given with it"):
+        choose_drafters(BuildConfig(), ["none", "mine,method=lyanna"])
+
+
+def drafter_of(source: str | None, name: str = "lyanna", **options: object) -> DrafterBuild:
+    return DrafterBuild(name, source, "lyanna", options)
+
+
+OWN = drafter_of("recipes", steps=3, nodes=12)
+RECIPE = BuildConfig(drafters=(OWN,))
 
 
 @pytest.mark.parametrize(
@@ -276,59 +334,84 @@ OWN = LyannaBuild("recipes", steps=3, nodes=12)
     [
         (BuildConfig(), BuildConfig()),
         (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
-        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=OWN)),
-        (BuildConfig(lyanna=OWN), BuildConfig()),
-        (BuildConfig(lyanna=OWN), BuildConfig(random_weights=True)),
-        (BuildConfig(lyanna=OWN), BuildConfig(random_weights=True, lyanna=OWN)),
-        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=replace(OWN, source="mine", token_info="int8"))),
-        (BuildConfig(lyanna=OWN), BuildConfig(lyanna=LyannaBuild("recipes", steps=2, nodes=32, precision="fp32"))),
-        (BuildConfig(), BuildConfig(lyanna=LyannaBuild("mine", 2, 3, 5, "lowrank", "fp32", 7, 9))),
+        (RECIPE, RECIPE),
+        (RECIPE, BuildConfig()),
+        (RECIPE, BuildConfig(random_weights=True)),
+        (RECIPE, replace(RECIPE, random_weights=True)),
+        (RECIPE, BuildConfig(drafters=(drafter_of("mine", steps=3, nodes=12, token_info="int8"),))),
+        (RECIPE, BuildConfig(drafters=(drafter_of("recipes", steps=2, nodes=32, precision="fp32"),))),
+        (RECIPE, BuildConfig(drafters=(OWN, drafter_of("mine", "second", steps=2)))),
+        (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
     ],
 )
 def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
     told = options_of(recipe, config)
-    values = dict(zip(told[::2], told[1::2], strict=True))
-    some = [value for flag, value in zip(told[::2], told[1::2], strict=True) if flag == "--drafter-option"]
-    precision, form, max_model_len = (values.get(flag) for flag in ("--precision", "--token-info", "--max-model-len"))
-    weights = Weights(values.get("--weights", "checkpoint"))
+    pairs = list(zip(told[::2], told[1::2], strict=True))
+    values = dict(pairs)
+    drafters = [f"{value},method=lyanna" if "," not in value or "method" not in value else value
+                for flag, value in pairs if flag == "--drafter" and value != "none"]  # fmt: skip
+    precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
     found = choose(
         recipe,
         Precision(precision) if precision else None,
         None,
-        weights,
+        Weights(values.get("--weights", "checkpoint")),
         int(max_model_len) if max_model_len else None,
     )
-    lyanna = choose_lyanna(found, values.get("--lyanna"), TokenInfo(form) if form else None, some)
-    assert replace(found, lyanna=lyanna) == config
+    chosen = choose_drafters(found, ["none"] if values.get("--drafter") == "none" else drafters)
+    assert replace(found, drafters=chosen) == config
 
 
 def test_the_command_line_overrides_the_recipes_drafter() -> None:
-    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3, nodes=12))
-    assert choose_lyanna(recipe, None, None) == recipe.lyanna
-    assert choose_lyanna(recipe, "none", None) is None
-    assert choose_lyanna(recipe, "mine", None) == LyannaBuild("mine", steps=3, nodes=12)
-    assert choose_lyanna(recipe, None, TokenInfo.fp8) == LyannaBuild("recipes", steps=3, nodes=12, token_info="fp8")
-    assert choose_lyanna(BuildConfig(), "mine", None) == LyannaBuild("mine")
-    settings = BuildConfig(lyanna=LyannaBuild(steps=3))
-    assert choose_lyanna(settings, None, None) is None
-    assert choose_lyanna(settings, "mine", None) == LyannaBuild("mine", steps=3)
+    assert choose_drafters(RECIPE, []) == RECIPE.drafters
+    assert choose_drafters(RECIPE, ["none"]) == ()
+    assert choose_drafters(RECIPE, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3, nodes=12),)
+    (own,) = choose_drafters(RECIPE, ["lyanna,token_info=fp8,steps=2"])
+    assert own == drafter_of("recipes", steps=2, nodes=12, token_info="fp8")
+    assert choose_drafters(RECIPE, ["other=mine,method=lyanna"]) == (drafter_of("mine", "other"),)
+    settings = BuildConfig(drafters=(drafter_of(None, steps=3),))
+    assert choose_drafters(settings, []) == ()
+    assert choose_drafters(settings, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3),)
+    with pytest.raises(UsageError, match="has settings for the drafter 'lyanna' and no folder; give lyanna=DIR"):
+        choose_drafters(settings, ["lyanna"])
 
 
 def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
-    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3), random_weights=True)
-    assert choose_lyanna(recipe, None, None) == LyannaBuild("random", steps=3)
-    assert choose_lyanna(recipe, "none", None) is None
-    assert choose_lyanna(BuildConfig(random_weights=True), None, None) is None
+    recipe = replace(RECIPE, random_weights=True)
+    assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)
+    assert choose_drafters(recipe, ["none"]) == ()
+    assert choose_drafters(BuildConfig(random_weights=True), []) == ()
 
 
-def test_token_info_needs_a_drafter() -> None:
-    recipe = BuildConfig(lyanna=LyannaBuild("recipes", steps=3))
-    with pytest.raises(UsageError, match="none is built"):
-        choose_lyanna(recipe, "none", TokenInfo.fp8)
+def test_the_folder_names_the_method_and_an_option_overrides_it(other: Path) -> None:
+    (found,) = choose_drafters(BuildConfig(), [f"{other},steps=2"])
+    assert (found.id, found.method, found.options) == ("lyanna", "lyanna", {"steps": 2})
+    change_config(other, lambda values: values.update(method="eagle"))
+    (found,) = choose_drafters(BuildConfig(), [f"{other},method=lyanna"])
+    assert found.method == "lyanna"
 
 
 def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
-    recipe.write_text(f'source = "{checkpoint}"\n[build.lyanna]\nsource = "x"\ndepth = 3\n')
+    recipe.write_text(f'source = "{checkpoint}"\n[build.drafters.a]\nsource = "x"\nmethod = "lyanna"\ndepth = 3\n')
     line = refused("build", recipe, "-o", tmp_path / "out", status=2)
-    assert "build.lyanna: unknown key depth; known keys are hot_tokens" in line
+    assert "build.drafters.a: unknown key depth; known keys are hot_tokens" in line
+
+
+@pytest.mark.slow
+def test_two_drafters_of_one_method_in_one_bundle(
+    redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path: Path
+) -> None:
+    """Each has files, tables and a word of its own, and both write the plain text."""
+    out = tmp_path / "engines"
+    built = redraft("build", checkpoint, "-o", out, "--drafter", f"short={drafter},steps=1", "--drafter",
+                    f"long={drafter}", "--eval-text", "none", "--json")  # fmt: skip
+    assert list(json.loads(built.stdout)["drafters"]) == ["short", "long"], built.stderr
+    assert {path.name for path in out.glob("*.resample.onnx")} == {"long.resample.onnx"}
+    texts = set()
+    for method in ("none", "short", "long", "ngram+short", "ngram+long"):
+        result = redraft("generate", "--engines", out, "--prompt", "the cat", "--max-new-tokens", "20", "--ignore-eos",
+                         "--method", method, "--json")  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        texts.add(tuple(json.loads(result.stdout)["token_ids"]))
+    assert len(texts) == 1

@@ -241,7 +241,7 @@ def test_what_fails_under_nsight_is_told(
 ) -> None:
     install_nsys()
     arguments = ("profile", "--engines", bundle, "--prompt", "a", "--nsys")
-    assert "unknown method 'magic'" in refused(*arguments, "--method", "magic", status=2)
+    assert "this bundle has no drafter 'magic'" in refused(*arguments, "--method", "magic", status=2)
     assert "no engine bundle" in refused("profile", "--engines", tmp_path, "--prompt", "a", "--nsys", status=1)
     assert ".nsys-rep" in refused(*arguments, "--out", tmp_path / "trace.json", status=2)
 
@@ -358,7 +358,7 @@ def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
     [
         ([], "--prompt"),
         (["--prompt", "a", "--prompt-file", "b"], "one of --prompt and --prompt-file"),
-        (["--prompt", "a", "--method", "magic"], "unknown method 'magic'"),
+        (["--prompt", "a", "--method", "magic"], "this bundle has no drafter 'magic'"),
         (["--prompt", "a", "--budget", "many"], "--budget"),
         (
             ["--prompt", "a", "--out", "/no/such/folder/trace.json"],

@@ -21,7 +21,9 @@ SHAPE = {
 def write_recipe(folder: Path, backend: str = "onnxruntime", **shape: object) -> Path:
     """A recipe of a small shape whose checkpoint is nowhere, with a budget but no drafter."""
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in {**SHAPE, **shape}.items())
-    build = f'backend = "{backend}"\nprecision = "fp16"\n[build.lyanna]\nsteps = 3\nnodes = 12'
+    build = (
+        f'backend = "{backend}"\nprecision = "fp16"\n[build.drafters.lyanna]\nmethod = "lyanna"\nsteps = 3\nnodes = 12'
+    )
     path = folder / "small.toml"
     path.write_text(f'source = "nobody/nothing"\n[shape]\n{values}\n[build]\n{build}\n')
     return path
@@ -34,7 +36,7 @@ def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) ->
     result = redraft("build", write_recipe(folder), "-o", folder / "engines", "--weights", "random", "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
-    assert (summary["precision"], summary["drafters"]) == ("fp16", ["ngram", "lyanna"])
+    assert (summary["precision"], list(summary["drafters"])) == ("fp16", ["lyanna"])
     assert summary["caveats"][0].startswith("random weights (the verifier, lyanna): ")
     return folder / "engines"
 
@@ -45,7 +47,7 @@ def test_random_engines_say_so_wherever_they_are_shown(redraft: Redraft, random_
     assert "beware     stand-in tokenizer" in shown
 
 
-@pytest.mark.parametrize("method", ["lyanna", "none"])
+@pytest.mark.parametrize("method", ["ngram+lyanna", "none"])
 def test_random_engines_generate_and_the_text_is_labelled(redraft: Redraft, random_bundle: Path, method: str) -> None:
     """A token a byte: every text can be a prompt; and there is no end of text to stop at."""
     arguments = ("generate", "--engines", random_bundle, "--prompt", "é!", "--method", method, "--max-new-tokens", 6)
@@ -68,7 +70,7 @@ def test_a_recipe_without_a_drafter_builds_without_one(redraft: Redraft, checkpo
     recipe = write_recipe(tmp_path, vocab_size=32)
     out = tmp_path / "engines"
     result = redraft("build", recipe, "--model-path", checkpoint, "-o", out, "--json")
-    assert json.loads(result.stdout)["drafters"] == ["ngram"], result.stderr
+    assert json.loads(result.stdout)["drafters"] == {}, result.stderr
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["options"] == ["--model-path", str(checkpoint)]
     assert manifest["model"]["stand_in_tokenizer"] is False
@@ -101,7 +103,7 @@ def test_a_model_path_without_a_recipe(refused: Refused, checkpoint: Path) -> No
 
 
 def test_bf16_engines_do_not_open_on_onnx_runtime(redraft: Redraft, refused: Refused, tmp_path: Path) -> None:
-    options = ("--weights", "random", "--precision", "bf16", "--lyanna", "none")
+    options = ("--weights", "random", "--precision", "bf16", "--drafter", "none")
     redraft("build", write_recipe(tmp_path), "-o", tmp_path / "out", *options)
     line = refused("generate", "--engines", tmp_path / "out", "--prompt", "a", status=1)
     assert "no CPU kernels for bf16; build it with --precision fp16 or fp32" in line

@@ -9,11 +9,12 @@ import onnxruntime
 from redraft import names, signatures
 from redraft.cli.assembly import build_bundle
 from redraft.cli.models import Model
-from redraft.config import Backend, BuildConfig, LyannaBuild, Precision, TensorRtBuild
+from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity
 from redraft.engines.tensorrt.records import Attention
 
+from .drafters import WEIGHTS, lyanna_build
 from .graphs import Decoder, save_verifier
 
 
@@ -26,7 +27,7 @@ def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Man
     )
     values = {
         "name": name,
-        "model": ModelIdentity("small-source", "LlamaForCausalLM", "llama", {"model.safetensors": "0" * 64}),
+        "model": ModelIdentity("small-source", "LlamaForCausalLM", "llama", WEIGHTS),
         "backend": "onnxruntime",
         "backend_version": onnxruntime.__version__,
         "precision": "fp32",
@@ -57,9 +58,10 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
     """
     source = root / "assets" / "tiny"
     drafter = precision if backend == "onnxruntime" else None  # in TensorRT that of the carrier
-    lyanna = LyannaBuild(source=str(source / "lyanna"), precision=drafter)
+    options = {"precision": drafter} if drafter else {}
+    drafters = (lyanna_build(str(source / "lyanna"), **options),)
     config = BuildConfig(
-        backend=backend, precision=precision, hidden_states=(names.LAST_HIDDEN_STATE,), lyanna=lyanna,
+        backend=backend, precision=precision, hidden_states=(names.LAST_HIDDEN_STATE,), drafters=drafters,
         tensorrt=TensorRtBuild(batch=2, attention=attention or "plugin"),
     )  # fmt: skip
     build_bundle(Model("tiny", str(source), source), config, out, {}, False, lambda message: None)

@@ -12,8 +12,10 @@ import numpy as np
 from redraft import names, signatures
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import numpy_type
+from redraft.methods.lyanna import METHOD, slot_state
 from redraft.names import Dtype, TensorSpec
 from redraft.runtime.tree import ancestor_mask
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STALE: Mapping[Dtype, float] = {"float32": 1e3, "float16": 1e2, "bfloat16": 1e2}
@@ -48,14 +50,15 @@ class Calls:
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self._shape = bundle.manifest.shape
-        self._lyanna = bundle.manifest.lyanna
+        built = bundle.manifest.drafters.get(METHOD.id)
+        self._lyanna = METHOD.parse_shape(built.shape) if built else None
         self._capacity = min(bundle.manifest.max_model_len, MOST_CAPACITY)
         self._random = np.random.default_rng(7)
 
     def of(self, graph: str, batches: Sequence[int]) -> Iterator[Call]:
         """The calls that a graph is compared in."""
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
-            names.VERIFIER: self._verifier, names.LYANNA_DRAFT: self._draft, names.LYANNA_RESAMPLE: self._resample,
+            names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
             names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
             names.STEP_GATHER_FEATURES: self._collect,
         }  # fmt: skip
@@ -107,7 +110,7 @@ class Calls:
                     names.NUM_PENDING: np.array(pending[:batch]), names.CACHE_LEN: np.array(past),
                     names.KV_LEN: np.array([kv_len]),
                 }  # fmt: skip
-                state = [spec for spec in signatures.lyanna_state(shape) if spec.name.startswith(_CACHES)]
+                state = [spec for spec in slot_state(shape) if spec.name.startswith(_CACHES)]
                 poisoned, clean = self._caches(state, capacity, past, kv_len + shape.steps - 1)
                 written = [range(start, start + rows + shape.steps - 1) for start in past]
                 left = [range(row.start + n, row.stop) for row, n in zip(written, pending[:batch], strict=True)]
@@ -184,7 +187,7 @@ class Calls:
     def _move(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
-        state = signatures.verifier_state(self._shape) if verifier else signatures.lyanna_state(self._lyanna)  # type: ignore[arg-type]
+        state = signatures.verifier_state(self._shape) if verifier else slot_state(self._lyanna)  # type: ignore[arg-type]
         sizes = {"B": SLOTS, "C": self._capacity, "W": names.MAX_PENDING_FEATURES}
         values = {spec.name: self._floats(spec.dtype, *sized(spec, sizes)) for spec in state}
         for source, target in ((2, 0), (0, 1)):
@@ -203,7 +206,7 @@ class Calls:
 
     def _tables(self) -> dict[str, Array]:
         assert self._lyanna is not None
-        return {spec.name: self._bundle.array(spec.name) for spec in signatures.token_info_tables(self._lyanna)}
+        return self._bundle.tables(METHOD.id)
 
     def _cache(self, spec: TensorSpec, capacity: int) -> tuple[int, ...]:
         return sized(spec, {"B": SLOTS, "C": capacity})

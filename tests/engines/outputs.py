@@ -15,6 +15,7 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device, Program
 from redraft.engines.manifest import GraphRecord
 from redraft.names import Dtype, TensorSpec
+from tests.engines.drafters import LYANNA_COPY_SLOT, LYANNA_DRAFT, LYANNA_RESAMPLE
 
 from .calls import Array, Call, Calls, as_float, from_float, sized
 
@@ -36,9 +37,9 @@ NATS = 20.0
 """What errors of log-probabilities are held against, in place of the largest of them: they come of the logits, up to 50
 in these calls, not of what a tree's differences amount to. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
 GRAPHS = (
-    names.VERIFIER, names.LYANNA_DRAFT, names.LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
+    names.VERIFIER, LYANNA_DRAFT, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
     names.STEP_COMPACT_KV,
-    names.STEP_GATHER_FEATURES, names.STEP_COPY_SLOT, names.LYANNA_COPY_SLOT,
+    names.STEP_GATHER_FEATURES, names.STEP_COPY_SLOT, LYANNA_COPY_SLOT,
 )  # fmt: skip
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 
@@ -56,7 +57,7 @@ def compare_outputs(
     made = Calls(bundle)
     errors: dict[str, float] = {}
     for graph in graphs:
-        if graph not in bundle.manifest.graphs:
+        if graph not in bundle.manifest.all_graphs:
             continue
         record, ours, theirs = bundle.graph(graph), device.program(graph), reference.program(graph)
         for call in made.of(graph, batches):

@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from redraft.engines.bundle import VERIFIERS, Bundle
 from redraft.names import TensorSpec
+from tests.engines.drafters import with_graphs
 
 _FLOAT, *_HALVES = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 
@@ -27,7 +28,7 @@ def exact(bundle: Bundle, folder: Path, rounded: bool = False) -> Bundle:
     """
     folder.mkdir()
     records = {}
-    for name, record in bundle.manifest.graphs.items():
+    for name, record in bundle.manifest.all_graphs.items():
         if name in VERIFIERS[1:]:
             continue  # a GPU runs the portable graph
         model = onnx.load(bundle.path / record.file)
@@ -38,7 +39,7 @@ def exact(bundle: Bundle, folder: Path, rounded: bool = False) -> Bundle:
         onnx.save(model, folder / f"{name}.onnx")
         inputs, outputs = (tuple(map(_in_fp32, specs)) for specs in (record.inputs, record.outputs))
         records[name] = replace(record, file=f"{name}.onnx", inputs=inputs, outputs=outputs)
-    return Bundle(folder, replace(bundle.manifest, precision="fp32", graphs=records))
+    return Bundle(folder, replace(with_graphs(bundle.manifest, records), precision="fp32"))
 
 
 def _in_fp32(spec: TensorSpec) -> TensorSpec:

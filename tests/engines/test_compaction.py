@@ -32,8 +32,8 @@ CAPACITY = 40
 def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bundle:
     """A bundle of the graphs of a step alone, which nobody checks."""
     shape = VerifierShape(2, 2, head_dim, 32, 11, CAPACITY, dtype)
-    files = export_step_graphs(shape, None, folder)
-    of_graphs = signatures.step_signatures(shape, None)
+    files = export_step_graphs(shape, folder, gathers=False)
+    of_graphs = signatures.step_signatures(shape, gathers=False)
     graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
     return Bundle(folder, manifest_of(Decoder(), shape=shape, graphs=graphs))
 

@@ -36,9 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with BundleWriter(out, "small") as writer:
         save_verifier(DECODER, writer.staging)
         (writer.staging / "tokenizer.json").write_text("{}")
-        files = export_step_graphs(DECODER.shape, None, writer.staging)
+        files = export_step_graphs(DECODER.shape, writer.staging, gathers=False)
         manifest = manifest_of(DECODER)
-        of_graphs = signatures.step_signatures(DECODER.shape, None)
+        of_graphs = signatures.step_signatures(DECODER.shape, gathers=False)
         graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
         writer.commit(manifest_of(DECODER, graphs={**manifest.graphs, **graphs}))
     return out

@@ -28,13 +28,14 @@ from redraft.engines.tensorrt.operators import SINCE
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
+from tests.engines.drafters import LYANNA_DRAFT, with_graphs
 from tests.runtime.devices import tensorrt_device
 
 from .bundles import build_tiny, write_bundle
 from .graphs import Decoder, save_verifier
 from .outputs import TOLERANCES, compare_outputs
 
-GRAPHS = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV)
+GRAPHS = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
 """Those that TensorRT's own operators compute otherwise than plugin and kernels."""
 DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 
@@ -42,12 +43,12 @@ DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 def lower(bundle: Bundle, folder: Path) -> Bundle:
     """A copy of the bundle in `folder` with the graphs in TensorRT's own operators."""
     shutil.copytree(bundle.path, folder, copy_function=os.link)
-    records = dict(bundle.manifest.graphs)
+    records = dict(bundle.manifest.all_graphs)
     for graph in GRAPHS:
         if graph in records:
             prepare(folder, records[graph].file, graph, SINCE["TensorScatter"], "native")
             records[graph] = replace(records[graph], file=graph_file(graph))
-    return Bundle(folder, replace(bundle.manifest, graphs=records))
+    return Bundle(folder, with_graphs(bundle.manifest, records))
 
 
 def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
@@ -91,7 +92,7 @@ def test_native_attention_drafts_the_same(lyanna_bundle: Path, fakes: bool, tmp_
         assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
         assert max(errors.values()) <= TOLERANCES["float32"]
     with pytest.raises(AssertionError, match=r"lyanna\.draft, .*: kv\.0\.key\.present: "):
-        compare_outputs(own, body, bundle, [names.LYANNA_DRAFT])
+        compare_outputs(own, body, bundle, [LYANNA_DRAFT])
 
 
 def sees_all(to: Any, *inputs: Any) -> Any:
@@ -133,7 +134,7 @@ def test_a_stale_row_that_counts_in_a_chain_is_seen(
     bundle = open_bundle(lyanna_bundle, verify=False)
     own = HostDevice(lower(bundle, tmp_path / "native"), 1)
     with pytest.raises(AssertionError, match=r"lyanna\.draft, .*: (chain_logits|tree\.log_probs)"):
-        compare_outputs(own, HostDevice(bundle, 1), bundle, [names.LYANNA_DRAFT], left=False)
+        compare_outputs(own, HostDevice(bundle, 1), bundle, [LYANNA_DRAFT], left=False)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from redraft.engines.tensorrt.stage import GRAPHS as STAGED
 from redraft.engines.tensorrt.target import check_precision
 from redraft.errors import BackendError
 from redraft.names import Dtype
+from tests.engines.drafters import LYANNA_COPY_SLOT, LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
 from tests.runtime.devices import cpu_device, tensorrt_device
 
 from .bundles import build_tiny
@@ -48,10 +49,10 @@ def fakes(bundle: Bundle, tmp_path: Path) -> Device:
     profiles = {
         graph: [
             {name: (sizes.min, sizes.max) for name, sizes in profile.inputs.items()}
-            for profile in profiles_of(graph, bundle.graph(graph).inputs, limits, False)
+            for profile in profiles_of(symbols_of(graph, limits), bundle.graph(graph).inputs, limits, False)
         ]
-        for graph in STAGED
-        if graph in bundle.manifest.graphs
+        for graph in (*STAGED, LYANNA_DRAFT, LYANNA_RESAMPLE)
+        if graph in bundle.manifest.all_graphs
     }
     return tensorrt_device(bundle, tmp_path, profiles).device
 
@@ -172,11 +173,11 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
         (names.VERIFIER, None, unwritten, "other rows were written"),
         (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "tree, B=1: .*: off by"),
         (names.VERIFIER, None, put(KEY, (0, 0, 0, 0), 50.0), "kv.0.key.present: off by"),
-        (names.LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
-        (names.LYANNA_DRAFT, None, changed(names.CHAIN_LOGITS, (0, -1, 0), 0.1), "chain_logits: off by"),
-        (names.LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: \("),
-        (names.LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),
-        (names.LYANNA_RESAMPLE, None, changed(names.TREE_COUNT, (0,)), "tree.count: expected the same bits"),
+        (LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
+        (LYANNA_DRAFT, None, changed(names.CHAIN_LOGITS, (0, -1, 0), 0.1), "chain_logits: off by"),
+        (LYANNA_DRAFT, None, swapped, r"tree.log_probs\[0\]: \("),
+        (LYANNA_RESAMPLE, None, changed(names.TREE_PARENTS, (0, 4), -1), "lyanna.resample, 1 used, B=1"),
+        (LYANNA_RESAMPLE, None, changed(names.TREE_COUNT, (0,)), "tree.count: expected the same bits"),
         (names.STEP_PREPARE_TREE, None, changed(names.POSITIONS, (0, -1)), "positions: expected the same bits"),
         (names.STEP_ACCEPT, None, changed(names.ACCEPT_OUTPUT, (0, -1)), "accept_output: expected the same bits"),
         (names.STEP_COMPACT_KV, None, changed(KEY, (2, 0, 0, 0)), "kv.0.key.present: expected the same bits"),
@@ -187,7 +188,7 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
             "pending_features.present: expected the same bits",
         ),
         (names.STEP_COPY_SLOT, changed(names.SOURCE_SLOT, (0,), -1), None, "step.copy_slot, 2 to 0"),
-        (names.LYANNA_COPY_SLOT, None, changed(names.CHAIN_LOGITS, (1, 0, 0)), "lyanna.copy_slot, 2 to 0"),
+        (LYANNA_COPY_SLOT, None, changed(names.CHAIN_LOGITS, (1, 0, 0)), "lyanna.copy_slot, 2 to 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -259,7 +260,7 @@ def test_the_embedded_model_is_built_for_two_sequences(
         build_tiny(root, tmp_path / "tiny", "tensorrt", "fp16", attention)
     assert [config.tensorrt.batch for config in asked] == [2, 2, 2]
     assert [config.tensorrt.attention for config in asked] == ["plugin", "native", "plugin"]
-    assert all(config.lyanna is not None for config in asked), "both compute the drafter's attention too"
+    assert all(config.drafters for config in asked), "both compute the drafter's attention too"
     assert {config.hidden_states for config in asked} == {(names.LAST_HIDDEN_STATE,)}, (
         "the verifiers of both must give the same outputs"
     )

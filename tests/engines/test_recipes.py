@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import backends, recipes
 from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import load_recipe, recipe_names
@@ -14,15 +14,17 @@ from redraft.engines.tensorrt.target import INSTALL
 from redraft.errors import BackendError, UsageError
 from redraft.export.drafters.lyanna import beside
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
+from redraft.methods.lyanna import METHOD
 
 
 def test_packaged_recipes_load():
     assert "tiny" in recipe_names()
     tiny = load_recipe("tiny")
     assert tiny.source.endswith("assets/tiny")
-    assert tiny.build.lyanna is not None
-    assert tiny.build.lyanna.source.endswith("assets/tiny/lyanna")
-    assert tiny.build == BuildConfig(hidden_states=("last",), lyanna=tiny.build.lyanna)
+    (drafter,) = tiny.build.drafters
+    assert drafter.source is not None
+    assert drafter.source.endswith("assets/tiny/lyanna")
+    assert tiny.build == BuildConfig(hidden_states=("last",), drafters=(drafter,))
 
 
 def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
@@ -39,9 +41,12 @@ def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
 def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
     (tmp_path / "drafter").mkdir()
     file = tmp_path / "mine.toml"
-    file.write_text('source = "x"\n[build.lyanna]\nsource = "drafter"\nsteps = 2\ntoken_info = "fp8"\n')
-    expected = LyannaBuild(str(tmp_path / "drafter"), steps=2, token_info="fp8")
-    assert load_recipe(str(file)).build == BuildConfig(lyanna=expected)
+    file.write_text('source = "x"\n[build.drafters.a]\nsource = "drafter"\nsteps = 2\ntoken_info = "fp8"\n')
+    expected = DrafterBuild("a", str(tmp_path / "drafter"), options={"steps": 2, "token_info": "fp8"})
+    assert load_recipe(str(file)).build == BuildConfig(drafters=(expected,))
+
+
+OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
 
 
 @pytest.mark.parametrize(
@@ -50,19 +55,46 @@ def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
         ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, shape, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
         ('source = "x"\n[build]\nprecision = "fp12"\n', "unknown precision 'fp12'"),
-        ('source = "x"\n[build]\nlyanna = "y"\n', "expected a table [build.lyanna]"),
-        ('source = "x"\n[build.lyanna]\nsource = 3\n', "lyanna.source must name a drafter's folder"),
+        ('source = "x"\n[build]\ndrafters = "y"\n', "expected a table [build.drafters.ID] for each"),
+        ('source = "x"\n[build.drafters.a]\nsource = 3\n', "drafter a: source must name a folder"),
         ('source = "x"\nshape = 3\n', "expected [shape] with `model_type`"),
         ('source = "x"\n[shape]\nhidden_size = 64\n', "expected [shape] with `model_type`"),
-        ('source = "x"\n[build.lyanna]\nsource = ""\n', "lyanna.source must name a drafter's folder"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\ndepth = 2\n', "build.lyanna: unknown key depth; known keys"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\ntoken_info = "fp4"\n', "unknown lyanna.token_info 'fp4'"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nprecision = "fp8"\n', "unknown lyanna.precision 'fp8'"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nsteps = 0\n', "lyanna.steps must be a positive number, not 0"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nwidth = true\n', "lyanna.width must be a positive number"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nnodes = "12"\n', "lyanna.nodes must be a positive number"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nhot_tokens = 1.5\n', "lyanna.hot_tokens must be a positive"),
-        ('source = "x"\n[build.lyanna]\nsource = "y"\nprune_above = -1\n', "lyanna.prune_above must be a positive"),
+        ('source = "x"\n[build.drafters.a]\nsource = ""\n', "drafter a: source must name a folder"),
+        (
+            f'source = "x"\n{OWN}depth = 2\n',
+            "build.drafters.a: unknown key depth; known keys",
+        ),
+        (
+            f'source = "x"\n{OWN}token_info = "fp4"\n',
+            "unknown token_info 'fp4'",
+        ),
+        (
+            f'source = "x"\n{OWN}precision = "fp8"\n',
+            "unknown precision of a drafter 'fp8'",
+        ),
+        (
+            f'source = "x"\n{OWN}steps = 0\n',
+            "steps must be a positive number, not 0",
+        ),
+        (
+            f'source = "x"\n{OWN}width = true\n',
+            "width must be a positive number",
+        ),
+        (
+            f'source = "x"\n{OWN}nodes = "12"\n',
+            "nodes must be a positive number",
+        ),
+        (
+            f'source = "x"\n{OWN}hot_tokens = 1.5\n',
+            "hot_tokens must be a positive",
+        ),
+        (
+            f'source = "x"\n{OWN}prune_above = -1\n',
+            "prune_above must be a positive",
+        ),
+        ('source = "x"\n[build.drafters.a]\nmethod = "eagle"\n', "unknown drafting method 'eagle'; the methods are"),
+        ('source = "x"\n[build.drafters.a]\nmethod = 3\n', "drafter a: method must be a word, not 3"),
+        ('source = "x"\n[build.drafters.none]\nsource = "y"\n', "no drafter can have the id 'none'"),
         ("[build]\n", "expected `source` as text"),
         ("source = \n", "expected a TOML recipe"),
     ],
@@ -113,11 +145,12 @@ def test_budget_and_hot_tokens_are_the_papers(name):
     """Three deep, four wide, twelve verified; of more than 40 K tokens, the 32 K most frequent are hot."""
     recipe = load_recipe(name)
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
-    options = recipe.build.lyanna
+    (drafter,) = recipe.build.drafters
+    options = METHOD.parse_build(drafter.options, name)
     shape = lyanna_shape(beside(config, config.vocab_size, steps=options.steps), options)
     assert (shape.steps, shape.width, shape.nodes - 1) == (3, 4, 12)
     assert shape.hot == options.hot_tokens == {32000: 32000}.get(config.vocab_size, 32768)
-    assert options.source is None
+    assert drafter.source is None
 
 
 def test_without_tensorrt_its_backend_names_what_to_install(monkeypatch):

@@ -36,7 +36,7 @@ def test_shares_count_codes_by_their_bits_and_no_scales() -> None:
     weights = (
         ref("up.codes", "U8", 6, 10, 16), ref("up.scales", "F32", 6, 10), ref("up.zeros", "U8", 6, 5),
         ref("head.codes", "U8", 3, 10, 32), ref("head.scales", "F32", 3, 10), ref("head.zeros", "U8", 3, 10),
-        ref("embedding", "F32", 3, 320), ref("lyanna.token_info.table", "I8", 1000, 1000),
+        ref("embedding", "F32", 3, 320),
     )  # fmt: skip
     shares = weight_shares(replace(manifest_of(Decoder()), weights=weights))
     assert shares == pytest.approx({"4 bits": 0.5, "8 bits": 0.25, "fp32": 0.25})

@@ -334,7 +334,7 @@ def test_an_engine_of_another_graph_is_refused(bundle: Bundle, make: Make, tmp_p
 
 def test_a_graph_without_an_engine_is_named_with_what_mends_it(bundle: Bundle, make: Make) -> None:
     record = bundle.graph(names.VERIFIER)
-    of_graphs = signatures.step_signatures(DECODER.shape, None)
+    of_graphs = signatures.step_signatures(DECODER.shape, gathers=False)
     graphs = {
         names.VERIFIER: record, **{name: GraphRecord("x.onnx", *of_graphs[name]) for name in of_graphs}
     }  # fmt: skip

@@ -11,12 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from redraft import names, signatures
-from redraft.export.step_graphs import export_step_graphs
+from redraft.export.step_graphs import export_slot_copy, export_step_graphs
+from redraft.methods.lyanna import LyannaShape, slot_state
 from redraft.names import TensorSpec
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.tree import ancestor_mask
-from redraft.signatures import LyannaShape, VerifierShape
+from redraft.signatures import VerifierShape
 from redraft.types import DraftTree
+from tests.engines.drafters import LYANNA_COPY_SLOT
 
 SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9, max_positions=64)
 
@@ -29,7 +31,8 @@ LYANNA = LyannaShape(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("step")
-    export_step_graphs(SHAPE, LYANNA, out)
+    export_step_graphs(SHAPE, out, gathers=True)
+    export_slot_copy(LYANNA_COPY_SLOT, slot_state(LYANNA), out)
     return out
 
 
@@ -144,7 +147,7 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
     ("graph", "state"),
     [
         (names.STEP_COPY_SLOT, signatures.verifier_state(SHAPE)),
-        (names.LYANNA_COPY_SLOT, signatures.lyanna_state(LYANNA)),
+        (LYANNA_COPY_SLOT, slot_state(LYANNA)),
     ],
 )
 def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
@@ -163,7 +166,9 @@ def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSp
 
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
-    contracts = signatures.step_signatures(SHAPE, LYANNA)
+    state = slot_state(LYANNA)
+    copied = {LYANNA_COPY_SLOT: (signatures.move_inputs(state), signatures.move_outputs(state))}
+    contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
     assert len(contracts) == 6
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")
@@ -173,7 +178,7 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
 
 
 def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
-    assert {names.STEP_GATHER_FEATURES, names.LYANNA_COPY_SLOT}.isdisjoint(export_step_graphs(SHAPE, None, tmp_path))
+    assert names.STEP_GATHER_FEATURES not in export_step_graphs(SHAPE, tmp_path, gathers=False)
 
 
 # ONNX Runtime's kernels for CUDA take these types only, of operators here whose kernels for the CPU take more

@@ -16,11 +16,12 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 from tests.engines.fake_cuda import FakeCuda
 from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
 
-UPDATING = (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV)
-GRAPHS = (*UPDATING, names.LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
+UPDATING = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
+GRAPHS = (*UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
 
 
 @dataclass
@@ -42,7 +43,7 @@ def write_engines(
             host if graph == names.VERIFIER else (), graph in UPDATING,
         )
         for graph in GRAPHS
-        if graph in bundle.manifest.graphs
+        if graph in bundle.manifest.all_graphs
     }  # fmt: skip
 
 

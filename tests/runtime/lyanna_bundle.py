@@ -7,9 +7,10 @@ from pathlib import Path
 
 from redraft.cli.assembly import build_bundle
 from redraft.cli.models import Model
-from redraft.config import BuildConfig, LyannaBuild
+from redraft.config import BuildConfig
 from redraft.export.checkpoint import Checkpoint
 from tests.cli.conftest import write_tokenizer
+from tests.engines.drafters import lyanna_build
 from tests.export.drafters.tiny import CONFIG, write_drafter, write_verifier
 
 VOCABULARY, CONTEXT, STEPS, WIDTH = 13, 96, 4, 3
@@ -22,7 +23,7 @@ def write_lyanna_bundle(folder: Path, **options: object) -> Path:
     checkpoint = Checkpoint.open(checkpoint.path)
     config = replace(CONFIG, vocab_size=VOCABULARY, steps=STEPS, draft_logit_scale=1.0, logit_scale=1.0)
     drafter = write_drafter(folder / "drafter", checkpoint, config)
-    lyanna = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": WIDTH, **options})
+    lyanna = lyanna_build(str(drafter), **{"precision": "fp32", "width": WIDTH, **options})
     model = Model("little", str(checkpoint.path), checkpoint.path)
-    build_bundle(model, BuildConfig(lyanna=lyanna), folder / "engines", {}, False, lambda message: None)
+    build_bundle(model, BuildConfig(drafters=(lyanna,)), folder / "engines", {}, False, lambda message: None)
     return folder / "engines"

@@ -83,9 +83,9 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
         ("none", None, {}),
         ("ngram", None, {}),
         ("ngram", Budget(6, 4, 2), {}),
+        ("ngram+lyanna", None, {}),
+        ("ngram+lyanna", None, {"resample": False}),
         ("lyanna", None, {}),
-        ("lyanna", None, {"resample": False}),
-        ("lyanna", None, {"lookup": False}),
         ("lyanna", FULL, {}),
         ("lyanna", FULL, {"resample": False}),
         ("lyanna", Budget(5, 2, 2), {}),
@@ -134,13 +134,13 @@ def test_a_drafters_tree_that_no_engine_takes_is_refused(opened: Open) -> None:
     with opened() as runtime:
         runtime.verifier.largest_tree = 2
         with pytest.raises(UsageError, match="larger than the 2 that the engine's profile takes"):
-            runtime.generate(ALL[:1], PARAMS, "lyanna")
+            runtime.generate(ALL[:1], PARAMS, "ngram+lyanna")
 
 
 def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]) -> None:
     """After other methods had the slots, with what they left in the buffers."""
     with opened(2) as runtime:
-        for method in ("lyanna", "ngram", "lyanna", "none", "lyanna"):
+        for method in ("ngram+lyanna", "ngram", "lyanna", "none", "ngram+lyanna"):
             found = runtime.generate(ALL[5:], PARAMS, method, FULL)
             assert [list(generation.token_ids) for generation in found] == plain[5:]
 
@@ -168,15 +168,15 @@ def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, 
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("lookup", [False, True])
-def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: int, lookup: bool) -> None:
+@pytest.mark.parametrize("method", ["lyanna", "ngram+lyanna"])
+def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: int, method: str) -> None:
     """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's.
 
     A tree that is larger than what its ranks are worth is found.
     """
     file = io.StringIO()
-    with opened(max_num_seqs, lookup=lookup) as runtime:
-        found = runtime.generate(ALL, PARAMS, "lyanna", trace=file)
+    with opened(max_num_seqs) as runtime:
+        found = runtime.generate(ALL, PARAMS, method, trace=file)
     lines = file.getvalue().splitlines()
     played = replay(lines)
     texts = sorted([*prompt, *text.token_ids] for prompt, text in zip(ALL, found, strict=True))
@@ -213,11 +213,11 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder whose heads are as wide as our kernels want them."""
     decoder = Decoder(head_dim=64, vocabulary=13, max_positions=CONTEXT)
     out = tmp_path_factory.mktemp("wide") / "wide"
-    of_graphs = signatures.step_signatures(decoder.shape, None)
+    of_graphs = signatures.step_signatures(decoder.shape, gathers=False)
     with BundleWriter(out, "wide") as writer:
         save_verifier(decoder, writer.staging)
         write_tokenizer(writer.staging)
-        files = export_step_graphs(decoder.shape, None, writer.staging)
+        files = export_step_graphs(decoder.shape, writer.staging, gathers=False)
         graphs = {name: GraphRecord(file, *of_graphs[name]) for name, file in files.items()}
         writer.commit(manifest_of(decoder, graphs={**manifest_of(decoder).graphs, **graphs}))
     return out

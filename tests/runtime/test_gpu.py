@@ -36,7 +36,7 @@ PROMPTS = ["def fibonacci(n):", "Once upon a time there was", "Question: Tom has
 PARAMS = SamplingParams(max_tokens=64)
 WHOLE = Budget(12, 4, 4)
 RUNS = {"none": ("none", None), "ngram": ("ngram", WHOLE), "ngram-adaptive": ("ngram", None),
-        "lyanna": ("lyanna", WHOLE), "lyanna-adaptive": ("lyanna", None)}  # fmt: skip
+        "lyanna": ("lyanna", WHOLE), "lyanna-adaptive": ("ngram+lyanna", None)}  # fmt: skip
 """Methods with their budgets. Without one the controller chooses each tree's size."""
 NEAR_TIE = 1e-3
 """A lead of the host's logits that another order of sums may turn round. Both compute in fp32."""

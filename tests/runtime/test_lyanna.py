@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft import names, signatures
+from redraft import names
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
-from redraft.export.drafters.token_tree import lookup, resample
+from redraft.export.drafters.lyanna_token_tree import lookup, resample
 from redraft.runtime import Runtime, SamplingParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
@@ -75,7 +75,7 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
     [
         (None, {}),
         (None, {"resample": False}),
-        (None, {"lookup": False}),
+        (None, {"method": "lyanna"}),
         (None, {"threshold": 1}),
         (FULL, {}),
         (FULL, {"resample": False}),
@@ -91,9 +91,11 @@ def test_drafted_text_is_the_verifiers_own(
 ) -> None:
     """Sequences come, go and change slots; the trace of it holds, and says what was allowed."""
     trace = io.StringIO()
+    options = dict(options)
+    method = options.pop("method", None)
     with opened(max_num_seqs, **options) as runtime:
-        assert runtime.default_method == "lyanna"
-        found = runtime.generate(PROMPTS, PARAMS, budget=budget, trace=trace)
+        assert runtime.default_method == "ngram+lyanna"
+        found = runtime.generate(PROMPTS, PARAMS, method, budget, trace=trace)
     assert [list(generation.token_ids) for generation in found] == plain
     played = replay(trace.getvalue().splitlines())
     for prompt, text, told in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
@@ -102,7 +104,7 @@ def test_drafted_text_is_the_verifiers_own(
     assert (played.steps[Source.RESAMPLE] > 0) == options.get("resample", True)
     if budget is None or budget == FULL:
         assert played.accepted[Source.FRESH] > 0
-    if budget == FULL or not options.get("lookup", True):  # else the lookup may have had all that was accepted
+    if budget == FULL or method:  # else the lookup may have had all that was accepted
         assert (played.accepted[Source.RESAMPLE] > 0) == options.get("resample", True)
 
 
@@ -142,7 +144,6 @@ def lyanna_of(runtime: Runtime) -> LyannaDrafter:
         ({"threshold": -1}, "threshold must be a number of steps, not -1"),
         ({"threshold": True}, "threshold must be a number of steps, not True"),
         ({"resample": 1}, "must be true or false"),
-        ({"lookup": "yes"}, "must be true or false"),
         ({"depth": 3}, "unknown key depth"),
     ],
 )
@@ -313,8 +314,7 @@ def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
     """Token information by name."""
     bundle = runtime._bundle
     assert bundle is not None
-    assert bundle.manifest.lyanna is not None
-    return {spec.name: bundle.array(spec.name) for spec in signatures.token_info_tables(bundle.manifest.lyanna)}
+    return bundle.tables("lyanna")
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])

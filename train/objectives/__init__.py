@@ -1,26 +1,28 @@
-"""Losses of drafting methods, one file a method, and where to find them; the loop knows none.
+"""Losses of drafting methods, one file a method; the loop knows none.
 
-Importing this needs no torch: a method's module is imported when it is asked for.
+Importing this needs no torch: the module `<method>_method` here, whose METHOD says how to train a drafter, is imported
+when it is asked for.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from redraft.errors import CheckpointError
-from redraft.names import LYANNA
+from redraft.methods import built_methods
 
 if TYPE_CHECKING:
     from redraft.train.method import Method
 
-METHODS = {LYANNA: "Train a Lyanna drafter: a chain of predicted hidden states with token information."}
-"""Names, each of a module `<name>_method` here whose METHOD says how to train it, and the command line's help."""
+METHODS = tuple(name for name in built_methods() if find_spec(f"{__name__}.{name}_method"))
+"""The methods that can be trained."""
 
 
 def find_method(name: str) -> Method:
-    """The method of that name. Raises CheckpointError where there is none, as a drafter of another version may say."""
+    """Return how to train a method. Raises CheckpointError for an unknown one, as in a drafter of another version."""
     if name not in METHODS:
         raise CheckpointError(f"no drafting method {name!r}", f"the methods are {', '.join(METHODS)}")
-    method: Method = import_module(f"redraft.train.objectives.{name}_method").METHOD
+    method: Method = import_module(f"{__name__}.{name}_method").METHOD
     return method

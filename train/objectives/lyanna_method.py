@@ -9,7 +9,7 @@ import torch
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
-from redraft.names import LYANNA
+from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -43,7 +43,7 @@ class LyannaTable(DrafterTable):
 class LyannaRecipe(DrafterRecipe):
     """The recipe with Lyanna's own table."""
 
-    method: str = LYANNA
+    method: str = SPECIFICATION.id
     drafter: LyannaTable = field(default_factory=LyannaTable)
 
 

@@ -14,26 +14,28 @@ import onnxruntime as ort
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.manifest import GraphRecord, Manifest
+from redraft.engines.manifest import Manifest
 from redraft.engines.tensorrt.commands import commands
 from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
-from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
-from redraft.signatures import LyannaShape
+from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record
 from tests.engines.graphs import Decoder, save_verifier
 from tests.export.drafters.tiny import export, make_verifier
 
 DECODER = Decoder()
+LIMITS = Limits(1, 16, 32, 64)
 LIBRARY = "libredraft_tensorrt_10.so"
 
 
 def manifest(native: bool = False, embedded: bool = False) -> Manifest:
     portable = manifest_of(DECODER)
     inputs = portable.graphs[names.VERIFIER].inputs
-    profiles = profiles_of(names.VERIFIER, inputs, Limits(1, 16, 32, 64), native)
+    profiles = profiles_of(verifier_symbols(names.VERIFIER, LIMITS), inputs, LIMITS, native)
     engine = EngineRecord("verifier.engine", graph_file(names.VERIFIER), profiles)
     record = TensorRtRecord(
         "10.13.3", "NVIDIA H200", "9.0", "native" if native else "plugin", "" if native else "0" * 64,
@@ -178,15 +180,12 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
 def test_integers_of_a_drafters_calls_are_sound() -> None:
     """All rows of a call are new, and of a chain the first step is used up."""
     lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, "fp16", 20, 5)
-    manifest = manifest_of(DECODER, lyanna=lyanna)
-    calls = {
-        names.LYANNA_DRAFT: (signatures.lyanna_draft_inputs(lyanna), signatures.lyanna_draft_outputs(lyanna)),
-        names.LYANNA_RESAMPLE: (signatures.lyanna_resample_inputs(lyanna), signatures.lyanna_resample_outputs(lyanna)),
-    }
-    made = {}
-    for graph, (inputs, outputs) in calls.items():
-        profile = profiles_of(graph, inputs, Limits(2, 16, 32, 64), kv_len_is_shape=False)[-1]
-        made[graph] = sound_inputs(GraphRecord("g.onnx", inputs, outputs), manifest, profile)
+    manifest = manifest_of(DECODER, drafters={METHOD.id: lyanna_record(lyanna)})
+    made, limits = {}, Limits(2, 16, 32, 64)
+    for graph, role in ((LYANNA_DRAFT, names.DRAFT), (LYANNA_RESAMPLE, names.RESAMPLE)):
+        symbols = drafter_symbols(METHOD.graphs[role], METHOD.spare_rows, limits)
+        profile = profiles_of(symbols, METHOD.graphs[role].inputs(lyanna), limits, kv_len_is_shape=False)[-1]
+        made[graph] = sound_inputs(graph, manifest, profile)
     draft, resample = made.values()
     assert draft[names.NUM_PENDING].tolist() == [16]
     assert draft[names.POSITIONS].tolist() == [list(range(32, 48))]

@@ -12,6 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.export.tree_attention import bodies
+from tests.engines.drafters import LYANNA_DRAFT
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 
 CACHES = (names.key_cache(0), names.value_cache(0))
@@ -23,13 +24,13 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("chain")
     (folder / "verifier").mkdir()
     exported = export(folder, make_verifier(folder / "verifier"))
-    prepare(exported.bundle.path, exported.lyanna.draft, names.LYANNA_DRAFT, (10, 9), "plugin")
+    prepare(exported.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, (10, 9), "plugin")
     return exported
 
 
 def test_every_link_is_an_output_of_the_buffers_type_and_sizes(drafter: Exported) -> None:
-    graph = onnx.load(drafter.bundle.path / graph_file(names.LYANNA_DRAFT), load_external_data=False).graph
-    portable = onnx.load(drafter.bundle.path / drafter.lyanna.draft, load_external_data=False).graph
+    graph = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT), load_external_data=False).graph
+    portable = onnx.load(drafter.bundle.path / f"{LYANNA_DRAFT}.onnx", load_external_data=False).graph
     assert [output.name for output in graph.output] == [*(output.name for output in portable.output), *LINKS]
     assert [names.linked(name) for name in LINKS] == [*CACHES] * (CONFIG.steps - 1)
     buffers = {each.name: each.type for each in graph.input}
@@ -46,7 +47,7 @@ def test_every_link_is_an_output_of_the_buffers_type_and_sizes(drafter: Exported
 def test_the_draft_is_the_same(drafter: Exported) -> None:
     """With the operator's body put back."""
     path = drafter.bundle.path / "chain.onnx"
-    model = onnx.load(drafter.bundle.path / graph_file(names.LYANNA_DRAFT))
+    model = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT))
     for node in model.graph.node:
         if node.op_type == names.TREE_ATTENTION:
             node.domain = names.TREE_ATTENTION_DOMAIN
@@ -54,7 +55,7 @@ def test_the_draft_is_the_same(drafter: Exported) -> None:
     model.functions.extend(bodies(False))
     model.opset_import.append(onnx.helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1))
     onnx.save(model, path)
-    found, expected = (draft(drafter, each) for each in (path, drafter.bundle.path / drafter.lyanna.draft))
+    found, expected = (draft(drafter, each) for each in (path, drafter.bundle.path / f"{LYANNA_DRAFT}.onnx"))
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=2e-4, atol=2e-4, err_msg=name)
 

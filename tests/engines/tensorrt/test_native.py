@@ -22,9 +22,11 @@ from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
 from redraft.export.step_graphs import export_step_graphs
+from redraft.methods.lyanna import draft_outputs
 from redraft.runtime import Runtime, SamplingParams
 from redraft.signatures import VerifierShape
 from redraft.types import Budget
+from tests.engines.drafters import LYANNA_DRAFT
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
 
@@ -41,7 +43,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp("chain")
     (folder / "verifier").mkdir()
     exported = export(folder, make_verifier(folder / "verifier"))
-    prepare(exported.bundle.path, exported.lyanna.draft, names.LYANNA_DRAFT, RELEASE, "native")
+    prepare(exported.bundle.path, f"{LYANNA_DRAFT}.onnx", LYANNA_DRAFT, RELEASE, "native")
     return exported
 
 
@@ -83,7 +85,7 @@ def assert_same_draft(found: dict[str, np.ndarray], expected: dict[str, np.ndarr
 
 def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
     """Also where what lies behind the committed rows is poisoned between calls: nobody reads it."""
-    portable, native = Drafting(drafter, drafter.lyanna.draft), Drafting(drafter, graph_file(names.LYANNA_DRAFT))
+    portable, native = Drafting(drafter, f"{LYANNA_DRAFT}.onnx"), Drafting(drafter, graph_file(LYANNA_DRAFT))
     cache_len = np.array([0, 2])
     for cache in names.key_cache(0), names.value_cache(0):
         committed = np.random.default_rng(9).standard_normal((drafter.shape.kv_heads, 2, drafter.shape.head_dim))
@@ -102,21 +104,19 @@ def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
 
 def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
     """All that TensorRT's KV update can do."""
-    graph = onnx.load(drafter.bundle.path / graph_file(names.LYANNA_DRAFT), load_external_data=False).graph
+    graph = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT), load_external_data=False).graph
     updates = [node for node in graph.node if node.op_type == "TensorScatter"]
     assert [node.input[0] for node in updates] == [names.key_cache(0), names.value_cache(0)]
     assert [node.output[0] for node in updates] == [
         names.present(cache) for cache in (node.input[0] for node in updates)
     ]
-    assert {output.name for output in graph.output} == {
-        spec.name for spec in signatures.lyanna_draft_outputs(drafter.shape)
-    }
+    assert {output.name for output in graph.output} == {spec.name for spec in draft_outputs(drafter.shape)}
     assert sum(node.op_type == "Attention" for node in graph.node) == CONFIG.steps
 
 
 @pytest.mark.parametrize("change", ["two rows on", "window", "another's row"])
 def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Exported) -> None:
-    model = ir.load(drafter.bundle.path / drafter.lyanna.draft)
+    model = ir.load(drafter.bundle.path / f"{LYANNA_DRAFT}.onnx")
     third = [node for node in model.graph if node.op_type == names.TREE_ATTENTION][2]
     if change == "window":
         third.attributes["window"] = ir.AttrInt64("window", 4)
@@ -129,13 +129,13 @@ def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Export
     with pytest.raises(
         BackendError, match=r"another node wrote, and not its next row.*attention plugin, or without the"
     ):
-        lower_attention(names.LYANNA_DRAFT, model, RELEASE)
+        lower_attention(LYANNA_DRAFT, model, RELEASE)
 
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("step")
-    export_step_graphs(SHAPE, None, folder)
+    export_step_graphs(SHAPE, folder, gathers=False)
     prepare(folder, f"{names.STEP_COMPACT_KV}.onnx", names.STEP_COMPACT_KV, RELEASE, "native")
     return folder
 
@@ -172,8 +172,8 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
     shutil.copytree(portable, native)
     manifest = load_manifest(native)
     files = dict(manifest.files)
-    for graph in (names.VERIFIER, names.LYANNA_DRAFT, names.STEP_COMPACT_KV):
-        file = manifest.graphs[graph].file
+    for graph in (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV):
+        file = manifest.all_graphs[graph].file
         prepare(native, file, graph, RELEASE, "native")
         (native / graph_file(graph)).replace(native / file)
         files[file] = replace(files[file], size=(native / file).stat().st_size)
@@ -181,7 +181,7 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
     prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]
     said = []
     for folder in (portable, native):
-        with Runtime.open(folder, threads=1, slots=3, verify=False, device="cpu") as runtime:
+        with Runtime.open(folder, threads=1, max_num_seqs=3, verify=False, device="cpu") as runtime:
             said.append(runtime.generate(prompts, SamplingParams(max_tokens=40), "lyanna", Budget(30, STEPS, 9)))
     for one, other in zip(*said, strict=True):
         assert one.token_ids == other.token_ids

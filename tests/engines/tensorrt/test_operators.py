@@ -100,6 +100,6 @@ def test_the_table_holds_operators_of_onnx_only() -> None:
 def test_the_error_is_one_line_with_what_mends_it() -> None:
     graph = CASES["bytes are looked up"][0]
     with pytest.raises(
-        BackendError, match=r"draft: node 'node of Gather' is Gather of uint8.*; build with --token-info"
+        BackendError, match=r"draft: node 'node of Gather' is Gather of uint8.*; build the drafter with token_info=fp16"
     ):
         check("draft", graph, (10, 13))

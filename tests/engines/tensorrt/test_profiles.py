@@ -5,23 +5,32 @@ from __future__ import annotations
 import pytest
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.profiles import Limits, check_max_num_seqs, check_tree, largest_call, profiles_of
+from redraft.engines.tensorrt.profiles import (
+    Limits,
+    check_max_num_seqs,
+    check_tree,
+    largest_call,
+    profiles_of,
+)
 from redraft.engines.tensorrt.records import Range
 from redraft.errors import UsageError
+from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
 from redraft.names import TensorSpec
-from redraft.signatures import LyannaShape, VerifierShape
+from redraft.signatures import VerifierShape
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
 LIMITS = Limits(batch=4, tree=16, prefill=32, max_model_len=64, usual=9)
 SIGNATURES = {
     names.VERIFIER: signatures.verifier_inputs(SHAPE),
-    names.LYANNA_DRAFT: signatures.lyanna_draft_inputs(LYANNA),
-    names.LYANNA_RESAMPLE: signatures.lyanna_resample_inputs(LYANNA),
-    **{graph: signatures.step_signatures(SHAPE, LYANNA)[graph][0] for graph in (
+    LYANNA_DRAFT: draft_inputs(LYANNA),
+    LYANNA_RESAMPLE: resample_inputs(LYANNA),
+    **{graph: signatures.step_signatures(SHAPE, gathers=True)[graph][0] for graph in (
         names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV, names.STEP_GATHER_FEATURES,
     )},
 }  # fmt: skip
+ONE = Limits(1, 16, prefill=1, max_model_len=64)
 
 
 def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
@@ -31,7 +40,7 @@ def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
 @pytest.mark.parametrize("graph", SIGNATURES)
 def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -> None:
     inputs = SIGNATURES[graph]
-    for profile in profiles_of(graph, inputs, LIMITS, kv_len_is_shape=False):
+    for profile in profiles_of(symbols_of(graph, LIMITS), inputs, LIMITS, kv_len_is_shape=False):
         assert set(profile.inputs) == dynamic(inputs)
         for spec in inputs:
             if spec.name in profile.inputs:
@@ -43,7 +52,9 @@ def test_every_dynamic_input_has_an_ordered_range_in_every_profile(graph: str) -
 
 
 def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
-    prefill, token, tree = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False)
+    prefill, token, tree = profiles_of(
+        symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
+    )
     assert [profile.name for profile in (prefill, token, tree)] == ["prefill", "token", "tree"]
     assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 32), (1, 32))
     assert token.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 1), (4, 1))
@@ -62,19 +73,23 @@ def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
 
 
 def test_a_drafters_calls_have_two_widths() -> None:
-    prompt, step = profiles_of(names.LYANNA_DRAFT, SIGNATURES[names.LYANNA_DRAFT], LIMITS, kv_len_is_shape=True)
+    prompt, step = profiles_of(symbols_of(LYANNA_DRAFT, LIMITS), SIGNATURES[LYANNA_DRAFT], LIMITS, kv_len_is_shape=True)
     assert prompt.inputs[names.TOKENS] == Range((1, 64), (1, 64), (4, 64))
     assert step.inputs[names.TOKENS] == Range((1, 16), (1, 16), (4, 16))
     assert step.inputs[names.KV_LEN] == Range((16,), (32,), (192,))
 
 
 def test_a_resampling_has_one_profile() -> None:
-    (found,) = profiles_of(names.LYANNA_RESAMPLE, SIGNATURES[names.LYANNA_RESAMPLE], LIMITS, kv_len_is_shape=False)
+    (found,) = profiles_of(
+        symbols_of(LYANNA_RESAMPLE, LIMITS), SIGNATURES[LYANNA_RESAMPLE], LIMITS, kv_len_is_shape=False
+    )
     assert found.inputs[names.TOKENS] == Range((1,), (1,), (4,))
 
 
 def test_accepted_rows_are_kept_of_trees_only() -> None:
-    (found,) = profiles_of(names.STEP_COMPACT_KV, SIGNATURES[names.STEP_COMPACT_KV], LIMITS, kv_len_is_shape=True)
+    (found,) = profiles_of(
+        symbols_of(names.STEP_COMPACT_KV, LIMITS), SIGNATURES[names.STEP_COMPACT_KV], LIMITS, kv_len_is_shape=True
+    )
     assert found.inputs[names.PATH] == Range((1, 2), (1, 13), (4, 16))
     assert found.inputs[names.value_cache(1)] == Range((1, 2, 2, 16), (1, 2, 64, 16), (4, 2, 64, 16))
 
@@ -82,7 +97,7 @@ def test_accepted_rows_are_kept_of_trees_only() -> None:
 def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
     """A graph over a drafter's K nodes, of which a call verifies T."""
     inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
-    one, tree = profiles_of(names.STEP_PREPARE_TREE, inputs, LIMITS, kv_len_is_shape=False)
+    one, tree = profiles_of(symbols_of(names.STEP_PREPARE_TREE, LIMITS), inputs, LIMITS, kv_len_is_shape=False)
     assert one.inputs[names.TREE_PARENTS] == tree.inputs[names.TREE_PARENTS] == Range((1, 1), (1, 13), (4, 16))
     assert one.inputs[names.POSITIONS].max == (4, 1)
 
@@ -90,19 +105,23 @@ def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
 def test_profiles_that_would_be_the_same_are_one() -> None:
     """Prompts that are computed token by token."""
     inputs = SIGNATURES[names.VERIFIER]
-    found = profiles_of(names.VERIFIER, inputs, Limits(1, 16, prefill=1, max_model_len=64), kv_len_is_shape=False)
+    found = profiles_of(symbols_of(names.VERIFIER, ONE), inputs, ONE, kv_len_is_shape=False)
     assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
 def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
-    for profile in profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True):
+    for profile in profiles_of(
+        symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True
+    ):
         kv_len = profile.inputs[names.KV_LEN]
         assert kv_len.max == (64,)
         assert kv_len.min <= kv_len.opt <= kv_len.max
 
 
 def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> None:
-    profiles = profiles_of(names.VERIFIER, SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False)
+    profiles = profiles_of(
+        symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
+    )
     batch, tree = largest_call(profiles)
     assert (batch, tree) == (4, 16)
     check_tree(tree, 16)

@@ -12,6 +12,7 @@ import pytest
 from redraft import names, signatures
 from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
+from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
@@ -22,8 +23,9 @@ from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
 from redraft.errors import BackendError, BundleError, UsageError
 from redraft.export.step_graphs import export_step_graphs
-from redraft.signatures import LyannaShape
+from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
+from tests.engines.drafters import lyanna_record
 from tests.engines.graphs import Decoder, save_verifier
 
 OPTIONS = TensorRtBuild(batch=2, tree_nodes=16, prefill=32)
@@ -53,7 +55,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Buil
         decoder = Decoder()
         with BundleWriter(tmp_path / out, "small") as writer:
             save_verifier(decoder, writer.staging)
-            export_step_graphs(decoder.shape, None, writer.staging)
+            export_step_graphs(decoder.shape, writer.staging, gathers=False)
             (writer.staging / "tokenizer.json").write_text("{}")
             manifest = manifest_of(decoder, backend="tensorrt", **changes)
             staged = stage_engines(writer.staging, manifest, options, tools, lambda line: None, fake)
@@ -135,7 +137,7 @@ def test_native_attention_needs_no_plugin(build: Build) -> None:
 def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     """Our kernel does it beside the plugin, which is built with it."""
     decoder = Decoder()
-    inputs, outputs = signatures.step_signatures(decoder.shape, None)[names.STEP_COMPACT_KV]
+    inputs, outputs = signatures.step_signatures(decoder.shape, gathers=False)[names.STEP_COMPACT_KV]
     keep = {names.STEP_COMPACT_KV: GraphRecord(f"{names.STEP_COMPACT_KV}.onnx", inputs, outputs)}
     graphs = {**manifest_of(decoder).graphs, **keep}
     native = replace(OPTIONS, attention="native")
@@ -148,9 +150,10 @@ def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
     assert set(manifest.tensorrt.engines) == {names.VERIFIER}
 
 
-def test_the_tree_that_is_tuned_for_is_the_drafters(build: Build) -> None:
+def test_the_tree_that_is_tuned_for_is_the_drafters(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     lyanna = LyannaShape(32, 61, 2, 16, 3, 3, 7, "fp16", 61, 8)
-    manifest, _ = build(lyanna=lyanna)
+    monkeypatch.setattr(BuiltDrafter, "engine_graphs", {})
+    manifest, _ = build(drafters={METHOD.id: lyanna_record(lyanna, "verifier.onnx")})
     assert manifest.tensorrt is not None
     tree = manifest.tensorrt.engines[names.VERIFIER].profiles[-1]
     assert tree.inputs[names.TOKEN_IDS] == Range((1, 2), (1, 8), (2, 16))

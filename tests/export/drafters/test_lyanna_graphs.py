@@ -12,15 +12,15 @@ import onnxruntime
 import pytest
 import torch
 
-from redraft import names, signatures
-from redraft.config import RANDOM, LyannaBuild
+from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_random_lyanna, lyanna_shape
-from redraft.export.drafters.token_info import make_tables
-from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
-from redraft.signatures import LyannaShape
+from redraft.export.drafters.lyanna_token_info import make_tables
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
+from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_nodes, resample_outputs
+from tests.engines.drafters import LYANNA_DRAFT, LYANNA_DRAFT_SINGLE, LYANNA_RESAMPLE
 
 from .tiny import (
     CONFIG,
@@ -71,7 +71,7 @@ class Draft:
         for name, table in exported.tables.items():
             self.engine.bind(name, table)
         self.past = np.zeros(batch, np.int64)
-        self.sizes = {"B": batch} if graph == names.LYANNA_DRAFT else {}
+        self.sizes = {"B": batch} if graph == LYANNA_DRAFT else {}
 
     def call(self, histories: list[History], rows: list[int], width: int) -> dict[str, np.ndarray]:
         """Sequence b brings its next rows[b] rows, padded to `width` by garbage features and tokens."""
@@ -124,7 +124,7 @@ def exported(request) -> Exported:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("graph", [names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE])
+@pytest.mark.parametrize("graph", [LYANNA_DRAFT, LYANNA_DRAFT_SINGLE])
 def test_a_draft_of_one_sequence_is_what_training_computes(exported: Exported, graph: str) -> None:
     """Nothing padded, padded, a single row, and every past in between; tokens and positions differ."""
     sequence = history(20, seed=1)
@@ -143,14 +143,14 @@ def test_beside_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verif
     exported = export(tmp_path, half_verifier, precision=None)
     assert {ref.dtype for ref in exported.lyanna.weights} == {"F16"}
     sequence = history(12, seed=1)
-    drafting = Draft(exported, names.LYANNA_DRAFT, 1)
+    drafting = Draft(exported, LYANNA_DRAFT, 1)
     for rows, width in ((7, 7), (2, 5)):
         found = drafting.call([sequence], [rows], width)
         check_draft(exported, found, [sequence], [int(drafting.past[0])], HALF_TOLERANCE)
 
 
 def test_two_element_types_in_one_graph_are_refused(half_verifier: Verifier, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"in int8 cannot read the features of a verifier in float16; choose .* fp16"):
+    with pytest.raises(UsageError, match="in int8 cannot read the features of a verifier in float16; choose prec"):
         export(tmp_path, half_verifier, precision="int8")
 
 
@@ -166,26 +166,26 @@ def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
 def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> None:
     """Its table adds something, and no weight is written but one pool."""
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
-    options = LyannaBuild(RANDOM, precision="fp32", width=2, nodes=8)
-    lyanna = export_random_lyanna(CONFIG, little_verifier.export, tmp_path / "graphs", options)
+    options = LyannaBuild(precision="fp32", width=2, nodes=8)
+    lyanna = export_random_lyanna(METHOD.id, CONFIG, little_verifier.export, tmp_path / "graphs", options)
     own = {ref.file for ref in lyanna.weights if ref.initializer.startswith("lyanna.")}
     assert own == {"weights/lyanna.random.safetensors"}
     bundle = Bundle(tmp_path / "graphs", manifest_beside(tmp_path / "graphs", little_verifier, lyanna))
     exported = Exported(random_drafter(), lyanna, torch.empty(0), torch.empty(0), bundle)
-    found = Draft(exported, names.LYANNA_DRAFT, 1).call([history(6, seed=1)], [6], 6)
+    found = Draft(exported, LYANNA_DRAFT, 1).call([history(6, seed=1)], [6], 6)
     assert np.isfinite(found[names.TREE_LOG_PROBS]).all()
     assert np.abs(exported.tables[f"{names.TOKEN_INFO}table"].astype(np.float32)).max() > 0.5
 
 
 def test_sequences_of_different_pasts_and_backlogs_share_a_call(exported: Exported) -> None:
     histories = [history(14, seed=seed) for seed in (1, 2, 3)]
-    drafting = Draft(exported, names.LYANNA_DRAFT, 3)
+    drafting = Draft(exported, LYANNA_DRAFT, 3)
     for rows, width in (([6, 1, 3], 6), ([1, 4, 2], 4), ([2, 8, 5], 11)):
         found = drafting.call(histories, rows, width)
         check_draft(exported, found, histories, drafting.past.tolist())
 
 
-@pytest.mark.parametrize("graph", [names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE])
+@pytest.mark.parametrize("graph", [LYANNA_DRAFT, LYANNA_DRAFT_SINGLE])
 def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph: str) -> None:
     """Rows of the first draft's chain must be gone in the second."""
     sequence = history(5, seed=4)
@@ -202,7 +202,7 @@ def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph
 def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None:
     """Through the table: a node's is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16."""
     sequence = history(6, seed=7)
-    found = Draft(whole, names.LYANNA_DRAFT, 1).call([sequence], [6], 6)
+    found = Draft(whole, LYANNA_DRAFT, 1).call([sequence], [6], 6)
     logits = torch.from_numpy(whole.chain_logits(sequence.features, sequence.tokens))
     tokens, parents, log_probs = (found[name][0].tolist() for name in (names.TREE_TOKENS, names.TREE_PARENTS,
                                                                        names.TREE_LOG_PROBS))  # fmt: skip
@@ -219,12 +219,12 @@ def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None
 def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verifier: Verifier, tmp_path: Path) -> None:
     """One step has nothing to resample, and no graph for it."""
     exported = export(tmp_path, little_verifier, steps=1, nodes=3, width=4)
-    assert names.LYANNA_RESAMPLE not in exported.bundle.manifest.graphs
-    assert not (exported.bundle.path / f"{names.LYANNA_RESAMPLE}.onnx").exists()
+    assert LYANNA_RESAMPLE not in exported.bundle.manifest.all_graphs
+    assert not (exported.bundle.path / f"{LYANNA_RESAMPLE}.onnx").exists()
     assert (exported.shape.steps, exported.shape.nodes) == (1, 4)
     sequence = history(4, seed=9)
     expected = exported.chain_logits(sequence.features, sequence.tokens)[:1]
-    for graph in (names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE):
+    for graph in (LYANNA_DRAFT, LYANNA_DRAFT_SINGLE):
         found = Draft(exported, graph, 1).call([sequence], [4], 4)
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
         tree = build_subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]), lambda t: added(exported, t), 4)
@@ -235,13 +235,13 @@ def test_quantized_products_stay_near_fp32(little_verifier: Verifier, tmp_path: 
     exported = export(tmp_path, little_verifier, precision="int8")
     sequence = history(6, seed=7)
     expected = exported.chain_logits(sequence.features, sequence.tokens)
-    for graph in (names.LYANNA_DRAFT, names.LYANNA_DRAFT_SINGLE):
+    for graph in (LYANNA_DRAFT, LYANNA_DRAFT_SINGLE):
         found = Draft(exported, graph, 1).call([sequence], [6], 6)[names.CHAIN_LOGITS][0]
         assert 1e-4 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
 
 
 def test_signatures_are_the_contract(exported: Exported) -> None:
-    for record in exported.bundle.manifest.graphs.values():
+    for record in exported.bundle.manifest.all_graphs.values():
         graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
         for values, specs in ((graph.input, record.inputs), (graph.output, record.outputs)):
             found = [(v.name, tuple(d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim)) for v in values]
@@ -250,7 +250,7 @@ def test_signatures_are_the_contract(exported: Exported) -> None:
 
 def test_every_step_of_the_lowered_chain_writes_to_the_bound_buffers(exported: Exported) -> None:
     """Through inner values a step would copy the whole cache: results are the same, time is not."""
-    record = exported.bundle.manifest.graphs[names.LYANNA_DRAFT_SINGLE]
+    record = exported.bundle.manifest.all_graphs[LYANNA_DRAFT_SINGLE]
     graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
     attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
     outputs = [value.name for value in graph.output]
@@ -284,14 +284,14 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
             full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
-            tree, count = full.likeliest(signatures.resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            tree, count = full.likeliest(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
 
 
 def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> None:
     shape = exported.shape
-    engine = open_calls(exported.bundle, names.LYANNA_RESAMPLE, threads=1)
+    engine = open_calls(exported.bundle, LYANNA_RESAMPLE, threads=1)
     for name, table in exported.tables.items():
         engine.bind(name, table)
 
@@ -310,17 +310,17 @@ def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> N
 @pytest.mark.parametrize("hot", [VOCABULARY, 20], ids=["whole", "pruned"])
 @pytest.mark.parametrize("form", ["fp16", "int8", "fp8", "lowrank"])
 def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: int, tmp_path: Path) -> None:
-    options = LyannaBuild("x", token_info=form, width=3, nodes=9, prune_above=hot - 1 if hot < VOCABULARY else 99,
+    options = LyannaBuild(token_info=form, width=3, nodes=9, prune_above=hot - 1 if hot < VOCABULARY else 99,
                           hot_tokens=hot)  # fmt: skip
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
     assert shape.hot == hot
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
     tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
-    _export_resample(shape, tmp_path)
+    _export_resample(METHOD.id, shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(tmp_path / f"{names.LYANNA_RESAMPLE}.onnx"), settings)
-    outputs = [spec.name for spec in signatures.lyanna_resample_outputs(shape)]
+    session = onnxruntime.InferenceSession(str(tmp_path / f"{LYANNA_RESAMPLE}.onnx"), settings)
+    outputs = [spec.name for spec in resample_outputs(shape)]
 
     def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
         feeds = {names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens, **tables}

@@ -12,20 +12,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from redraft import names, signatures
-from redraft.config import BuildConfig, LyannaBuild, Precision
+from redraft import names
+from redraft.config import BuildConfig, Precision
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_draft
+from redraft.engines.lowering import lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.export.drafters.lyanna_graphs import LyannaExport, export_lyanna
+from redraft.export.drafters.lyanna_graphs import export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
 from redraft.export.weight_files import Made
-from redraft.signatures import LyannaShape
+from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
+from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
 from tests.engines.graphs import Decoder
 from tests.export.models import write_checkpoint
 
@@ -76,7 +78,7 @@ class Exported:
     """A drafter's graphs beside its verifier's."""
 
     module: LyannaDrafter
-    lyanna: LyannaExport
+    lyanna: ExportedDrafter
     embedding: torch.Tensor
     head: torch.Tensor
     bundle: Bundle
@@ -88,7 +90,7 @@ class Exported:
     @property
     def tables(self) -> dict[str, np.ndarray]:
         """Token information by name, in the order of the contract."""
-        return {spec.name: self.bundle.array(spec.name) for spec in signatures.token_info_tables(self.shape)}
+        return self.bundle.tables(METHOD.id)
 
     def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
         """What training computes: logits [N, V] of the chain after features [T, n] and tokens [T + 1]."""
@@ -128,8 +130,10 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     drafter = write_drafter(folder / "drafter", verifier.checkpoint, config)
     shutil.copytree(verifier.folder, folder / "graphs")
     opened = DrafterCheckpoint.open(drafter)
-    build = LyannaBuild(**{"source": str(drafter), "precision": "fp32", "width": 2, "nodes": 8, **options})
-    lyanna = export_lyanna(opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build)
+    build = LyannaBuild(**{"precision": "fp32", "width": 2, "nodes": 8, **options})
+    lyanna = export_lyanna(
+        METHOD.id, opened, verifier.export, Identity.of(verifier.checkpoint), folder / "graphs", build
+    )
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
     manifest = manifest_beside(folder / "graphs", verifier, lyanna)
@@ -138,17 +142,14 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
-def manifest_beside(folder: Path, verifier: Verifier, lyanna: LyannaExport) -> Manifest:
+def manifest_beside(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
     """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
-    portable = GraphRecord(lyanna.draft, signatures.lyanna_draft_inputs(shape), signatures.lyanna_draft_outputs(shape))
-    graphs = {names.LYANNA_DRAFT: portable}
+    signatures = METHOD.signatures(shape)
+    graphs = {role: GraphRecord(graph_file(METHOD.id, role), *signatures[role]) for role in METHOD.roles(shape)}
     if shape.dtype == "float32":
-        single = lower_draft(folder, portable, names.LYANNA_DRAFT_SINGLE)
+        single = lower_chain(folder, graphs[names.DRAFT], LYANNA_DRAFT_SINGLE)
         assert single is not None
-        graphs[names.LYANNA_DRAFT_SINGLE] = single
-    if shape.steps > 1:
-        resample = signatures.lyanna_resample_inputs(shape), signatures.lyanna_resample_outputs(shape)
-        graphs[names.LYANNA_RESAMPLE] = GraphRecord(lyanna.resample, *resample)
-    weights = (*verifier.export.weights, *lyanna.weights, *lyanna.token_info)
-    return replace(manifest_of(Decoder()), graphs=graphs, weights=weights, lyanna=shape)
+        graphs[f"{names.DRAFT}{names.SINGLE}"] = single
+    record = lyanna_record(shape, graphs=graphs, weights=lyanna.weights, tables=lyanna.tables)
+    return replace(manifest_of(Decoder()), graphs={}, weights=verifier.export.weights, drafters={METHOD.id: record})

@@ -43,5 +43,7 @@ def test_a_tree_that_fits_is_given_as_it_is() -> None:
 
 
 def test_without_a_bundle_there_is_no_drafter() -> None:
-    with pytest.raises(UsageError, match="this bundle has no Lyanna drafter; build it with `redraft build MODEL"):
+    with pytest.raises(
+        UsageError, match="this bundle has no drafter 'lyanna'; choose one of none, ngram, or build it with"
+    ):
         load_drafter("lyanna", fake_verifier(FakeEngine(), 64))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from redraft.errors import UsageError
+from redraft.methods.ngram import LONGEST_MATCH, NgramOptions
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.ngram import LONGEST_MATCH, RANKS, NgramConfig, NgramDrafter, NgramIndex
+from redraft.runtime.drafters.ngram import RANKS, NgramDrafter, NgramIndex
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, DraftTree, Outcome
@@ -17,7 +18,7 @@ WIDE = Budget(nodes=30, depth=5, width=3)
 
 @pytest.fixture
 def drafter() -> NgramDrafter:
-    return NgramDrafter(fake_verifier(FakeEngine(), 64), NgramConfig())
+    return NgramDrafter(fake_verifier(FakeEngine(), 64), NgramOptions())
 
 
 def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Sequence]:
@@ -74,11 +75,11 @@ def test_probabilities_fall_along_a_branch_and_rise_with_the_context(drafter: Ng
 def test_index_grows_with_the_text_as_if_built_at_once(drafter: NgramDrafter) -> None:
     text = [ord(letter) for letter in "the cat and the dog and the cat and the dog and the"]
     tokens = text[:7]
-    growing = NgramIndex(tokens, NgramConfig(), list(drafter._rates))
+    growing = NgramIndex(tokens, NgramOptions(), list(drafter._rates))
     for token in text[7:]:
         tokens.append(token)
         growing.extend()
-    whole = NgramIndex(text, NgramConfig(), list(drafter._rates))
+    whole = NgramIndex(text, NgramOptions(), list(drafter._rates))
     assert growing._places == whole._places
     assert growing.grow(WIDE) == whole.grow(WIDE)
 

@@ -5,7 +5,7 @@
     step_logits [B, S, V]     logits of the steps of a tree, without token information
     used        int64 [B]     how many of the last steps do not count (0 in a fresh draft)
     roots       int64 [B]     the last verified token
-    tables                    as `signatures.token_info_tables`
+    tables                    as `methods.lyanna.token_info_tables`
     tokens, parents, log_probs [B, K]: the K likeliest nodes, likeliest first, the root before all; a node's parent
     comes before it; nodes that do not exist have log probability -inf and come last
 
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
-from redraft.signatures import tree_size
+from redraft.methods.lyanna import tree_size
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
@@ -52,7 +52,7 @@ class Tree:
 
 
 def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> Tree:
-    """Algorithm 1 in full: step_logits [S, V] to a tree of `signatures.tree_size(S, width)` nodes."""
+    """Algorithm 1 in full: step_logits [S, V] to a tree of `tree_size(S, width)` nodes."""
     tree = Tree([root], [-1], [0.0])
     going_on = [0]
     for logits in step_logits:
@@ -80,7 +80,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 
 def lookup(tables: Sequence[Any], token: int) -> Floats:
-    """What `token` adds to all logits, read from tables as `signatures.token_info_tables` lists them."""
+    """What `token` adds to all logits, read from tables as `methods.lyanna.token_info_tables` lists them."""
     tables = [np.asarray(table) for table in tables]
     index = tables.pop() if tables[-1].ndim == 1 else None
     row = token if index is None else int(index[token])

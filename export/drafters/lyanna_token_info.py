@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from redraft import names, signatures
 from redraft.export import weight_files
 from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.weight_files import Slabs
+from redraft.methods.lyanna import LyannaShape, token_info_tables
 from redraft.names import TensorSpec, WeightRef
-from redraft.signatures import LyannaShape
 
-FILE = f"{weight_files.FOLDER}/{names.LYANNA}.token_info.safetensors"
 _SLAB_TOKENS = 1024
 _INT8_MAX = 127.0
 _FP8_MAX = 448.0
@@ -35,7 +33,7 @@ _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int
 def make_tables(
     drafter: LyannaDrafter, embedding: Slabs, counts: torch.Tensor, shape: LyannaShape
 ) -> tuple[weight_files.Made, ...]:
-    """The tensors of `signatures.token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
+    """The tensors of `token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
 
     Memory follows neither V·n nor H·H: of the embedding the factors are kept, a table comes in slabs as it is written.
     A drafter without token information adds zeros.
@@ -48,7 +46,7 @@ def make_tables(
         forms.append(partial(iter, [index]))
     return tuple(
         weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
-        for spec, slabs in zip(signatures.token_info_tables(shape), forms, strict=True)
+        for spec, slabs in zip(token_info_tables(shape), forms, strict=True)
     )
 
 
@@ -61,7 +59,7 @@ def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
 def _forms(
     drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
 ) -> list[Callable[[], Slabs]]:
-    """The tensors that hold the values, as `signatures.token_info_tables` orders them, cold row and column appended."""
+    """The tensors that hold the values, as `token_info_tables` orders them, cold row and column appended."""
     left, right = _factors(drafter, embedding, hot, shape)
     if shape.hot < shape.vocabulary:
         left, right = np.pad(left, ((0, 1), (0, 0))), np.pad(right, ((0, 0), (0, 1)))
@@ -115,14 +113,19 @@ def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[An
 
 def examples(shape: LyannaShape) -> list[torch.Tensor]:
     """Zeros of the right shapes and types, to trace a graph with; they take no memory."""
-    return [_example(spec) for spec in signatures.token_info_tables(shape)]
+    return [_example(spec) for spec in token_info_tables(shape)]
 
 
 def _example(spec: TensorSpec) -> torch.Tensor:
     return torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape])
 
 
-def write(tables: Sequence[weight_files.Made], folder: Path) -> tuple[WeightRef, ...]:
-    """Write the tables to `folder`/FILE; where each lies in it."""
+def token_info_file(drafter: str) -> str:
+    """Return the file of a drafter's token information, relative to the bundle."""
+    return f"{weight_files.FOLDER}/{drafter}.token_info.safetensors"
+
+
+def write(tables: Sequence[weight_files.Made], folder: Path, file: str) -> tuple[WeightRef, ...]:
+    """Write the tables to `folder`/`file`; returns where each lies in it."""
     (folder / weight_files.FOLDER).mkdir(parents=True, exist_ok=True)
-    return tuple(weight_files.write(list(tables), folder, FILE))
+    return tuple(weight_files.write(list(tables), folder, file))

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from redraft.export.drafters.token_tree import Tree, build_subtree, lookup, resample
-from redraft.signatures import tree_size
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
+from redraft.methods.lyanna import tree_size
 
 VOCABULARY, STEPS, WIDTH, ROOT = 5, 3, 2, 4
 Path = tuple[int, ...]

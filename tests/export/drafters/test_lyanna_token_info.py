@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from redraft import names, signatures
-from redraft.config import LyannaBuild
+from redraft import names
 from redraft.errors import CheckpointError
-from redraft.export.drafters import token_info
+from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
-from redraft.export.drafters.token_info import hot_tokens, make_tables, write
-from redraft.export.drafters.token_tree import lookup
+from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables, write
+from redraft.export.drafters.lyanna_token_tree import lookup
 from redraft.export.weight_files import Made
-from redraft.signatures import LyannaShape
+from redraft.methods.lyanna import LyannaBuild, LyannaShape, token_info_tables
 
 from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
 
 FORMS = ["fp16", "int8", "fp8", "lowrank"]
 HOT = 20
+FILE = "weights/lyanna.token_info.safetensors"
 EMBEDDING = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1))
 
 
 def shape_of(form: str, hot: int) -> LyannaShape:
     """As a build decides: hot tokens are chosen only where the vocabulary is larger than `prune_above`."""
-    options = LyannaBuild("x", token_info=form, hot_tokens=hot, prune_above=VOCABULARY - (hot < VOCABULARY))
+    options = LyannaBuild(token_info=form, hot_tokens=hot, prune_above=VOCABULARY - (hot < VOCABULARY))
     return lyanna_shape(CONFIG, options)
 
 
@@ -100,12 +100,12 @@ def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path
     """One row and one column more where not every token is hot, and the index of all; written as they are."""
     shape = shape_of(form, hot)
     tables = tables_of(shape)
-    specs = signatures.token_info_tables(shape)
+    specs = token_info_tables(shape)
     assert [(name, str(t.dtype), t.shape) for name, t in tables.items()] == [(s.name, s.dtype, s.shape) for s in specs]
     pruned = hot < VOCABULARY
     size = expected(hot + pruned) + (8 * VOCABULARY if pruned else 0)
     assert sum(table.nbytes for table in tables.values()) == size
-    refs = write(made_of(shape), tmp_path)
+    refs = write(made_of(shape), tmp_path, FILE)
     assert sum(ref.length for ref in refs) == size
     for ref in refs:
         stored = (tmp_path / ref.file).read_bytes()[ref.offset : ref.offset + ref.length]
@@ -125,12 +125,12 @@ def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monk
     """Of 128 K tokens 4096 wide, 32 K of them hot, they are 2 GB each."""
     monkeypatch.setattr(token_info, "_SLAB_TOKENS", 64)
     config = replace(CONFIG, vocab_size=20_000)
-    shape = lyanna_shape(config, LyannaBuild("x", hot_tokens=3000, prune_above=1))
+    shape = lyanna_shape(config, LyannaBuild(hot_tokens=3000, prune_above=1))
     drafter, seen = random_drafter(config), torch.arange(20_000)
     embedding_bytes, table_bytes = 4 * 20_000 * 32, 2 * 3001 * 3001
     tracemalloc.start()
     slabs = (np.zeros((1000, 32), np.float32) for _ in range(20))
-    write(make_tables(drafter, slabs, seen, shape), tmp_path)
+    write(make_tables(drafter, slabs, seen, shape), tmp_path, FILE)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < min(embedding_bytes, table_bytes / 4)
@@ -169,12 +169,14 @@ def test_the_index_maps_hot_tokens_to_rows_and_cold_ones_to_the_last(tmp_path: P
 
 def test_pruning_begins_above_its_limit() -> None:
     for limit, hot in ((VOCABULARY, VOCABULARY), (VOCABULARY - 1, HOT)):
-        shape = lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=HOT, prune_above=limit))
+        shape = lyanna_shape(CONFIG, LyannaBuild(hot_tokens=HOT, prune_above=limit))
         assert shape.hot == hot
-    assert lyanna_shape(CONFIG, LyannaBuild("x", hot_tokens=10**6, prune_above=1)).hot == VOCABULARY
+    assert lyanna_shape(CONFIG, LyannaBuild(hot_tokens=10**6, prune_above=1)).hot == VOCABULARY
 
 
 def test_no_more_steps_are_built_than_were_trained() -> None:
-    assert lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps)).steps == CONFIG.steps
-    with pytest.raises(CheckpointError, match=f"x was trained for {CONFIG.steps} steps, not {CONFIG.steps + 1}; build"):
-        lyanna_shape(CONFIG, LyannaBuild("x", steps=CONFIG.steps + 1))
+    assert lyanna_shape(CONFIG, LyannaBuild(steps=CONFIG.steps)).steps == CONFIG.steps
+    with pytest.raises(
+        CheckpointError, match=f"drafter was trained for {CONFIG.steps} steps, not {CONFIG.steps + 1}; build"
+    ):
+        lyanna_shape(CONFIG, LyannaBuild(steps=CONFIG.steps + 1))

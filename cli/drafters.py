@@ -1,0 +1,162 @@
+"""Drafters of a bundle that is being built: which method each has, its graphs and tables, and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redraft.config import RANDOM, BuildConfig, DrafterBuild
+from redraft.engines.digests import DigestCache
+from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.checkpoint import AnyCheckpoint
+from redraft.methods import Method, built_methods, find_method
+from redraft.names import COPY_SLOT, SINGLE, drafter_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from redraft.export.drafters import ExportedDrafter
+    from redraft.export.verifier import VerifierExport
+
+_READ = (".json", ".safetensors")
+"""Suffixes of the files of a drafter's folder that a build reads."""
+
+
+def method_of(drafter: DrafterBuild) -> Method[Any]:
+    """Return the method of a drafter whose word is known. Raises UsageError for one that no bundle can hold."""
+    assert drafter.method is not None, "resolve_drafters names it"
+    method = find_method(drafter.method)
+    if not method.is_built:
+        known = ", ".join(built_methods())
+        raise UsageError(f"drafter {drafter.id}: method {method.id} needs no drafter", f"the others are {known}")
+    return method
+
+
+def resolve_drafters(config: BuildConfig) -> BuildConfig:
+    """Return the configuration with every drafter's method, and the hidden states that the methods read.
+
+    Drafters without a source are left out: a recipe's settings that wait for a folder.
+    Raises UsageError for an unknown method or option, CheckpointError for a folder that holds no drafter.
+    """
+    drafters = []
+    for drafter in config.drafters:
+        if drafter.source is not None:
+            named = replace(drafter, method=drafter.method or _named_method(drafter))
+            build_options(named, config)
+            drafters.append(named)
+    wanted = {state for drafter in drafters for state in method_of(drafter).hidden_states}
+    hidden_states = (*config.hidden_states, *sorted(wanted - set(config.hidden_states)))
+    return replace(config, hidden_states=hidden_states, drafters=tuple(drafters))
+
+
+def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
+    """Return the options of a drafter as its method reads them. Raises UsageError.
+
+    TensorRT has no operator like MatMulNBits: a drafter without a precision takes the verifier's compute type there.
+    """
+    options = method_of(drafter).parse_build(drafter.options, f"drafter {drafter.id}")
+    if options.precision is None and config.backend == "tensorrt":
+        return replace(options, precision=config.compute_dtype)
+    return options
+
+
+def drafter_digests(config: BuildConfig) -> dict[str, str]:
+    """Return SHA-256 digests by name of the files of all drafters; missing files are found later."""
+    found: dict[str, str] = {}
+    for drafter in config.drafters:
+        if drafter.source not in (None, RANDOM):
+            paths = [path for path in sorted(Path(str(drafter.source)).glob("*")) if path.suffix in _READ]
+            digests = DigestCache().digests(paths)
+            found |= {f"drafter {drafter.id} {path.name}": digest for path, digest in digests.items()}
+    return found
+
+
+def stage_drafters(
+    checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, config: BuildConfig, folder: Path,
+    report: Callable[[str], None],
+) -> dict[str, DrafterRecord]:  # fmt: skip
+    """Write graphs and tables of all drafters into `folder`; returns their records by id.
+
+    Raises CheckpointError for a drafter of another verifier, UsageError for an id that the verifier's files take.
+    """
+    records = {}
+    for drafter in config.drafters:
+        _check_free(drafter.id, verifier, folder)
+        exported = _export(checkpoint, digests, verifier, drafter, config, folder, report)
+        weights = {name: digests[name] for name in checkpoint.files if name in digests}
+        records[drafter.id] = _record(drafter, exported, verifier_digest(weights), folder)
+    return records
+
+
+def _named_method(drafter: DrafterBuild) -> str:
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint
+
+    if drafter.source == RANDOM:
+        known = ", ".join(built_methods())
+        raise UsageError(f"drafter {drafter.id}: random weights of which method?", f"give method= one of {known}")
+    return DrafterCheckpoint.open(Path(str(drafter.source))).method
+
+
+def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
+    taken = any(ref.initializer.startswith(f"{drafter}.") for ref in verifier.weights)
+    if taken or any(path.name.partition(".")[0] == drafter for path in (folder / "weights").glob("*")):
+        raise UsageError(f"the verifier has weights called {drafter!r}", "give the drafter another id")
+
+
+def _export(
+    checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, drafter: DrafterBuild,
+    config: BuildConfig, folder: Path, report: Callable[[str], None],
+) -> ExportedDrafter:  # fmt: skip
+    from redraft.export import support
+    from redraft.export.drafters import find_exporter
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+
+    def progress(stage: str, done: int, total: int) -> None:
+        report(f"{stage} {done}/{total}" if total > 1 else stage)
+
+    method, options = method_of(drafter), build_options(drafter, config)
+    exporter = find_exporter(method.id)
+    if drafter.source == RANDOM:
+        configuration = support.load_config(checkpoint)
+        return exporter.random(drafter.id, configuration, verifier, folder, options, progress)
+    opened = DrafterCheckpoint.open(Path(str(drafter.source)))
+    identity = Identity.from_digests(checkpoint, digests)
+    return exporter.trained(drafter.id, opened, verifier, identity, folder, options, progress)
+
+
+def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folder: Path) -> DrafterRecord:
+    """Return the record, after writing the graph that copies a slot and the forms for the CPU."""
+    from redraft.engines.lowering import lower_chain
+    from redraft.export.drafters import graph_file
+    from redraft.export.step_graphs import export_slot_copy
+
+    method, shape = method_of(drafter), exported.shape
+    state = method.state(shape)
+    if state:
+        export_slot_copy(drafter_graph(drafter.id, COPY_SLOT), state, folder)
+    graphs = {}
+    for role, (inputs, outputs) in method.signatures(shape).items():
+        graphs[role] = GraphRecord(graph_file(drafter.id, role), inputs, outputs)
+        if not (folder / graphs[role].file).is_file():
+            raise CheckpointError(f"drafter {drafter.id}: method {method.id} wrote no graph {role!r}")
+    for role, graph in method.graphs.items():
+        if role in graphs and graph.chain_steps and all(spec.dtype == "float32" for spec in state):
+            single = f"{role}{SINGLE}"
+            if lowered := lower_chain(folder, graphs[role], drafter_graph(drafter.id, single)):
+                graphs[single] = lowered
+    return DrafterRecord(
+        method=method.id,
+        verifier_digest=digest,
+        precision=exported.precision,
+        hidden_states=method.hidden_states,
+        rows=method.rows,
+        graphs=graphs,
+        state=state,
+        limits=method.limits(shape),
+        shape=asdict(shape),
+        weights=exported.weights,
+        tables=exported.tables,
+    )

@@ -1,0 +1,96 @@
+"""The drafters of a bundle: a manifest's records, read by the specifications of their methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redraft import names
+from redraft.engines.manifest import DrafterRecord, Manifest
+from redraft.methods import GraphSpec, Method, find_method
+from redraft.names import TensorSpec
+from redraft.signatures import Signature
+
+
+@dataclass(frozen=True)
+class BuiltDrafter:
+    """A drafter with its method and the shape that the method reads from the record."""
+
+    id: str
+    record: DrafterRecord
+    method: Method[Any]
+    shape: Any
+
+    def graph(self, role: str) -> str:
+        """Return the bundle's name of the graph with this role."""
+        return names.drafter_graph(self.id, role)
+
+    @property
+    def engine_graphs(self) -> dict[str, GraphSpec[Any]]:
+        """Return the graphs that compute, by name: neither copies of slots nor forms for the CPU."""
+        return {self.graph(role): self.method.graphs[role] for role in self.method.roles(self.shape)}
+
+
+def read_drafter(drafter: str, record: DrafterRecord) -> BuiltDrafter:
+    """Return the drafter of a record. Raises UsageError for an unknown method or a shape that is not the method's."""
+    method = find_method(record.method)
+    return BuiltDrafter(drafter, record, method, method.parse_shape(record.shape))
+
+
+def read_drafters(manifest: Manifest) -> tuple[BuiltDrafter, ...]:
+    """Return all drafters of a bundle, in its order. Raises UsageError as `read_drafter` does."""
+    return tuple(read_drafter(drafter, record) for drafter, record in manifest.drafters.items())
+
+
+def drafter_of(manifest: Manifest, graph: str) -> BuiltDrafter | None:
+    """Return the drafter to which a graph belongs, None for the verifier's graphs and a step's."""
+    drafter, _, _ = graph.partition(".")
+    record = manifest.drafters.get(drafter)
+    return read_drafter(drafter, record) if record else None
+
+
+def measured_graphs(manifest: Manifest) -> tuple[str, ...]:
+    """Return the verifier's graph and those that drafters compute with: other tools get commands for them."""
+    return (names.VERIFIER, *(name for drafter in read_drafters(manifest) for name in drafter.engine_graphs))
+
+
+def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
+    """Return inputs and outputs by role that the graphs of a drafter must have."""
+    found = drafter.method.signatures(drafter.shape)
+    for role, graph in drafter.method.graphs.items():
+        single = f"{role}{names.SINGLE}"
+        if graph.chain_steps and single in drafter.record.graphs:
+            inputs, outputs = found[role]
+            found[single] = single_sequence(inputs), single_chain_outputs(outputs, graph.chain_steps(drafter.shape))
+    return found
+
+
+def drafter_problems(drafter: BuiltDrafter, manifest: Manifest, verifier: str) -> Iterator[str]:
+    """Yield what does not fit about a drafter's record, except graphs and tables. verifier: digest of its weights."""
+    record, method = drafter.record, drafter.method
+    if record.verifier_digest != verifier:
+        found, expected = record.verifier_digest[:12], verifier[:12]
+        yield f"drafter {drafter.id} belongs to another verifier: expected {expected}, found {found}"
+    for what, expected_here, found_here in (
+        ("hidden states", method.hidden_states, record.hidden_states),
+        ("rows", method.rows, record.rows),
+        ("limits", method.limits(drafter.shape), record.limits),
+        ("state", method.state(drafter.shape), record.state),
+    ):
+        if expected_here != found_here:
+            yield f"drafter {drafter.id}: expected {what} {expected_here}, found {found_here}"
+    if missing := sorted(set(record.hidden_states) - set(manifest.hidden_states)):
+        yield f"drafter {drafter.id} reads hidden states {', '.join(missing)}, which the verifier does not give out"
+
+
+def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Return the same tensors with the symbol B fixed to 1."""
+    return tuple(replace(spec, shape=tuple(1 if dim == "B" else dim for dim in spec.shape)) for spec in specs)
+
+
+def single_chain_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
+    """Return a chain's outputs for one sequence: each step but the last updates the buffers by its own name."""
+    single = single_sequence(outputs)
+    updates = [spec for spec in single if spec.in_place_of]
+    return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))

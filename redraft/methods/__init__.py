@@ -1,0 +1,37 @@
+"""Drafting methods: one file a method, each with its specification `METHOD`, imported when it is asked for.
+
+A method called x also has `export/drafters/x_graphs.py`, `train/objectives/x_method.py` and `runtime/drafters/x.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from redraft.errors import UsageError
+from redraft.methods.base import GraphSpec, Limits, Method
+
+METHODS = (
+    "none",
+    "ngram",
+    "lyanna",
+)
+"""One line a method."""
+NONE, NGRAM = METHODS[:2]
+"""Plain decoding, and lookup: the methods that every bundle has."""
+
+
+def find_method(name: str) -> Method[Any]:
+    """Return the specification of the method `name`. Raises UsageError for an unknown one."""
+    if name not in METHODS:
+        raise UsageError(f"unknown drafting method {name!r}", f"the methods are {', '.join(METHODS)}")
+    method: Method[Any] = import_module(f"redraft.methods.{name}").METHOD
+    return method
+
+
+def built_methods() -> tuple[str, ...]:
+    """Return the methods that need a drafter in the bundle."""
+    return tuple(name for name in METHODS if find_method(name).is_built)
+
+
+__all__ = ["METHODS", "NGRAM", "NONE", "GraphSpec", "Limits", "Method", "built_methods", "find_method"]

@@ -1,0 +1,258 @@
+"""Lyanna: drafts from a chain of predicted hidden states, and resampling of what a verification left over.
+
+Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". The draft graph catches up on the rows
+since the last draft, unrolls the chain and builds the tree (Algorithm 1); the resample graph builds a new tree from the
+logits that are left (Algorithm 2).
+
+Symbols: N steps of the chain, k children of a node, K nodes of the tree with its root, H hot tokens, d rank of the
+token information; the others are those of `redraft.signatures` and `redraft.methods.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from redraft import names
+from redraft.errors import UsageError
+from redraft.methods.base import PREFILL, TREE, BuildOptions, GraphSpec, Limits, Method
+from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
+
+TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
+"""How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+MOST_STEPS = 64
+"""Steps of a chain at most, whose rows lie beyond the context while a draft runs."""
+
+
+@dataclass(frozen=True)
+class LyannaBuild(BuildOptions):
+    """Options for building a drafter.
+
+    steps:       hidden states of a chain; None takes those that it was trained for.
+    width:       children of a node, and nodes that go on at each level.
+    nodes:       largest tree of a draft, without its root.
+    token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
+    hot_tokens:  tokens that have token information if the vocabulary is larger than `prune_above` (§6.1).
+    """
+
+    steps: int | None = None
+    width: int = 4
+    nodes: int = 32
+    token_info: TokenInfo = "fp16"
+    hot_tokens: int = 32_768
+    prune_above: int = 40_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_info not in get_args(TokenInfo):
+            raise UsageError(
+                f"unknown token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
+            )
+        for name in ("steps", "width", "nodes", "hot_tokens", "prune_above"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} must be a positive number, not {value!r}")
+
+
+@dataclass(frozen=True)
+class LyannaOptions:
+    """Options at run time.
+
+    resample:  True if steps that a verification left are used.
+    threshold: r, they are used if more than r remain (Algorithm 2).
+    """
+
+    resample: bool = True
+    threshold: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.threshold) is not int or self.threshold < 0:
+            raise UsageError(f"threshold must be a number of steps, not {self.threshold!r}")
+        if type(self.resample) is not bool:
+            raise UsageError(f"resample must be true or false, not {self.resample!r}")
+
+
+@dataclass(frozen=True)
+class LyannaShape:
+    """Sizes of the drafter's graphs and buffers.
+
+    steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
+    hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
+    rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
+    """
+
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    steps: int
+    width: int
+    nodes: int
+    token_info: TokenInfo
+    hot: int
+    rank: int
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        if self.token_info not in get_args(TokenInfo) or self.dtype not in get_args(Dtype):
+            raise UsageError(f"unknown token_info {self.token_info!r} or dtype {self.dtype!r}")
+        sizes = {name: value for name, value in vars(self).items() if name not in ("token_info", "dtype")}
+        if wrong := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
+            raise UsageError(f"{', '.join(wrong)} must be positive numbers")
+
+
+def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return the inputs that hold token information, bound once from a file.
+
+    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8
+    is held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the
+    table is zero, and so is its column H; `index[t]` is token t's row, H where cold. The low-rank form has the
+    normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
+    """
+    rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
+    specs: tuple[TensorSpec, ...]
+    if shape.token_info == "lowrank":
+        specs = (
+            TensorSpec(f"{names.TOKEN_INFO}left", "float32", (rows, shape.rank)),
+            TensorSpec(f"{names.TOKEN_INFO}right", "float32", (shape.rank, rows)),
+        )
+    elif shape.token_info == "fp16":
+        specs = (TensorSpec(f"{names.TOKEN_INFO}table", "float16", (rows, rows)),)
+    else:
+        dtype: Dtype = "int8" if shape.token_info == "int8" else "uint8"
+        specs = (
+            TensorSpec(f"{names.TOKEN_INFO}table", dtype, (rows, rows)),
+            TensorSpec(f"{names.TOKEN_INFO}scales", "float32", (rows, 1)),
+        )
+    pruned = (
+        () if shape.hot == shape.vocabulary else (TensorSpec(f"{names.TOKEN_INFO}index", "int64", (shape.vocabulary,)),)
+    )
+    return (*specs, *pruned)
+
+
+def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return inputs of the draft graph, in order.
+
+    Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `pending[b]` on are padding.
+    The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest cache_len + M.
+    """
+    cache = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
+        TensorSpec(names.TOKENS, "int64", ("B", "M")),
+        TensorSpec(names.POSITIONS, "int64", ("B", "M")),
+        TensorSpec(names.NUM_PENDING, "int64", ("B",)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
+        TensorSpec(names.KV_LEN, "int64", (1,)),
+        TensorSpec(names.key_cache(0), shape.dtype, cache),
+        TensorSpec(names.value_cache(0), shape.dtype, cache),
+        *token_info_tables(shape),
+    )
+
+
+def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return outputs of the draft graph, in order.
+
+    Nodes come likeliest first, the root before all, parents before children.
+
+    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale, kept for
+    resampling.
+    """
+    cache = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        *_tree_outputs(shape.nodes),
+        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(names.present(names.key_cache(0)), shape.dtype, cache, in_place_of=names.key_cache(0)),
+        TensorSpec(names.present(names.value_cache(0)), shape.dtype, cache, in_place_of=names.value_cache(0)),
+    )
+
+
+def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return inputs of the resample graph: `tokens[b]` was verified last, `first_step[b]` counts used steps, from 1."""
+    return (
+        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(names.FIRST_STEP, "int64", ("B",)),
+        TensorSpec(names.TOKENS, "int64", ("B",)),
+        *token_info_tables(shape),
+    )
+
+
+def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return outputs of the resample graph; `tree.count[b]` nodes are real, fewer the later the first step."""
+    return (*_tree_outputs(resample_nodes(shape)), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
+
+
+def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a slot: KV, logits of the chain, and feature rows that wait."""
+    dims = ("B", shape.kv_heads, "C", shape.head_dim)
+    return (
+        TensorSpec(names.key_cache(0), shape.dtype, dims),
+        TensorSpec(names.value_cache(0), shape.dtype, dims),
+        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+    )
+
+
+def tree_size(steps: int, width: int) -> int:
+    """Return the nodes of a whole tree of Algorithm 1, root included."""
+    return 1 + width + (steps - 1) * width * width if steps else 1
+
+
+def resample_nodes(shape: LyannaShape) -> int:
+    """Return the nodes that a resampled tree is cut to: it has at least one step fewer than a fresh one."""
+    return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
+
+
+def _tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
+    return (
+        TensorSpec(names.TREE_TOKENS, "int64", ("B", nodes)),
+        TensorSpec(names.TREE_PARENTS, "int64", ("B", nodes)),
+        TensorSpec(names.TREE_LOG_PROBS, "float32", ("B", nodes)),
+    )
+
+
+def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
+    return {names.FIRST_STEP: (1, max(1, shape.steps - 1)), f"{names.TOKEN_INFO}index": (0, shape.hot)}
+
+
+def _looked_up(shape: LyannaShape, levels: int) -> Mapping[str, int]:
+    """Return rows of token information that a tree of so many levels reads: the root's, and k for each later level."""
+    rows = 1 + (levels - 1) * shape.width
+    return {f"{names.TOKEN_INFO}{name}": rows for name in ("table", "scales", "left")}
+
+
+METHOD: Method[LyannaShape] = Method(
+    id="lyanna",
+    summary="Lyanna: a chain of predicted hidden states with token information.",
+    hidden_states=(names.LAST_HIDDEN_STATE,),
+    rows="all",
+    graphs={
+        DRAFT: GraphSpec(
+            draft_inputs,
+            draft_outputs,
+            profiles={PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}},
+            integers=_integers,
+            looked_up=lambda shape: _looked_up(shape, shape.steps),
+            chain_steps=lambda shape: shape.steps,
+        ),
+        RESAMPLE: GraphSpec(
+            resample_inputs,
+            resample_outputs,
+            exists=lambda shape: shape.steps > 1,
+            integers=_integers,
+            looked_up=lambda shape: _looked_up(shape, shape.steps - 1),
+        ),
+    },
+    shape=LyannaShape,
+    state=slot_state,
+    spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
+    tables=token_info_tables,
+    limits=lambda shape: Limits(shape.steps, shape.width, shape.nodes - 1),
+    describe=lambda shape: (
+        f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, "
+        f"token information of {shape.hot} tokens in {shape.token_info}"
+    ),
+    options=LyannaOptions,
+    build_options=LyannaBuild,
+)
