@@ -52,7 +52,7 @@ def load_session(
 ) -> ort.InferenceSession:
     """The graph as a session on a provider, its signature checked.
 
-    Raises BundleError as `load_program` does, and BackendError where the host has too little memory or the provider does
+    Raises BundleError as `load_program` does, and BackendError if the host has too little memory or the provider does
     not start: the CPU never takes its place.
     """
     record = bundle.graph(graph)
