@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PACKAGES := bench cli engines export plugins runtime train
+PACKAGES := assembly bench cli engines export plugins runtime train
 TYPED := build/typed
 CHECK ?= redraft
 

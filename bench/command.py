@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +23,6 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
     except KeyboardInterrupt:
         print("redraft: error: interrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def quiet_export() -> None:
-    """Silence what tracing says about itself; errors still come."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from redraft import names, signatures
-from redraft.bench.command import quiet_export, run, sizes
+from redraft.assembly.scoring import fill_chain
+from redraft.bench.command import run, sizes
 from redraft.bench.environment import environment
-from redraft.bench.scoring import fill_chain
 from redraft.bench.sessions import open_session, zeros
 from redraft.bench.timing import interleaved, medians
 from redraft.engines import Bundle, open_bundle, open_calls
 from redraft.engines.calls import Calls
 from redraft.engines.onnxruntime_backend import bound_call
+from redraft.export.quiet import quiet_export
 
 KV_ROWS = 200
 CAPACITY = 512

@@ -19,9 +19,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from redraft.bench.command import budget, quiet_export, sizes
+from redraft.bench.command import budget, sizes
 from redraft.bench.lyanna_text import render
 from redraft.errors import RedraftError
+from redraft.export.quiet import quiet_export
 from redraft.types import Budget
 
 INITS = ("random", "mtp")

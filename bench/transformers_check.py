@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import quiet_export, run
+from redraft.bench.command import run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import first_difference
 from redraft.bench.summary import NEAR_TIE
+from redraft.export.quiet import quiet_export
 from redraft.runtime import Runtime, SamplingParams
 
 METHODS = ("none", "ngram")

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redraft.assembly.options import DRAFTER_FORM, choose_drafters
 from redraft.cli.build_options import (
-    DRAFTER_FORM,
     Attention,
     Backend,
     Precision,
     Weights,
     choose,
-    choose_drafters,
     choose_tensorrt,
 )
 from redraft.cli.console import print_json, progress
@@ -88,8 +87,8 @@ def build(
     """Build engines from a checkpoint. Building the same again does nothing."""
     start = time.monotonic()
     with progress(quiet=as_json) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
-        from redraft.cli.assembly import build_bundle
-        from redraft.cli.models import Place, find_model, find_recipe
+        from redraft.assembly.bundle import build_bundle
+        from redraft.assembly.models import Place, find_model, find_recipe
         from redraft.engines.backends import check_buildable
 
         recipe = find_recipe(model)
@@ -113,7 +112,7 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
     These are what checkpoints are stored in, and of models for which fp32 engines to compare with are too large.
     Raises UsageError and DataError.
     """
-    from redraft.bench.evaluation import held_out_texts
+    from redraft.assembly.evaluation import held_out_texts
     from redraft.bench.prompts import read_text
 
     if options == ["none"] or (not options and (config.precision in HALVES or config.backend == "tensorrt")):

@@ -37,7 +37,7 @@ BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help=f"Fixed size of the tree, such as {BUDGET_FORM}, without n-grams beside Lyanna; measured by default.",
+        help=f"Fixed size of the tree, such as {BUDGET_FORM}; then ngram+ID looks up no n-grams. Measured by default.",
     ),
 ]
 

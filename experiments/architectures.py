@@ -37,8 +37,8 @@ import transformers
 from experiments import check
 from experiments.checkpoints import architectures
 from experiments.variants import VARIANTS
-from redraft.bench.command import quiet_export
 from redraft.bench.environment import environment
+from redraft.export.quiet import quiet_export
 
 KEPT = Path("build/architectures.jsonl")
 LIMIT_SECONDS = 900

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from experiments.checkpoints import FIRST_WORD, SPECIAL_TOKENS, VOCABULARY, load_reference, write_checkpoint
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
-from redraft.cli.self_check import named_tokens
-from redraft.cli.tokenizers import write_stand_in
+from redraft.assembly.bundle import build_bundle
+from redraft.assembly.models import Model
+from redraft.assembly.self_check import named_tokens
+from redraft.assembly.tokenizers import write_stand_in
 from redraft.config import BuildConfig
 from redraft.engines import Bundle, open_bundle, open_host
 from redraft.errors import RedraftError

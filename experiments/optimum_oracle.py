@@ -23,7 +23,7 @@ import numpy as np
 import onnxruntime
 from tokenizers import Tokenizer, models
 
-from redraft.bench.scoring import Scorer
+from redraft.assembly.scoring import Scorer
 from redraft.engines.bundle import open_bundle
 from redraft.types import FloatArray, IntArray
 

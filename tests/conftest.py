@@ -14,6 +14,7 @@ from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "redraft": "redraft",
+    "assembly": "redraft/assembly",
     "bench": "redraft/bench",
     "cli": "redraft/cli",
     "cli/optimum": "optimum/commands/register",

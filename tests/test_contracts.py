@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("redraft", "bench", "cli", "engines", "export", "plugins", "runtime", "train")
+PACKAGES = ("redraft", "assembly", "bench", "cli", "engines", "export", "plugins", "runtime", "train")
 TYPE_ERROR = '"""Planted."""\n\nlength: int = "three"\n'
 
 
@@ -40,6 +40,8 @@ def check(tree: Path, target: str, *variables: str) -> subprocess.CompletedProce
         ("export/planted.py", "import redraft.engines"),
         ("train/planted.py", "import redraft.runtime"),
         ("bench/planted.py", "import redraft.cli"),
+        ("assembly/planted.py", "import redraft.cli"),
+        ("runtime/planted.py", "import redraft.assembly"),
         ("redraft/errors.py", "import redraft.engines"),
         ("cli/planted.py", "import onnxruntime"),
     ],

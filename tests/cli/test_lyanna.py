@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from redraft.cli.build_options import Precision, Weights, choose, choose_drafters, options_of
-from redraft.cli.drafters import drafter_digests
+from redraft.assembly.drafters import drafter_digests
+from redraft.assembly.options import choose_drafters, options_of
+from redraft.cli.build_options import Precision, Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.manifest import signed

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
-from redraft.cli.self_check import KnownText, known_texts
+from redraft.assembly.bundle import build_bundle
+from redraft.assembly.models import Model
+from redraft.assembly.self_check import KnownText, known_texts
 from redraft.config import BuildConfig
 from redraft.errors import BackendError, UnsupportedModelError
 from redraft.export import attention, verifier
@@ -55,7 +55,7 @@ def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redr
 
 def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypatch):
     """A bundle that nobody compared is not put in place unless the user asks for it."""
-    monkeypatch.setattr("redraft.cli.assembly.available_bytes", lambda: 1000)
+    monkeypatch.setattr("redraft.assembly.bundle.available_bytes", lambda: 1000)
     with pytest.raises(BackendError, match=r"checking 2 layers in fp32 takes .* or build with --skip-check"):
         build(checkpoint, tmp_path / "engines")
     assert not list(tmp_path.iterdir())

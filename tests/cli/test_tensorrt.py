@@ -13,8 +13,9 @@ import onnx
 import pytest
 from tests.engines.bundles import write_bundle
 
+from redraft.assembly.options import options_of
 from redraft.cli import main
-from redraft.cli.build_options import Attention, choose_tensorrt, options_of
+from redraft.cli.build_options import Attention, choose_tensorrt
 from redraft.config import BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
@@ -49,7 +50,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
         monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
-        monkeypatch.setattr("redraft.cli.assembly.find_tools", lambda options: tools)
+        monkeypatch.setattr("redraft.assembly.bundle.find_tools", lambda options: tools)
         monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=fake))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import onnxruntime
 
 from redraft import names, signatures
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
+from redraft.assembly.bundle import build_bundle
+from redraft.assembly.models import Model
 from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines.bundle import Bundle, BundleWriter, open_bundle
 from redraft.engines.manifest import GraphRecord, Manifest, ModelIdentity

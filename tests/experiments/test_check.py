@@ -7,9 +7,9 @@ import pytest
 
 from experiments.check import Result, check, compared, reference_texts
 from experiments.checkpoints import VOCABULARY, write_checkpoint
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
-from redraft.cli.tokenizers import write_stand_in
+from redraft.assembly.bundle import build_bundle
+from redraft.assembly.models import Model
+from redraft.assembly.tokenizers import write_stand_in
 from redraft.config import BuildConfig
 from redraft.engines import open_bundle
 from redraft.errors import CheckpointError

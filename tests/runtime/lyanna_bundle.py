@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from redraft.cli.assembly import build_bundle
-from redraft.cli.models import Model
+from redraft.assembly.bundle import build_bundle
+from redraft.assembly.models import Model
 from redraft.config import BuildConfig
 from redraft.export.checkpoint import Checkpoint
 from tests.cli.conftest import write_tokenizer

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import redraft.engines
 import redraft.export
+import redraft.methods
 from redraft import names, signatures
-from redraft.bench.command import quiet_export
-from redraft.bench.evaluation import perplexities
-from redraft.cli import tokenizers
-from redraft.cli.build_options import options_of
-from redraft.cli.console import Report
-from redraft.cli.drafters import drafter_digests, resolve_drafters, stage_drafters
-from redraft.cli.models import Model
-from redraft.cli.self_check import ROUNDED, check_bundle, known_texts
+from redraft.assembly import tokenizers
+from redraft.assembly.drafters import drafter_digests, resolve_drafters, stage_drafters
+from redraft.assembly.evaluation import perplexities
+from redraft.assembly.models import Model, Report
+from redraft.assembly.options import options_of
+from redraft.assembly.self_check import ROUNDED, check_bundle, known_texts
 from redraft.config import RANDOM, WEIGHT_ONLY, BuildConfig
 from redraft.engines import Bundle, BundleWriter
 from redraft.engines.cache import build_key, code_digests, is_current
@@ -31,6 +30,7 @@ from redraft.engines.tensorrt.tools import find_tools
 from redraft.errors import BackendError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
+from redraft.export.quiet import quiet_export
 from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
@@ -248,7 +248,8 @@ def _digests(checkpoint: AnyCheckpoint) -> dict[str, str]:
 
 def _key(digests: Mapping[str, str], config: BuildConfig, texts: Mapping[str, str]) -> str:
     evaluated = {f"text {kind}": text_digest(text) for kind, text in texts.items()}
-    folders = [Path(__file__).parent, Path(redraft.engines.__file__).parent, Path(redraft.export.__file__).parent]
+    packages = (redraft.methods, redraft.engines, redraft.export)
+    folders = [Path(__file__).parent, *(Path(str(package.__file__)).parent for package in packages)]
     return build_key({**digests, **evaluated}, config, _tools(), code_digests(*map(Path.resolve, folders)))
 
 

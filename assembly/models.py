@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redraft.cli.console import Report
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from redraft.engines.recipes import Recipe
 
+Report = Callable[[str], None]
+"""Receives one line of progress."""
 GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redraft import names
-from redraft.cli.tokenizer_conversion import VOCABULARIES, load_tokenizer, vocabulary_file, write_tokenizer
+from redraft.assembly.tokenizer_conversion import VOCABULARIES, load_tokenizer, vocabulary_file, write_tokenizer
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export.json_files import DOWNLOAD_AGAIN, read_json_object
 

@@ -19,7 +19,7 @@ def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
 
 def perplexities(bundle: Bundle, texts: Mapping[str, str], threads: int | None = None) -> dict[str, float]:
     """Perplexity by kind of the first EVALUATED_TOKENS tokens of each text; a text of under two tokens is left out."""
-    from redraft.bench.scoring import Scorer
+    from redraft.assembly.scoring import Scorer
     from redraft.runtime.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(bundle.path / names.TOKENIZER_FILE)

@@ -1,0 +1,1 @@
+"""Building engine bundles from checkpoints: above `export` and `engines`, below `bench` and `cli`."""

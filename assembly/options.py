@@ -1,0 +1,141 @@
+"""Options of `redraft build` as text: the drafters that they name, and those that make a configuration again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from redraft.config import RANDOM, BuildConfig, DrafterBuild
+from redraft.errors import UsageError
+from redraft.methods import built_methods, find_method
+
+NO_DRAFTER = "none"
+DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
+
+
+def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
+    """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
+
+    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone. A recipe's settings for the same id hold
+    unless an option says otherwise. Raises UsageError.
+    """
+    if not drafters:
+        return _implied(config)
+    if NO_DRAFTER in drafters:
+        if len(drafters) > 1:
+            raise UsageError("--drafter none builds no drafter, and others are given with it", "give one or the other")
+        return ()
+    chosen = tuple(parse_drafter(text, config.drafters) for text in drafters)
+    return replace(config, drafters=chosen).drafters
+
+
+def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
+    """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
+
+    DIR is a drafter's folder, `random`, or the id of a recipe's drafter. Without ID it is the method's word.
+    Raises UsageError for another form, an unknown key, or a key that is given twice; CheckpointError for no drafter.
+    """
+    place, *pairs = text.split(",")
+    values = _values(text, pairs)
+    ours = {drafter.id: drafter for drafter in recipe}
+    drafter, _, source = place.rpartition("=")
+    if not source:
+        raise UsageError(f"--drafter {text!r}: expected {DRAFTER_FORM}", "DIR is a folder or random")
+    method = values.pop("method", None)
+    if source in ours and not drafter:
+        drafter, source = source, ours[source].source or ""
+        if not source:
+            raise UsageError(
+                f"the recipe has settings for the drafter {drafter!r} and no folder", f"give {drafter}=DIR"
+            )
+        method = method or ours[drafter].method
+    method = method or _method_of(text, source)
+    specification = find_method(method)
+    if not specification.is_built:
+        known = ", ".join(built_methods())
+        raise UsageError(f"a bundle holds no drafter of the method {method}", f"methods with one are {known}")
+    drafter = drafter or method
+    base = ours.get(drafter)
+    kept = base.options if base and base.method in (None, method) else {}
+    chosen = DrafterBuild(drafter, source, method, {**kept, **values})
+    specification.parse_build(chosen.options, f"--drafter {drafter}")
+    return chosen
+
+
+def option_flag(name: str) -> str:
+    """Return the option of `redraft build` for a field of a configuration."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
+    """Return the recipe's drafters, with random weights if the verifier's are.
+
+    A recipe may have settings without a folder: they wait for one.
+    """
+    if recipe.random_weights:
+        return tuple(replace(drafter, source=RANDOM) for drafter in recipe.drafters)
+    return tuple(drafter for drafter in recipe.drafters if drafter.source is not None)
+
+
+def _method_of(text: str, source: str) -> str:
+    if source == RANDOM:
+        known = ", ".join(built_methods())
+        raise UsageError(f"--drafter {text!r}: random weights of which method?", f"add method=, one of {known}")
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint
+
+    return DrafterCheckpoint.open(Path(source)).method
+
+
+def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if not key or not value or key in values:
+            raise UsageError(
+                f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is no KEY=VALUE, or comes twice"
+            )
+        values[key] = int(value) if value.isdecimal() else value
+    return values
+
+
+def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
+    """The options of `redraft build` that make `config` of `recipe`."""
+    options: list[str] = []
+    if config.precision != recipe.precision:
+        options += ["--precision", config.precision]
+    if config.backend != recipe.backend:
+        options += ["--backend", config.backend]
+    if config.max_model_len != recipe.max_model_len:
+        options += ["--max-model-len", str(config.max_model_len)]
+    if config.random_weights and not recipe.random_weights:
+        options += ["--weights", RANDOM]
+    for name in ("attention", "batch", "tree_nodes"):
+        if getattr(config.tensorrt, name) != getattr(recipe.tensorrt, name):
+            options += [option_flag(name), str(getattr(config.tensorrt, name))]
+    for name in ("embed_plugin", "ignore_memory"):
+        if getattr(config.tensorrt, name) and not getattr(recipe.tensorrt, name):
+            options.append(option_flag(name))
+    return (*options, *_drafter_options(recipe, config))
+
+
+def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
+    implied = _implied(replace(recipe, random_weights=config.random_weights))
+    if _settings(config.drafters) == _settings(implied):
+        return []
+    if not config.drafters:
+        return ["--drafter", NO_DRAFTER]
+    return [word for drafter in config.drafters for word in ("--drafter", _drafter_text(drafter, recipe))]
+
+
+def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, dict[str, Any]]]:
+    """Return what tells drafters apart; a method that a recipe leaves to the folder does not."""
+    return [(drafter.id, drafter.source, dict(drafter.options)) for drafter in drafters]
+
+
+def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
+    base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
+    said = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
+    named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
+    return ",".join([f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **said}.items())])

@@ -1,0 +1,99 @@
+"""No shared file knows a drafting method's name: all work from its specification."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from redraft.methods import METHODS, NGRAM, NONE
+
+FOLDERS = ("assembly", "bench", "cli", "engines", "experiments", "export", "plugins", "redraft", "runtime", "train")
+REGISTRY = "redraft/methods/__init__.py"
+WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
+"""The methods that are looked for.
+
+`none` is a word of every language, and n-gram lookup is no drafter of a bundle: the pair of lookup and a drafter, and the
+default, are made with it.
+"""
+EXCEPTIONS = {
+    "bench/export_recipe.py": "writes a drafter of one method at a recipe's true shape, to time its export",
+}
+"""Shared files that still name a method, and why. Entries may go; none may come."""
+
+
+def own_files(method: str) -> re.Pattern[str]:
+    """The files that belong to a method."""
+    name = re.escape(method)
+    return re.compile(
+        rf"redraft/methods/{name}\.py|export/drafters/{name}(_\w+)?\.py|train/objectives/{name}(_\w+)?\.py"
+        rf"|runtime/drafters/{name}(_\w+)?\.py|bench/{name}(_\w+)?\.py"
+    )
+
+
+def docstrings(tree: ast.Module) -> set[ast.Constant]:
+    """Strings that document: statements of their own. They may cite a paper and name a method as an example."""
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+
+
+def uses(source: str, method: str) -> set[int]:
+    """Lines with an identifier, an import or a string that contains the method's name, in any case."""
+    tree = ast.parse(source)
+    documented = docstrings(tree)
+    fields = ("id", "attr", "arg", "name", "asname", "module", "value")
+    lines = set()
+    for node in ast.walk(tree):
+        names = [value for field in fields if isinstance(value := getattr(node, field, None), str)]
+        if node not in documented and any(method in name.lower() for name in names):
+            lines.add(getattr(node, "lineno", 0))
+    return lines
+
+
+def found_in(root: Path, method: str) -> dict[str, int]:
+    """Shared files that use a method's name, with the first line of each."""
+    own, found = own_files(method), {}
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            shared = name != REGISTRY and not own.fullmatch(name)
+            if shared and (lines := uses(path.read_text("utf-8"), method)):
+                found[name] = min(lines)
+    return found
+
+
+@pytest.mark.parametrize("method", WORDS)
+def test_no_shared_file_names_a_method(root: Path, method: str) -> None:
+    found = found_in(root, method)
+    new = {name: line for name, line in found.items() if name not in EXCEPTIONS}
+    assert not new, f"these files name the method {method!r} (file: line): {new}"
+    gone = sorted(set(EXCEPTIONS) - set(found))
+    assert not gone, f"take these out of EXCEPTIONS, they name no method any more: {gone}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import redraft.methods.eagle",
+        "from redraft.methods import eagle as method",
+        "from redraft.methods.eagle import METHOD",
+        "def f(eagle): pass",
+        "class EagleDrafter: pass",
+        "x.eagle = 1",
+        "f(eagle=1)",
+        "EAGLE = 1",
+        "x = 'eagle'",
+        "x = f'{y}.eagle.draft'",
+    ],
+)
+def test_each_kind_of_use_is_seen(source: str) -> None:
+    assert uses(source, "eagle") == {1}
+
+
+def test_documentation_may_name_a_method() -> None:
+    assert uses('"""As in EAGLE."""\nx = 1\n"""What eagle does with it."""\n', "eagle") == set()
