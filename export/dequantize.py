@@ -72,7 +72,7 @@ def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -
 
     Returns the tensors that must be written. `source` gives the parameters' shapes and, in slabs of rows, their values.
     """
-    kept = next(value for value in model.graph.outputs if value.name == output).producer()
+    kept = next((value.producer() for value in model.graph.outputs if value.name == output), None)
     made: dict[str, Tensor] = {}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
         weight = ProductWeight.of(node, source.parameters)

@@ -24,7 +24,7 @@ def quantize_products(model: ir.Model, source: AnySource, precision: Precision, 
     """
     made: list[Made] = []
     attended = before_attention(model)
-    logits = next(value for value in model.graph.outputs if value.name == output).producer()
+    logits = next((value.producer() for value in model.graph.outputs if value.name == output), None)
     for node in [n for n in model.graph if n.op_type == "MatMul"]:
         weight = ProductWeight.of(node, source.parameters)
         if weight is None:

@@ -36,7 +36,8 @@ def place(
     A tensor that the checkpoint stores in the type of the precision is used where it lies. Where that brings a file
     for less than `IN_PLACE_FROM` of it, as for the norms beside quantized products, the tensor is written anew.
 
-    file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits.
+    file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits; "" for
+    a graph without such an output.
     shared: what another graph of the bundle has placed already, used again where it has the same name.
     Returns where the parameters that were placed now lie.
     """

@@ -19,19 +19,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
-from redraft.config import Precision
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import CheckpointError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
+from redraft.export.drafters.draft_graph import (
+    ChainAttention,
+    GraphRotary,
+    check_fit,
+    drafter_precision,
+    empty_module,
+    parameter_shapes,
+    stem,
+    write_draft,
+)
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
 from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
-from redraft.export.sources import AnySource, Beside, RandomSource
-from redraft.export.tree_attention import tree_attention
+from redraft.export.sources import AnySource, RandomSource
 from redraft.export.verifier import VerifierExport, finish
 from redraft.export.weight_files import STORED, Progress, no_progress
-from redraft.export.weights import place
 from redraft.methods.lyanna import (
     LyannaBuild,
     LyannaShape,
@@ -43,11 +50,9 @@ from redraft.methods.lyanna import (
     token_info_tables,
     tree_size,
 )
-from redraft.names import Dtype, WeightRef
+from redraft.names import Dtype
 
 _TRANSLATIONS = {**tracing.TRANSLATIONS, torch.ops.redraft.token_tree.default: emit_token_tree}
-_TRACED_ROWS = 3
-_TRACED_CAPACITY = 16
 
 
 def export_lyanna(
@@ -59,12 +64,7 @@ def export_lyanna(
     Raises CheckpointError if the drafter was trained for another verifier or does not load.
     """
     settings = drafter.configure(LyannaConfig)
-    drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
-        raise CheckpointError(
-            f"the verifier's graph gives out no hidden state {hidden_state!r}",
-            f'add "{hidden_state}" to hidden_states in its recipe',
-        )
+    check_fit(drafter, settings, verifier, identity)
     module = empty_drafter(settings, verifier.shape.dtype)
     source, counts = drafter.open_weights(parameter_shapes(module), stem(name))
     return _export(name, module, source, counts, verifier, out, options, progress)
@@ -77,7 +77,7 @@ def export_random_lyanna(
     """Write the graphs of a drafter of this shape with random weights, every token as frequent, for latency work."""
     module = empty_drafter(settings, verifier.shape.dtype)
     shapes = {f"{stem(name)}{parameter}": shape for parameter, shape in parameter_shapes(module).items()}
-    dtype = STORED[drafter_precision(options, verifier)]
+    dtype = STORED[drafter_precision(options.precision, verifier)]
     source = RandomSource.write(shapes, out, dtype, f"{stem(name)}random")
     return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
 
@@ -94,45 +94,20 @@ def export_random_beside(
 EXPORTER = Exporter(export_lyanna, export_random_beside)
 
 
-def stem(name: str) -> str:
-    """Return what the names of a drafter's parameters begin with in a bundle."""
-    return f"{name}."
-
-
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
-    """The module with uninitialized weights, whose pages are never touched; its token information is in fp32."""
-    with torch.device("meta"):
-        module = LyannaDrafter(settings)
-        module.to(tracing.TORCH[dtype])
-        if module.token_info is not None:
-            module.token_info.to(torch.float32)
-    return module.to_empty(device="cpu").eval().requires_grad_(False)
-
-
-def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def drafter_precision(options: LyannaBuild, verifier: VerifierExport) -> Precision:
-    """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
-    dtype = verifier.shape.dtype
-    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
-    fitting = [precision for precision in fitting if precision != "fp8"]
-    chosen = options.precision or ("int8" if dtype == "float32" else fitting[0])
-    if chosen not in fitting:
-        raise UsageError(
-            f"a drafter in {chosen} cannot read the features of a verifier in {dtype}",
-            f"choose precision={' or '.join(fitting)}",
-        )
-    return chosen
+    """Return the module with uninitialized weights; its token information is in fp32."""
+    module = empty_module(lambda: LyannaDrafter(settings), dtype)
+    assert isinstance(module, LyannaDrafter)
+    if module.token_info is not None:
+        module.token_info.to(torch.float32)
+    return module
 
 
 def _export(
     name: str, module: LyannaDrafter, source: AnySource, counts: torch.Tensor, verifier: VerifierExport, out: Path,
     options: LyannaBuild, progress: Progress,
 ) -> ExportedDrafter:  # fmt: skip
-    precision = drafter_precision(options, verifier)
+    precision = drafter_precision(options.precision, verifier)
     shape = replace(lyanna_shape(module.config, options), dtype=verifier.shape.dtype)
     if module.token_info is not None:
         for parameter, tensor in module.token_info.state_dict().items():
@@ -142,7 +117,11 @@ def _export(
     made = token_info.make_tables(module, embedding, counts, shape)
     tables = token_info.write(made, out, token_info.token_info_file(name))
     progress("trace drafter", 0, 1)
-    weights = _export_draft(name, module, source, verifier, shape, out, precision, progress)
+    graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
+    weights = write_draft(
+        name, graph, source, verifier, shape, out, precision, progress, (draft_inputs(shape), draft_outputs(shape)),
+        token_info.examples(shape), _TRANSLATIONS, names.CHAIN_LOGITS,
+    )  # fmt: skip
     if shape.steps > 1:
         _export_resample(name, shape, out)
     return ExportedDrafter(shape, precision, weights, tables)
@@ -171,20 +150,6 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
     )
 
 
-class _GraphRotary(nn.Module):
-    """Rotation as one operator over precomputed tables of `rows` positions."""
-
-    def __init__(self, rotary: Any, rows: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        cos, sin = (table.to(dtype) for table in rotary.tables(torch.arange(rows)))
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
-        turned: torch.Tensor = modules.rotary(x, self.cos, self.sin, positions, heads, 0)
-        return turned
-
-
 class _Draft(nn.Module):
     """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them.
 
@@ -195,7 +160,7 @@ class _Draft(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.drafter.token_info = None
-        rotary = _GraphRotary(self.drafter.layer.rotary, positions, tracing.TORCH[shape.dtype])
+        rotary = GraphRotary(self.drafter.layer.rotary, positions, tracing.TORCH[shape.dtype])
         self.drafter.layer.rotary = rotary  # type: ignore[assignment]
         modules.replace_rms_norms(self.drafter)
         size, dtype = (shape.vocabulary, shape.hidden), tracing.TORCH[shape.dtype]
@@ -209,23 +174,11 @@ class _Draft(nn.Module):
         cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        caches = [key, value]
         config = self.drafter.config
-
-        def attend_at(places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor, read: torch.Tensor) -> Any:
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                out: torch.Tensor
-                out, caches[0], caches[1] = tree_attention(
-                    q, k, v, *caches, mask, places, past, read, None, config.head_dim**-0.5, 0.0, 0, 0,
-                    config.heads, config.kv_heads,
-                )  # fmt: skip
-                return out
-
-            return attend
-
+        attention = ChainAttention(config, key, value)
         rows = tokens.shape[1]
         causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(tokens.shape[0], -1, -1)
-        attend = attend_at(positions, causal, cache_len, kv_len)
+        attend = attention.at(positions, causal, cache_len, kv_len)
         last = (pending - 1)[:, None]
         embeddings = F.embedding(tokens, self.embedding)
         hidden = self.drafter.first(
@@ -236,14 +189,14 @@ class _Draft(nn.Module):
         chain, past = [hidden], cache_len + pending
         for _ in range(1, self.shape.steps):
             place, kv_len = place + 1, kv_len + 1
-            hidden = self.drafter.following(hidden, place, attend_at(place, alone, past, kv_len))
+            hidden = self.drafter.following(hidden, place, attention.at(place, alone, past, kv_len))
             chain.append(hidden)
             past = past + 1
         states, scale = torch.cat(chain, dim=1), config.logit_scale * config.draft_logit_scale
         logits = F.linear(states if scale == 1.0 else states * scale, self.head).float()  # [B, N, V], in one product
         roots = tokens.gather(1, last)[:, 0]
         tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)
-        return (*tree, logits, *caches)
+        return (*tree, logits, *attention.caches)
 
 
 class _Resample(nn.Module):
@@ -265,42 +218,6 @@ class _Resample(nn.Module):
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
 
-def _export_draft(
-    name: str, module: LyannaDrafter, own: AnySource, verifier: VerifierExport, shape: LyannaShape, out: Path,
-    precision: Precision, progress: Progress,
-) -> tuple[WeightRef, ...]:  # fmt: skip
-    graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
-    dtype = tracing.TORCH[shape.dtype]
-    cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim, dtype=dtype)
-    rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
-    b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
-    args = (
-        torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
-        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), token_info.examples(shape),
-    )  # fmt: skip
-    rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    fixed: list[dict[int, Any]] = [{} for _ in token_info_tables(shape)]
-    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, fixed)
-    model = tracing.trace_graph(
-        graph,
-        args,
-        dynamic,
-        draft_inputs(shape),
-        draft_outputs(shape),
-        _TRANSLATIONS,
-    )
-    shared = {"embedding": verifier.embedding, "head": verifier.head}
-    passes.simplify(model)
-    _rename(
-        model, {**{f"drafter.{own_name.removeprefix(stem(name))}": own_name for own_name in own.parameters}, **shared}
-    )
-    source = Beside(own, verifier.source)
-    refs = place(model, source, out, precision, progress, file=name, logits=names.CHAIN_LOGITS, shared=verifier.weights)
-    finish(model)
-    ir.save(model, out / graph_file(name, names.DRAFT))
-    return refs
-
-
 def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     b = torch.export.Dim("B", min=1)
     args = (
@@ -315,17 +232,3 @@ def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     passes.simplify(model)
     finish(model)
     ir.save(model, out / graph_file(name, names.RESAMPLE))
-
-
-def _rename(model: ir.Model, new_names: dict[str, str]) -> None:
-    """Give initializers new names; two that get the same one become one."""
-    initializers = model.graph.initializers
-    for old, new in new_names.items():
-        value = initializers.get(old)
-        if value is None:
-            continue
-        if new in initializers:
-            ir.convenience.replace_all_uses_with(value, initializers[new])
-            del initializers[old]
-        else:
-            value.name = new

@@ -15,6 +15,7 @@ METHODS = (
     "none",
     "ngram",
     "lyanna",
+    "mtp",
 )
 """One line a method."""
 NONE, NGRAM = METHODS[:2]

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 from redraft import names
 from redraft.errors import UsageError
 from redraft.methods.base import PREFILL, TREE, BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.chains import chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
@@ -132,46 +133,23 @@ def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 
 def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of the draft graph, in order.
-
-    Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `pending[b]` on are padding.
-    The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest cache_len + M.
-    """
-    cache = ("B", shape.kv_heads, "C", shape.head_dim)
-    return (
-        TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
-        TensorSpec(names.TOKENS, "int64", ("B", "M")),
-        TensorSpec(names.POSITIONS, "int64", ("B", "M")),
-        TensorSpec(names.NUM_PENDING, "int64", ("B",)),
-        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
-        TensorSpec(names.KV_LEN, "int64", (1,)),
-        TensorSpec(names.key_cache(0), shape.dtype, cache),
-        TensorSpec(names.value_cache(0), shape.dtype, cache),
-        *token_info_tables(shape),
-    )
+    """Return inputs of the draft graph, in order: see `chain_inputs`."""
+    return (*chain_inputs(shape), *token_info_tables(shape))
 
 
 def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the draft graph, in order.
 
-    Nodes come likeliest first, the root before all, parents before children.
-
     `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale, kept for
     resampling.
     """
-    cache = ("B", shape.kv_heads, "C", shape.head_dim)
-    return (
-        *_tree_outputs(shape.nodes),
-        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(names.present(names.key_cache(0)), shape.dtype, cache, in_place_of=names.key_cache(0)),
-        TensorSpec(names.present(names.value_cache(0)), shape.dtype, cache, in_place_of=names.value_cache(0)),
-    )
+    return (*tree_outputs(shape.nodes), _chain_logits(shape), *chain_updates(shape))
 
 
 def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return inputs of the resample graph: `tokens[b]` was verified last, `first_step[b]` counts used steps, from 1."""
     return (
-        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
+        _chain_logits(shape),
         TensorSpec(names.FIRST_STEP, "int64", ("B",)),
         TensorSpec(names.TOKENS, "int64", ("B",)),
         *token_info_tables(shape),
@@ -180,18 +158,17 @@ def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the resample graph; `tree.count[b]` nodes are real, fewer the later the first step."""
-    return (*_tree_outputs(resample_nodes(shape)), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
+    return (*tree_outputs(resample_nodes(shape)), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
 
 
 def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, logits of the chain, and feature rows that wait."""
-    dims = ("B", shape.kv_heads, "C", shape.head_dim)
-    return (
-        TensorSpec(names.key_cache(0), shape.dtype, dims),
-        TensorSpec(names.value_cache(0), shape.dtype, dims),
-        TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary)),
-        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
-    )
+    """Return the tensors of a slot: KV, logits of the chain, and feature rows that are pending."""
+    *caches, pending = chain_state(shape)
+    return (*caches, _chain_logits(shape), pending)
+
+
+def _chain_logits(shape: LyannaShape) -> TensorSpec:
+    return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary))
 
 
 def tree_size(steps: int, width: int) -> int:
@@ -202,14 +179,6 @@ def tree_size(steps: int, width: int) -> int:
 def resample_nodes(shape: LyannaShape) -> int:
     """Return the nodes that a resampled tree is cut to: it has at least one step fewer than a fresh one."""
     return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
-
-
-def _tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
-    return (
-        TensorSpec(names.TREE_TOKENS, "int64", ("B", nodes)),
-        TensorSpec(names.TREE_PARENTS, "int64", ("B", nodes)),
-        TensorSpec(names.TREE_LOG_PROBS, "float32", ("B", nodes)),
-    )
 
 
 def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:

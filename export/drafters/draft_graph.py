@@ -1,0 +1,154 @@
+"""The draft graph of drafters that read hidden states and unroll a chain: what their exports share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from redraft import names
+from redraft.config import Precision
+from redraft.errors import CheckpointError, UsageError
+from redraft.export import modules, passes, tracing
+from redraft.export.drafters import graph_file
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.layer import LayerConfig
+from redraft.export.sources import AnySource, Beside
+from redraft.export.tree_attention import tree_attention
+from redraft.export.verifier import VerifierExport, finish
+from redraft.export.weight_files import Progress
+from redraft.export.weights import place
+from redraft.names import Dtype, TensorSpec, WeightRef
+
+_TRACED_ROWS = 3
+_TRACED_CAPACITY = 16
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def stem(name: str) -> str:
+    """Return what the names of a drafter's parameters begin with in a bundle."""
+    return f"{name}."
+
+
+def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: VerifierExport, identity: Identity) -> None:
+    """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its last hidden state."""
+    drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
+    if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
+        raise CheckpointError(
+            f"the verifier's graph gives out no hidden state {hidden_state!r}",
+            f'add "{hidden_state}" to hidden_states in its recipe',
+        )
+
+
+def empty_module(make: Callable[[], nn.Module], dtype: Dtype) -> nn.Module:
+    """Return the module with uninitialized weights, whose pages are never touched."""
+    with torch.device("meta"):
+        module = make()
+        module.to(tracing.TORCH[dtype])
+    return module.to_empty(device="cpu").eval().requires_grad_(False)
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters by name."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def drafter_precision(chosen: Precision | None, verifier: VerifierExport) -> Precision:
+    """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
+    dtype = verifier.shape.dtype
+    fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
+    fitting = [precision for precision in fitting if precision != "fp8"]
+    chosen = chosen or ("int8" if dtype == "float32" else fitting[0])
+    if chosen not in fitting:
+        raise UsageError(
+            f"a drafter in {chosen} cannot read the features of a verifier in {dtype}",
+            f"choose precision={' or '.join(fitting)}",
+        )
+    return chosen
+
+
+class GraphRotary(nn.Module):
+    """Rotation as one operator over precomputed tables of `rows` positions."""
+
+    def __init__(self, rotary: Any, rows: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        cos, sin = (table.to(dtype) for table in rotary.tables(torch.arange(rows)))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
+        turned: torch.Tensor = modules.rotary(x, self.cos, self.sin, positions, heads, 0)
+        return turned
+
+
+class ChainAttention:
+    """Attention of a draft over the KV buffers that its rows are written to, one after the other."""
+
+    def __init__(self, config: LayerConfig, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.caches = [key, value]
+        self._config = config
+
+    def at(self, places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor, read: torch.Tensor) -> Attend:
+        """Attend for rows at `places` [B, T] behind `past` [B] rows, which see each other by `mask` [B, T, T]."""
+        config = self._config
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor
+            out, self.caches[0], self.caches[1] = tree_attention(
+                q, k, v, *self.caches, mask, places, past, read, None, config.head_dim**-0.5, 0.0, 0, 0,
+                config.heads, config.kv_heads,
+            )  # fmt: skip
+            return out
+
+        return attend
+
+
+def write_draft(
+    name: str, graph: nn.Module, own: AnySource, verifier: VerifierExport, shape: Any, out: Path, precision: Precision,
+    progress: Progress, signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]],
+    tables: list[torch.Tensor] | None = None, translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "",
+) -> tuple[WeightRef, ...]:  # fmt: skip
+    """Trace and write a draft graph, and place its weights; the head and the embedding are the verifier's own bytes.
+
+    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value and, if there are any, tables.
+    logits: the output that a product with the head gives, whose precision is the verifier's; "" for none.
+    """
+    dtype = tracing.TORCH[shape.dtype]
+    cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim, dtype=dtype)
+    rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
+    b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
+    args: tuple[Any, ...] = (
+        torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
+        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
+    )  # fmt: skip
+    rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
+    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of)
+    if tables is not None:
+        args, dynamic = (*args, tables), (*dynamic, [{} for _ in tables])
+    model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
+    passes.simplify(model)
+    own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
+    rename(model, {**own_names, "embedding": verifier.embedding, "head": verifier.head})
+    source = Beside(own, verifier.source)
+    refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
+    finish(model)
+    ir.save(model, out / graph_file(name, names.DRAFT))
+    return refs
+
+
+def rename(model: ir.Model, new_names: dict[str, str]) -> None:
+    """Give initializers new names; two that get the same one become one."""
+    initializers = model.graph.initializers
+    for old, new in new_names.items():
+        value = initializers.get(old)
+        if value is None:
+            continue
+        if new in initializers:
+            ir.convenience.replace_all_uses_with(value, initializers[new])
+            del initializers[old]
+        else:
+            value.name = new

@@ -1,0 +1,80 @@
+"""Signatures that methods share whose draft graph catches up on feature rows and unrolls a causal chain.
+
+A shape here has `hidden`, `kv_heads`, `head_dim` and `dtype`. The drafter's KV has one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from redraft import names
+from redraft.names import Dim, Dtype, TensorSpec
+
+
+class ChainShape(Protocol):
+    """The sizes that these signatures need."""
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a feature row."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Element type of features and KV."""
+
+
+def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
+    """Return inputs of a draft graph, in order, without tables.
+
+    Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `num_pending[b]` on are
+    padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest
+    cache_len + M.
+    """
+    return (
+        TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
+        TensorSpec(names.TOKENS, "int64", ("B", "M")),
+        TensorSpec(names.POSITIONS, "int64", ("B", "M")),
+        TensorSpec(names.NUM_PENDING, "int64", ("B",)),
+        TensorSpec(names.CACHE_LEN, "int64", ("B",)),
+        TensorSpec(names.KV_LEN, "int64", (1,)),
+        *_caches(shape),
+    )
+
+
+def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
+    """Return the outputs that update the KV buffers in place."""
+    dims = _cache_dims(shape)
+    return tuple(
+        TensorSpec(names.present(cache.name), shape.dtype, dims, in_place_of=cache.name) for cache in _caches(shape)
+    )
+
+
+def chain_state(shape: ChainShape) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a slot: KV, and feature rows that are pending."""
+    return (*_caches(shape), TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)))
+
+
+def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
+    """Return the outputs that hold a tree. Nodes come likeliest first, the root before all, parents before children."""
+    return (
+        TensorSpec(names.TREE_TOKENS, "int64", ("B", nodes)),
+        TensorSpec(names.TREE_PARENTS, "int64", ("B", nodes)),
+        TensorSpec(names.TREE_LOG_PROBS, "float32", ("B", nodes)),
+    )
+
+
+def _cache_dims(shape: ChainShape) -> tuple[Dim, ...]:
+    return ("B", shape.kv_heads, "C", shape.head_dim)
+
+
+def _caches(shape: ChainShape) -> tuple[TensorSpec, ...]:
+    dims = _cache_dims(shape)
+    return tuple(TensorSpec(name, shape.dtype, dims) for name in (names.key_cache(0), names.value_cache(0)))

@@ -1,0 +1,87 @@
+"""Multi-token prediction: a module of the verifier, chained.
+
+DeepSeek-V3, section 2.2, equations 21 to 23, is a module of depth 1. Here it is applied again and again: step i takes
+the state of step i - 1 and the embedding of the likeliest token there, and its logits choose the next token. One engine
+call unrolls the chain; the tree is that chain.
+
+Symbols: N steps, K = N + 1 nodes; the others are those of `redraft.signatures` and `redraft.methods.base`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redraft import names
+from redraft.errors import UsageError
+from redraft.methods.base import PREFILL, TREE, BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.chains import chain_inputs, chain_state, chain_updates, tree_outputs
+from redraft.names import DRAFT, Dtype, TensorSpec
+
+MOST_STEPS = 16
+"""Steps of a chain at most."""
+
+
+@dataclass(frozen=True)
+class MtpBuild(BuildOptions):
+    """Options for building a drafter. steps: tokens of a draft."""
+
+    steps: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.steps) is not int or not 1 <= self.steps <= MOST_STEPS:
+            raise UsageError(f"steps must be a number from 1 to {MOST_STEPS}, not {self.steps!r}")
+
+
+@dataclass(frozen=True)
+class MtpShape:
+    """Sizes of the drafter's graph and buffers. steps: N.   dtype: of features and KV, the verifier's."""
+
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    steps: int
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        sizes = {name: value for name, value in vars(self).items() if name != "dtype"}
+        if wrong := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
+            raise UsageError(f"{', '.join(wrong)} must be positive numbers")
+
+    @property
+    def nodes(self) -> int:
+        """K, root included."""
+        return self.steps + 1
+
+
+def draft_inputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
+    """Return inputs of the draft graph, in order: see `chain_inputs`."""
+    return chain_inputs(shape)
+
+
+def draft_outputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
+    """Return outputs of the draft graph, in order: a tree without branches, and the KV buffers, updated in place."""
+    return (*tree_outputs(shape.nodes), *chain_updates(shape))
+
+
+METHOD: Method[MtpShape] = Method(
+    id="mtp",
+    summary="MTP: the verifier's own multi-token-prediction module, chained.",
+    hidden_states=(names.LAST_HIDDEN_STATE,),
+    rows="all",
+    graphs={
+        DRAFT: GraphSpec(
+            draft_inputs,
+            draft_outputs,
+            profiles={PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}},
+            chain_steps=lambda shape: shape.steps,
+        )
+    },
+    shape=MtpShape,
+    state=chain_state,
+    spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
+    limits=lambda shape: Limits(shape.steps, 1, shape.steps),
+    describe=lambda shape: f"{shape.steps} steps",
+    build_options=MtpBuild,
+)

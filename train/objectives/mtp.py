@@ -1,0 +1,58 @@
+"""The drafter of a verifier that was trained with a multi-token-prediction module: nothing more is trained.
+
+    python -m redraft.train.objectives.mtp VERIFIER OUT
+
+writes the module of the checkpoint VERIFIER as the drafter OUT, for `redraft build VERIFIER --drafter OUT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.checkpoint import Identity, save_drafter
+from redraft.export.drafters.mtp import MtpDrafter
+from redraft.export.drafters.mtp_graphs import configuration_of
+from redraft.methods.mtp import METHOD
+from redraft.train.publish import load_mtp
+
+_RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
+
+
+def publish_module(verifier: Path, out: Path) -> None:
+    """Write a drafter's folder. Raises CheckpointError if the verifier has no module."""
+    module = load_mtp(verifier)
+    config = configuration_of(AutoConfig.from_pretrained(str(verifier)), vocabulary_of(verifier))
+    drafter = MtpDrafter(config)
+    drafter.load_state_dict({renamed(name): tensor for name, tensor in module.state_dict().items()})
+    counts = torch.ones(config.vocab_size, dtype=torch.long)
+    save_drafter(out, METHOD.id, config, Identity.of(Checkpoint.open(verifier)), drafter, counts, {})
+
+
+def vocabulary_of(verifier: Path) -> int:
+    """Token ids of a checkpoint."""
+    return int(AutoConfig.from_pretrained(str(verifier)).vocab_size)
+
+
+def renamed(name: str) -> str:
+    """Return a parameter's name in a drafter's layer, from its name in transformers' Llama layer."""
+    for old, new in _RENAMED.items():
+        name = name.replace(old, new)
+    return name
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verifier", type=Path)
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    publish_module(arguments.verifier, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
