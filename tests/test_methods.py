@@ -15,8 +15,8 @@ REGISTRY = "redraft/methods/__init__.py"
 WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
 """The methods that are looked for.
 
-`none` is a word of every language, and n-gram lookup is no drafter of a bundle: the pair of lookup and a drafter, and the
-default, are made with it.
+`none` is a word of every language. N-gram lookup is no drafter of a bundle: the default and the pair of lookup and a
+drafter are made with it.
 """
 EXCEPTIONS = {
     "bench/export_recipe.py": "writes a drafter of one method at a recipe's true shape, to time its export",
