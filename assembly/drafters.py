@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redraft.config import RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
-from redraft.errors import CheckpointError, UsageError
+from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.methods import Method, built_methods, find_method
 from redraft.names import COPY_SLOT, SINGLE, drafter_graph
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from redraft.export.drafters import ExportedDrafter
     from redraft.export.verifier import VerifierExport
 
+_ONNX_TYPES = {"float32": "float"}
+"""ONNX's words for element types that are not ours."""
 _READ = (".json", ".safetensors")
 """Suffixes of the files of a drafter's folder that a build reads."""
 
@@ -91,6 +93,32 @@ def stage_drafters(
     return records
 
 
+def check_graph(folder: Path, record: GraphRecord, what: str) -> None:
+    """Raise UnsupportedModelError if the file of a graph is missing or does not fit the specification's signature."""
+    import onnx
+
+    path = folder / record.file
+    if not path.is_file():
+        raise UnsupportedModelError(f"{what}: expected the file {record.file}, found none")
+    graph = onnx.load(path, load_external_data=False).graph
+    for kind, values, specs in (("input", graph.input, record.inputs), ("output", graph.output, record.outputs)):
+        found = {value.name: value.type.tensor_type for value in values}
+        if set(found) != {spec.name for spec in specs}:
+            names = ", ".join(sorted(set(found) ^ {spec.name for spec in specs}))
+            raise UnsupportedModelError(f"{what} does not fit its signature: {kind} {names} missing or unknown")
+        for spec in specs:
+            dtype = onnx.helper.tensor_dtype_to_string(found[spec.name].elem_type)
+            sizes = [dim.dim_value for dim in found[spec.name].shape.dim]
+            fits = len(sizes) == len(spec.shape) and all(
+                size in (0, wanted) for size, wanted in zip(sizes, spec.shape, strict=True) if isinstance(wanted, int)
+            )
+            if not fits or dtype.removeprefix("TensorProto.").lower() != _ONNX_TYPES.get(spec.dtype, spec.dtype):
+                raise UnsupportedModelError(
+                    f"{what} does not fit its signature: expected {kind} {spec.name} {spec.dtype}{list(spec.shape)}, "
+                    f"found {dtype.removeprefix('TensorProto.')}{sizes}"
+                )
+
+
 def _named_method(drafter: DrafterBuild) -> str:
     from redraft.export.drafters.checkpoint import DrafterCheckpoint
 
@@ -140,8 +168,7 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
     graphs = {}
     for role, (inputs, outputs) in method.signatures(shape).items():
         graphs[role] = GraphRecord(graph_file(drafter.id, role), inputs, outputs)
-        if not (folder / graphs[role].file).is_file():
-            raise CheckpointError(f"drafter {drafter.id}: method {method.id} wrote no graph {role!r}")
+        check_graph(folder, graphs[role], f"drafter {drafter.id}: graph {role!r} of method {method.id}")
     for role, graph in method.graphs.items():
         if role in graphs and graph.chain_steps and all(spec.dtype == "float32" for spec in state):
             single = f"{role}{SINGLE}"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from redraft.assembly import scoring
 from redraft.assembly.scoring import Scorer
-from redraft.bench import scoring
 from redraft.engines import open_bundle
 
 

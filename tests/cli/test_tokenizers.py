@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
+from redraft.assembly import bundle as assembly
+from redraft.assembly import tokenizer_conversion
 from redraft.assembly.models import HUB_FILES
 from redraft.assembly.tokenizers import SpecialTokens, write_text_files
-from redraft.cli import assembly, tokenizer_conversion
 from redraft.errors import CheckpointError, RedraftError, UnsupportedModelError
 from redraft.export.checkpoint import Checkpoint
 from redraft.runtime.tokenizer import Tokenizer

@@ -1,0 +1,80 @@
+"""Graphs that a method's exporter writes must fit the method's specification."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from redraft.assembly.drafters import check_graph, resolve_drafters
+from redraft.config import BuildConfig, DrafterBuild
+from redraft.engines.manifest import GraphRecord
+from redraft.errors import UnsupportedModelError, UsageError
+from redraft.names import TensorSpec
+
+RECORD = GraphRecord(
+    "a.draft.onnx", (TensorSpec("x", "float32", ("B", 4)),), (TensorSpec("y", "int64", ("B", 4)),)
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A graph of x, float32 [B, 4], to y, int64 [B, 4]."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.INT64, ["B", 4])
+    graph = helper.make_graph([helper.make_node("Cast", ["x"], ["y"], to=TensorProto.INT64)], "g", [x], [y])
+    onnx.save(helper.make_model(graph), tmp_path / RECORD.file)
+    return tmp_path
+
+
+def test_a_graph_that_fits(folder: Path) -> None:
+    check_graph(folder, RECORD, "drafter a")
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (replace(RECORD, file="b.onnx"), "drafter a: expected the file b.onnx, found none"),
+        (replace(RECORD, inputs=()), "does not fit its signature: input x missing or unknown"),
+        (replace(RECORD, outputs=(*RECORD.outputs, RECORD.inputs[0])), "signature: output x missing or unknown"),
+        (
+            replace(RECORD, inputs=(TensorSpec("x", "float32", ("B", 5)),)),
+            "expected input x float32['B', 5], found FLOAT[0, 4]",
+        ),
+        (replace(RECORD, inputs=(TensorSpec("x", "float32", ("B",)),)), "expected input x float32['B'], found"),
+        (replace(RECORD, inputs=(TensorSpec("x", "float16", ("B", 4)),)), "expected input x float16['B', 4], found"),
+        (
+            replace(RECORD, outputs=(TensorSpec("y", "int32", ("B", 4)),)),
+            "expected output y int32['B', 4], found INT64",
+        ),
+    ],
+)
+def test_a_specification_that_a_graph_does_not_fit(folder: Path, record: GraphRecord, message: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        check_graph(folder, record, "drafter a")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (DrafterBuild("a", "random"), "drafter a: random weights of which method\\?; give method= one of "),
+        (DrafterBuild("a", "random", "ngram"), "drafter a: method ngram needs no drafter"),
+        (DrafterBuild("a", "random", "eagle"), "unknown drafting method 'eagle'; the methods are none, ngram"),
+        (DrafterBuild("a", "random", "lyanna", {"depth": 3}), "drafter a: unknown key depth; known keys are"),
+    ],
+)
+def test_a_drafter_that_cannot_be_built(drafter: DrafterBuild, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve_drafters(BuildConfig(drafters=(drafter,)))
+
+
+def test_a_drafter_asks_for_the_hidden_states_of_its_method() -> None:
+    own = DrafterBuild("a", "random", "lyanna")
+    waiting = DrafterBuild("b", None, "lyanna")
+    found = resolve_drafters(BuildConfig(drafters=(own, waiting), hidden_states=("3",)))
+    assert found.hidden_states == ("3", "last")
+    assert found.drafters == (own,)

@@ -1,0 +1,43 @@
+"""A bundle with a multi-token-prediction drafter: texts are the verifier's, and drafts of a trained module are kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from redraft.runtime import Budget, Runtime, SamplingParams
+
+Redraft = Callable[..., subprocess.CompletedProcess[str]]
+PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]
+PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(redraft: Redraft, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with its two drafters."""
+    tiny, out = root / "assets" / "tiny", tmp_path_factory.mktemp("engines") / "tiny"
+    drafters = ("--drafter", tiny / "lyanna", "--drafter", f"fast={tiny / 'mtp'},steps=3")
+    built = redraft("build", tiny, "-o", out, *drafters, "--skip-check", "--eval-text", "none", "--json")
+    assert built.returncode == 0, built.stderr
+    assert json.loads(built.stdout)["drafters"]["fast"]["shape"]["steps"] == 3
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "max_num_seqs"), [(None, 1), (None, 3), ("cpu", 2)])
+def test_texts_are_the_verifiers_and_drafts_are_kept(bundle: Path, device: str | None, max_num_seqs: int) -> None:
+    with Runtime.open(bundle, threads=1, max_num_seqs=max_num_seqs, device=device, verify=False) as runtime:
+        assert runtime.methods == ("none", "ngram", "lyanna", "fast", "ngram+lyanna", "ngram+fast")
+        plain = [text.token_ids for text in runtime.generate(PROMPTS, PARAMS, "none")]
+        for method in ("fast", "ngram+fast", "lyanna"):  # the second drafter does not take what the first one reads
+            found = runtime.generate(PROMPTS, PARAMS, method)
+            assert [text.token_ids for text in found] == plain
+        found = runtime.generate(PROMPTS, PARAMS, "fast", Budget(3, 3, 1))
+        assert [text.token_ids for text in found] == plain
+        assert sum(text.metrics.num_accepted_draft_tokens for text in found) > 0.8 * sum(
+            text.metrics.num_steps for text in found
+        )

@@ -1,0 +1,80 @@
+"""Every method's specification agrees with itself: signatures, state, tables and profiles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from redraft import names
+from redraft.errors import UsageError
+from redraft.methods import METHODS, Method, built_methods, find_method
+from redraft.methods.lyanna import LyannaShape
+from redraft.methods.mtp import MtpShape
+
+SHAPES = {
+    "lyanna": [
+        LyannaShape(32, 61, 2, 16, steps, 3, 7, form, hot, 8)
+        for steps in (1, 4)
+        for form in ("fp16", "int8", "fp8", "lowrank")
+        for hot in (20, 61)
+    ],
+    "mtp": [MtpShape(32, 61, 2, 16, steps) for steps in (1, 4)],
+}
+"""Shapes of each method that is built."""
+CASES = [(find_method(name), shape) for name in built_methods() for shape in SHAPES[name]]
+
+
+def test_the_registry_finds_each_method_by_its_own_id() -> None:
+    assert [find_method(name).id for name in METHODS] == list(METHODS)
+    with pytest.raises(UsageError, match="unknown drafting method 'absent'; the methods are none, ngram"):
+        find_method("absent")
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES, ids=str)
+def test_a_specification_agrees_with_itself(method: Method, shape: object) -> None:
+    """In-place outputs name inputs, tables are inputs, and each symbol has a size in every profile."""
+    tables = {spec.name for spec in method.tables(shape)}
+    state = {spec.name: spec for spec in method.state(shape)}
+    read = set()
+    for role in method.roles(shape):
+        graph = method.graphs[role]
+        inputs, outputs = graph.signature(shape)
+        by_name = {spec.name: spec for spec in inputs}
+        read |= set(by_name)
+        for spec in outputs:
+            if spec.in_place_of:
+                assert by_name[spec.in_place_of].shape == spec.shape
+                assert state[spec.in_place_of].shape == spec.shape
+        assert set(graph.integers(shape)) & set(by_name) <= {spec.name for spec in inputs if spec.dtype == "int64"}
+        assert set(graph.looked_up(shape)) & set(by_name) <= tables
+        symbols = {dim for spec in inputs for dim in spec.shape if isinstance(dim, str)} - {"B", "C"}
+        assert all(set(sizes) == symbols for sizes in graph.profiles.values())
+    assert tables <= read
+    assert all(spec.shape[0] == "B" for spec in state.values())
+    assert names.COPY_SLOT in method.signatures(shape)
+    limits = method.limits(shape)
+    assert min(limits.depth, limits.width, limits.nodes) > 0
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES[:1], ids=str)
+def test_a_shape_is_read_from_a_manifest(method: Method, shape: object) -> None:
+    assert method.parse_shape(vars(shape)) == shape
+    with pytest.raises(UsageError, match="unknown key colour"):
+        method.parse_shape({**vars(shape), "colour": 1})
+    with pytest.raises(UsageError, match="missing 1 required positional argument"):
+        method.parse_shape({key: value for key, value in vars(shape).items() if key != "hidden"})
+
+
+def test_specifications_need_no_engine_library_and_no_torch() -> None:
+    """The command line reads them before it starts anything."""
+    program = f"""
+import sys
+from redraft.methods import find_method
+for name in {METHODS!r}:
+    find_method(name)
+print(*({{"torch", "onnx", "onnxruntime", "tensorrt", "numpy"}} & set(sys.modules)))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.stdout.strip(), found.returncode) == ("", 0), found.stderr
