@@ -23,7 +23,8 @@ from redraft.runtime import Runtime, SamplingParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters.lyanna import CATCH_UP, LyannaDrafter
+from redraft.runtime.drafters.hidden_states import CATCH_UP
+from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
