@@ -104,7 +104,8 @@ def _has_inexact(runtime: Runtime, engines: Path) -> bool:
     from redraft import names
     from redraft.engines.manifest import load_manifest
 
-    return runtime.exact and names.VERIFIER_FAST in load_manifest(engines).graphs
+    on_host = runtime.exact and not runtime.verifier.device.step_graphs
+    return on_host and names.VERIFIER_FAST in load_manifest(engines).graphs
 
 
 def _check_inexact(runtime: Runtime, engines: Path) -> None:

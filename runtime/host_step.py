@@ -13,7 +13,7 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.calls import Call, Calls
-from redraft.engines.device import Array, Buffer, Device
+from redraft.engines.device import Array, Buffer, Device, numpy_type
 from redraft.engines.host_buffer import HostBuffer, array_of
 from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.limits import Limits
@@ -44,7 +44,7 @@ class HostSteps:
         self._layers = shape.layers
         rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
         # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
-        self.kv: Array = np.zeros((2 * shape.layers, *rows), shape.dtype)
+        self.kv: Array = np.zeros((2 * shape.layers, *rows), numpy_type(shape.dtype))
         self._engine = self._opened(names.VERIFIER)
         self._trees = self._engine if _takes_trees(self._engine) else None
         self.branches = self._trees is not None

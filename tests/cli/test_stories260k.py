@@ -55,7 +55,7 @@ def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFa
     for command in (
         ("train", "lyanna", "--verifier", stories, "--config", folder / "brief.toml", "--out", folder / "run"),
         ("train", "publish", folder / "run", "--out", folder / "published"),
-        ("build", stories, "-o", folder / "engines", "--lyanna", folder / "published", "--eval-text", "none"),
+        ("build", stories, "-o", folder / "engines", "--drafter", folder / "published", "--eval-text", "none"),
     ):
         result = redraft(*command)
         assert result.returncode == 0, result.stderr

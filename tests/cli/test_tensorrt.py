@@ -78,7 +78,8 @@ def test_every_graph_of_the_embedded_model_is_taken(
     bundle = open_bundle(out)
     record = bundle.manifest.tensorrt
     assert record is not None
-    assert set(record.engines) == set(stage.graphs_of(attention))
+    drafted = {"lyanna.draft", "lyanna.resample"}
+    assert set(record.engines) == set(stage.graphs_of(attention)) | drafted
     assert sorted(built) == sorted(engine.graph for engine in record.engines.values())
     for graph in bundle.manifest.all_graphs.values():
         onnx.checker.check_model(out / graph.file, full_check=True)
@@ -93,7 +94,7 @@ def test_every_graph_of_the_embedded_model_is_taken(
     assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["inputs"]
     assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
-    assert str(tmp_path / "inputs" / "lyanna.draft.tree.pending.bin") in written
+    assert str(tmp_path / "inputs" / "lyanna.draft.tree.num_pending.bin") in written
 
 
 def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path) -> None:
@@ -107,11 +108,11 @@ def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path)
 def test_what_the_parser_lacks_is_named_and_nothing_is_left(
     build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--token-info", "int8") == 1
+    assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--drafter", "lyanna,token_info=int8") == 1
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert "lyanna.draft: node " in line
     assert "is Gather of int8" in line
-    assert line.endswith("build with --token-info fp16")
+    assert line.endswith("build the drafter with token_info=fp16")
     assert not (tmp_path / "tiny").exists()
     assert built == []
 
