@@ -68,6 +68,6 @@ def test_a_drafter_of_its_own_stories_writes_the_golden_text(redraft: Redraft, s
     budget = ("--budget", "nodes=6,depth=3,width=4")
     result = redraft("generate", "--engines", drafted, "--prompt", "", "--max-new-tokens", "200", *budget, "--json")
     written = json.loads(result.stdout)
-    assert written["method"] == "lyanna"
+    assert written["method"] == "ngram+lyanna"
     assert written["metrics"]["num_accepted_draft_tokens"] > 10
     assert written["text"].strip() == (stories / "golden_greedy.txt").read_text(encoding="utf-8").strip()
