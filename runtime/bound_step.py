@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Buffer, Device, Program, Run, sized
+from redraft.engines.device import Array, Buffer, Device, Program, Run, sized
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
@@ -67,7 +67,8 @@ class BoundStep:
         self._shared = buffers
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
         several = (sequences,)
-        offsets = {_offset(place): several for place in range(len(buffers.readers))}
+        self._offsets = tuple(map(_offset, range(len(buffers.readers))))
+        offsets = dict.fromkeys(self._offsets, several)
         self.host_inputs = buffers.device.host_inputs(**{
             names.CACHE_LEN: several, names.KV_LEN: (1,), names.OUTPUT_ROWS: (sequences, rows), **offsets, **fields,
         })  # fmt: skip
@@ -120,11 +121,12 @@ class BoundStep:
                 runs.append(gathered(self._shared.program(names.STEP_GATHER_FEATURES), features, path, pending, offset))
         return runs
 
-    def _set_offsets(self, pending: Sequence[Sequence[int] | None]) -> None:
+    def _set_offsets(self, values: Mapping[str, Array], pending: Sequence[Sequence[int] | None]) -> None:
         """Fill in where the rows that are gathered for each reader begin; what nobody reads goes to the front."""
-        values = self.host_inputs.open()
-        for place, offsets in enumerate(pending):
-            values[_offset(place)][:] = 0 if offsets is None else offsets
+        for name, offsets in zip(self._offsets, pending, strict=True):
+            of_reader = values[name]
+            for slot in range(len(of_reader)):  # one by one, which is faster than from a list
+                of_reader[slot] = offsets[slot] if offsets is not None else 0
 
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
         """A program over the step's buffers and `over`, new ones for what nothing has named yet."""
@@ -180,7 +182,7 @@ class BoundTreeStep(BoundStep):
             on_device[slot] = tree.on_device
             if not tree.on_device:
                 place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])
-        self._set_offsets(pending)
+        self._set_offsets(values, pending)
 
     def seconds(self, whole: bool) -> float:
         """See `redraft.runtime.verifier.TreeStep.seconds`."""
@@ -238,7 +240,7 @@ class BoundPrefill(BoundStep):
         values[names.CACHE_LEN][0] = start
         values[names.KV_LEN][0] = start + self.width
         values[names.OUTPUT_ROWS][0, 0] = count - 1
-        self._set_offsets(pending)
+        self._set_offsets(values, pending)
 
     def _root(self) -> dict[str, Buffer]:
         """What the accepting graph is given: a tree of the root alone, whose token does not matter."""

@@ -311,7 +311,8 @@ class Adaptive:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
-        state.found = best_size(found.log_probs, rate, self._table)
+        state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
+        state.found = best_first(state.shares, rate, self._table)
         gains = state.gains = {Source.LOOKUP: state.found[1]}
         for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
             if wanted:
@@ -329,33 +330,38 @@ class Adaptive:
     ) -> list[DraftTree]:  # fmt: skip
         """See `Controller.cut`."""
         trees, shares = list(found), []
-        planned = [plan is not Source.NONE for plan in plans]
+        states: list[ControllerState | None] = []
         rate = 0.0
         for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
-            state = self._state_of(seq)
-            if planned[slot]:
+            state = self._state_of(seq) if plan is not Source.NONE else None
+            states.append(state)
+            if state is not None:
                 trees[slot] = self._weigh(state, plan, found[slot], made[slot])
+                shares.append(state.shares)
                 rate += state.rate
             else:
                 rate += 1 / self._table[1]
-            shares.append(state.shares if planned[slot] else ())
-        each = shares[0] if len(shares) == 1 else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
-        nodes, _ = best_first(each, rate, self._table)
-        paying = nodes
-        probed = self._steps >= self._probe_at and len(each) > nodes
+        alone = len(batch) == 1
+        each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
+        looked_up = alone and plans[0] is Source.LOOKUP
+        paying, gain = states[0].found if looked_up and states[0] else best_first(each, rate, self._table)
+        nodes, probed = paying, self._steps >= self._probe_at and len(each) > paying
         if probed:
             wider = self._probe(min(len(each) + 1, len(self._table) - 1))
-            probed, nodes = wider > nodes, max(nodes, wider)
-        for slot, seq in enumerate(batch):
-            if planned[slot]:
-                state = self._state_of(seq)
-                state.probed = probed
-                state.together = (rate, each) if len(batch) > 1 else None
+            probed, nodes = wider > paying, max(paying, wider)
+        for slot, state in enumerate(states):
+            if state is not None:
+                state.probed, state.together = probed, None if alone else (rate, each)
                 if made[slot] is not None:
-                    gain = sum(state.shares[:paying]) - state.rate * (self._table[paying + 1] - self._table[1])
-                    self._learn_gain(state, plans[slot], max(gain, 0.0))
+                    own = gain if alone else self._own_gain(state, paying)
+                    self._learn_gain(state, plans[slot], own)
                 trees[slot] = prune(trees[slot], nodes)
         return trees
+
+    def _own_gain(self, state: ControllerState, nodes: int) -> float:
+        """What a sequence of a batch gains if the trees of all have so many nodes, at least nothing."""
+        promised = sum(state.shares[:nodes]) - state.rate * (self._table[nodes + 1] - self._table[1])
+        return max(promised, 0.0)
 
     def _weigh(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
         """All that could be verified of a sequence's trees. Sets how often each node is expected to be kept."""
@@ -366,7 +372,7 @@ class Adaptive:
         if made is not None and len(made) > 1:
             state.offered = (plan, made)
             tree = merge(found, self._records[plan].calibrated(made))
-        state.shares = ranked_shares(tree.log_probs)
+            state.shares = ranked_shares(tree.log_probs)
         state.weighed = found, tree, None
         return tree
 
@@ -388,7 +394,8 @@ class Adaptive:
         shares = self._ranks_of(state, plan).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._table)
         tree = made if gain >= state.found[1] else found
-        state.shares = shares if tree is made else ranked_shares(found.log_probs)
+        if tree is made:
+            state.shares = shares
         state.weighed = found, tree, shares if tree is made else None
         state.offered = (plan, made) if tree is made else None
         return tree
@@ -474,14 +481,6 @@ class Adaptive:
 
 def _near(ratio: float, other: float) -> bool:
     return abs(ratio / other - 1) < _NEAR
-
-
-def best_size(log_probs: FloatArray, rate: float, table_ms: Several[float]) -> tuple[int, float]:
-    """How many nodes of a tree are worth verifying, and the tokens that they gain over verifying the root alone.
-
-    log_probs [n] are joint, the root's first; `rate` tokens are what a millisecond must bring.
-    """
-    return best_first(ranked_shares(log_probs), rate, table_ms) if len(log_probs) > 1 else (0, 0.0)
 
 
 def ranked_shares(log_probs: FloatArray) -> list[float]:

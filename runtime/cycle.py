@@ -100,7 +100,9 @@ class Cycle:
             plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
         made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
         with stage("choose"):
-            drafted = [made[plan][slot] if plan in made else None for slot, plan in enumerate(plans)]
+            drafted: list[DraftTree | None] = [None] * len(batch)
+            if made:
+                drafted = [made[plan][slot] if plan in made else None for slot, plan in enumerate(plans)]
             trees = self.controller.cut(batch, plans, found, drafted)
             for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
                 if plan is not Source.NONE:

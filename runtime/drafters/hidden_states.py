@@ -41,8 +41,9 @@ _ROW_STEP = 16
 
 @dataclass(slots=True)
 class Drafting:
-    """Of one sequence: steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
+    """Of one sequence: whose, steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
 
+    drafter: HiddenStateDrafter
     used: int
     cache_len: int = 0
     pending: int = 0
@@ -108,23 +109,25 @@ class HiddenStateDrafter(Drafter):
 
     def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
         """See `FeatureReader.pending`. What is pending while other methods draft is not kept."""
-        for seq in batch:
-            if not isinstance(seq.drafting, Drafting):
-                return None
+        states = [seq.drafting for seq in batch]
+        if not all([type(state) is Drafting and state.drafter is self for state in states]):
+            return None
         space = names.MAX_PENDING_FEATURES - rows
         if space < CATCH_UP:
             raise UsageError(
                 f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
                 "lower the budget's nodes",
             )
+        found = [state.pending for state in states]
         most = CATCH_UP if self.for_all else space  # sequences that draft at once take in their rows at once
-        while max(found := [seq.drafting.pending for seq in batch]) > most:
+        while max(found) > most:
             self._catch_up(batch)
+            found = [state.pending for state in states]
         return found
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = Drafting(used=self.shape.steps)
+        seq.drafting = Drafting(self, used=self.shape.steps)
 
     def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
