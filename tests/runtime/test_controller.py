@@ -201,9 +201,10 @@ def test_gains_of_one_request_serve_the_next() -> None:
 
 def test_what_was_made_is_merged_with_what_was_found() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
-    controller.plan(seq, root_only(0), 0)
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
+    controller.plan(seq, found, 0)
     assert controller.cut([seq], [Source.FRESH], [found], [made])[0].tokens.tolist() == [0, 7, 8]
+    controller.plan(seq, found, 0)
     assert controller.cut([seq], [Source.LOOKUP], [found], [None])[0].tokens.tolist() == [0, 7]
 
 

@@ -74,7 +74,9 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
         controller.timed({}, 2)
         controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
     controller._table = CURVE.table_ms
+    controller.plan(seq, chain(0.9), 0)
     assert len(controller.cut([seq], [Source.LOOKUP], [chain(0.9)], [None])[0]) == 2
+    controller.plan(seq, root_only(0), 0)
     assert len(controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])[0]) == 1
 
 
