@@ -176,9 +176,8 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["precision"] in WEIGHT_ONLY:
         lines.append(f"  weights: {describe_shares(summary['weight_shares'])}")
     for drafter, found in summary["drafters"].items():
-        lines.append(
-            f"  drafter {drafter} ({found['method']}): {found['summary']}, {found['table_bytes'] / 1e6:.1f} MB"
-        )
+        tables = f", tables of {found['table_bytes'] / 1e6:.1f} MB" if found["table_bytes"] else ""
+        lines.append(f"  drafter {drafter} ({found['method']}): {found['summary']}{tables}")
     lines += [f"  {caveat}" for caveat in summary["caveats"]]
     for kind, value in (summary["perplexity"] or {}).items():
         exact = summary["perplexity_fp32"][kind]
