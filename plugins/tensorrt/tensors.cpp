@@ -12,8 +12,9 @@ namespace {
 using nvinfer1::DataType;
 using nvinfer1::Dims;
 
-constexpr const char *kNames[kTensors] = {"q",         "k",        "v",    "key_cache", "value_cache", "tree_mask",
-                                          "positions", "cache_len", "live", "out",       "present_key", "present_value"};
+constexpr const char *kNames[kTensors] = {"q",           "k",         "v",           "key_cache",
+                                          "value_cache", "tree_mask", "positions",   "cache_len",
+                                          "live",        "out",       "present_key", "present_value"};
 constexpr int kRanks[kInputs] = {3, 3, 3, 4, 4, 3, 2, 1, 1};
 
 // Blocks that no device known exceeds with any of the kernels: 256 multiprocessors of eight.

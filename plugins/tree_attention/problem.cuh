@@ -20,7 +20,7 @@ struct Problem {
   const void *value_cache;     // [B, Hkv, C, D]
   const uint32_t *mask;        // [B, T, mask_words], null: causal
   const int64_t *positions;    // [B, T], null: cache_len + i
-  const int64_t *cache_len;     // [B]
+  const int64_t *cache_len;    // [B]
   const int64_t *node_counts;  // [B], null: T
   float *partials;             // [2 * blocks][rows * (D + 2)]
   int batch;

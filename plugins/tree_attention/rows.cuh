@@ -55,7 +55,7 @@ REDRAFT_GLOBAL(kCopyThreads) append(Problem problem, Append rows) {
 
 struct Compact {
   void *const *caches;          // [cache_count] of [B, Hkv, C, D]
-  const int64_t *cache_len;      // [B]
+  const int64_t *cache_len;     // [B]
   const int64_t *paths;         // [B, max_path]
   const int64_t *path_lengths;  // [B]
   int cache_count;

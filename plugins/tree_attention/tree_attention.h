@@ -56,7 +56,7 @@ typedef struct {
   const uint32_t *mask_bits;   // [B, T, ceil(T / 32)], bit j of node i's row: i sees node j; null: see below
   const uint8_t *mask_bools;   // [B, T, T], the same a byte a bit; null as well: node i sees nodes 0 .. i (causal)
   const int64_t *positions;    // [B, T], cache_len <= position < cache_len + T; needed by a windowed tree, else unread
-  const int64_t *cache_len;     // [B]; a length outside 0 .. C is taken as the nearest one inside
+  const int64_t *cache_len;    // [B]; a length outside 0 .. C is taken as the nearest one inside
   const int64_t *node_counts;  // [B], nodes of each tree; null: T. Rows of other nodes are not written, their out is 0
   void *out;                   // [B, T, Hq * D]
 } redraft_tree_attention_args;
@@ -94,7 +94,7 @@ typedef struct {
   int32_t capacity;
   int32_t max_path;             // P
   void *const *caches;          // device array of cache_count pointers to [B, Hkv, C, D]
-  const int64_t *cache_len;      // [B]
+  const int64_t *cache_len;     // [B]
   const int64_t *paths;         // [B, P], accepted nodes after the root; entries outside 1 .. C - 1 - cache_len stay
   const int64_t *path_lengths;  // [B], 0 .. P
 } redraft_compact_args;

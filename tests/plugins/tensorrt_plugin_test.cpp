@@ -306,7 +306,7 @@ void test_sizes() {
   EXPECT(build(*plugin).configurePlugin(good.data(), kInputs - 1, good.data() + kInputs, kOutputs) != 0);
   EXPECT(said("expected 9 inputs and 3 outputs, found 8 and 3"));
 
-  const char *const names[kInputs] = {"q",         "k",         "v",        "key_cache", "value_cache",
+  const char *const names[kInputs] = {"q",         "k",         "v",         "key_cache", "value_cache",
                                       "tree_mask", "positions", "cache_len", "live"};
   for (int input = 0; input < kInputs; ++input) {
     const std::string name = std::string(names[input]) + ": expected ";
