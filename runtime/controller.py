@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import exp, log
+from math import exp
 from typing import Protocol
 
-import numpy as np
-
+from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import merge, prune
@@ -20,14 +19,7 @@ MAX_DEPTH = 16
 MAX_WIDTH = 16
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
-_FAST, _SLOW = 1 / 32, 1 / 128
-_SETTLED = 31
-"""Observations after which a mean over all of them becomes a running one: _FAST is the weight of the next."""
 _LEARN = 1 / 8
-_DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
-_LEAST = 0.01
-_UNSEEN = 0.25
-"""Share of kept nodes that is taken for granted where nothing was seen: enough for whole trees to be tried."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 _FIRST_PROBE, _LONGEST_PROBE = 8, 256
@@ -131,85 +123,6 @@ class Experience:
         """Move the means by `weight` towards one step."""
         self.tokens += weight * (tokens - self.tokens)
         self.plain_steps += weight * (plain_steps - self.plain_steps)
-
-
-class DepthCalibration:
-    """How often tokens that a drafter's trees give some probability come true, by depth and probability.
-
-    A drafter is trained to say how likely a token is to be sampled; what counts here is how likely it is to be kept,
-    which for a greedy verifier is another number. Shares are running means that begin with the probability itself.
-    """
-
-    def __init__(self) -> None:
-        shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
-        self._shares = [list(shares) for _ in range(_DEPTHS)]
-
-    def observe(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
-        """Compare the tree with what was said, down to where it does not follow."""
-        ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
-        node = 0
-        for depth, token in enumerate(tokens):
-            shares = self._shares[depth if depth < _DEPTHS else -1]
-            next_node = -1
-            for child in range(node + 1, len(parents)):
-                if parents[child] == node:
-                    kept = ids[child] == token
-                    bucket = min(int((log_probs[node] - log_probs[child]) * _BUCKETS_A_NAT), _BUCKETS - 1)
-                    shares[bucket] += _FAST * (kept - shares[bucket])
-                    if kept:
-                        next_node = child
-            if next_node < 0:
-                return
-            node = next_node
-
-    def calibrated(self, tree: DraftTree) -> DraftTree:
-        """The tree with, for each node's probability given its parent, the share of such nodes that came true."""
-        parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
-        depths, corrected = [0] * len(parents), [0.0] * len(parents)
-        for node in range(1, len(parents)):
-            parent = parents[node]
-            depth = depths[parent]
-            depths[node] = depth + 1
-            bucket = min(int((log_probs[parent] - log_probs[node]) * _BUCKETS_A_NAT), _BUCKETS - 1)
-            share = self._shares[depth if depth < _DEPTHS else -1][bucket]
-            corrected[node] = corrected[parent] + log(share if share > _LEAST else _LEAST)
-        return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draft_probs)
-
-
-class RankCalibration:
-    """How often the node of each rank is kept, of trees that stay on a device and come likeliest first.
-
-    Running means, at first over all there is. What is not verified is forgotten slowly, so that it is tried again.
-    """
-
-    def __init__(self) -> None:
-        self._shares: list[float] = []
-        self._seen: list[int] = []
-
-    def shares(self, nodes: int) -> list[float]:
-        """Of the first so many nodes beside the root, how often each is kept."""
-        self._grow(nodes)
-        return self._shares[:nodes]
-
-    def observe(self, nodes: int, path: tuple[int, ...]) -> None:
-        """Of the first `nodes` nodes, root included, those of `path` were kept."""
-        count = nodes - 1
-        self._grow(count)
-        shares, seen = self._shares, self._seen
-        kept = [0] * nodes
-        for node in path:
-            kept[node] = 1
-        for place in range(count):
-            times = seen[place] = seen[place] + 1
-            share = shares[place]
-            shares[place] = share + (1 / (1 + times) if times < _SETTLED else _FAST) * (kept[place + 1] - share)
-        for place in range(count, len(shares)):
-            shares[place] += _SLOW * (_UNSEEN - shares[place])
-
-    def _grow(self, count: int) -> None:
-        missing = count - len(self._shares)
-        self._shares += [_UNSEEN] * missing
-        self._seen += [0] * missing
 
 
 @dataclass(slots=True)
@@ -422,7 +335,7 @@ class Adaptive:
             known_ms = self._made_ms.setdefault(source, taken_ms)
             # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
             counted_ms = self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
-            self._made_ms[source] = known_ms + _FAST * (counted_ms - known_ms)
+            self._made_ms[source] = known_ms + FAST * (counted_ms - known_ms)
 
     def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
@@ -442,8 +355,8 @@ class Adaptive:
             ms += self._step_ms.get(state.plan, 0.0)
         steps = ms / self._table[1]
         if not state.probed:
-            lately.update(len(outcome.path) + 1, steps, _FAST)
-            self._all.update(len(outcome.path) + 1, steps, _SLOW)
+            lately.update(len(outcome.path) + 1, steps, FAST)
+            self._all.update(len(outcome.path) + 1, steps, SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
             state.waiting = state.pause
@@ -454,7 +367,7 @@ class Adaptive:
         """See `Controller.ended`."""
         key = self._sequences, speculated
         known_ms = self._host_ms.setdefault(key, host_ms)
-        self._host_ms[key] += _FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
+        self._host_ms[key] += FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
 
     def _extra_ms(self) -> float:
         """What the host does for a step that speculates beyond what it does for a plain one, the lookup at least."""
@@ -465,7 +378,7 @@ class Adaptive:
     def _learn_gain(self, state: ControllerState, plan: Source, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
         key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
-        for known, weight in ((state.gain, _LEARN), (self._gain, _FAST)):
+        for known, weight in ((state.gain, _LEARN), (self._gain, FAST)):
             before = known.get(key, gain)
             known[key] = before + weight * (gain - before)
         if plan is Source.FRESH:

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from redraft import names
+from redraft.methods.base import PREFILL, TREE
 from redraft.names import Dim, Dtype, TensorSpec
+
+DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}}
+"""TensorRT's profiles of a draft graph: many rows after a prompt, few in a step."""
 
 
 class ChainShape(Protocol):

@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import PREFILL, TREE, BuildOptions, GraphSpec, Limits, Method
-from redraft.methods.chains import chain_inputs, chain_state, chain_updates, tree_outputs
+from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
@@ -200,7 +200,7 @@ METHOD: Method[LyannaShape] = Method(
         DRAFT: GraphSpec(
             draft_inputs,
             draft_outputs,
-            profiles={PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}},
+            profiles=DRAFT_PROFILES,
             integers=_integers,
             looked_up=lambda shape: _looked_up(shape, shape.steps),
             chain_steps=lambda shape: shape.steps,

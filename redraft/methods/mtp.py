@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import PREFILL, TREE, BuildOptions, GraphSpec, Limits, Method
-from redraft.methods.chains import chain_inputs, chain_state, chain_updates, tree_outputs
+from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, Dtype, TensorSpec
 
 MOST_STEPS = 16
@@ -74,7 +74,7 @@ METHOD: Method[MtpShape] = Method(
         DRAFT: GraphSpec(
             draft_inputs,
             draft_outputs,
-            profiles={PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}},
+            profiles=DRAFT_PROFILES,
             chain_steps=lambda shape: shape.steps,
         )
     },

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from redraft import names
+from redraft.bench import cost_curve
 from redraft.bench.products import write_products
 from redraft.bench.sessions import open_session
 from redraft.bench.timing import interleaved
@@ -33,6 +34,22 @@ def test_products_are_those_of_the_bundle_over_its_own_weights(bundle: Path, tmp
     assert logits.shape == (2, shape.vocabulary)
     head = opened.array("lm_head.weight")
     np.testing.assert_allclose(logits, rows[f"rows.{head.shape[1]}"] @ head.T, rtol=1e-5)
+
+
+def test_the_curve_times_every_graph_of_the_bundle_and_its_products(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs for chains, which have no mask, too."""
+    monkeypatch.setattr(cost_curve, "interleaved", lambda calls: interleaved(calls, blocks=1, runs=1))
+    monkeypatch.setattr(cost_curve, "medians", lambda calls: {name: call() or 1.0 for name, call in calls.items()})
+    monkeypatch.setattr(cost_curve, "KV_ROWS", 20)
+    monkeypatch.setattr("sys.argv", ["cost_curve", "--engines", str(bundle), "--sizes", "1,4", "--threads", "1"])
+    found = cost_curve.main()
+    graphs = [f"bundle {name}" for name in cost_curve.verifier_graphs(open_bundle(bundle))]
+    assert f"bundle {names.VERIFIER_SINGLE}" in graphs
+    for size in ("1", "4"):
+        assert sorted(found["milliseconds"][size]) == sorted([*graphs, "products"])
+        assert min(found["milliseconds"][size].values()) > 0
 
 
 def test_a_graph_without_products_has_no_floor(tmp_path: Path) -> None:
