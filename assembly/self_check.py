@@ -14,9 +14,11 @@ from redraft.errors import UnsupportedModelError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.offers import Speculation
+from redraft.runtime.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import make_tree, root_only
+from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier
 from redraft.types import Budget, DraftTree, FloatArray, Outcome
 
@@ -47,31 +49,28 @@ class Compared:
 
 
 @dataclass
-class KnownText:
+class KnownText(Sampler):
     """A sampler that accepts the tokens of a known text, and keeps the logits at each of its positions."""
 
     tokens: Sequence[int]
     rows: dict[int, FloatArray] = field(default_factory=dict)
     accepted: int = 0
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+        """See `Sampler.sample`: the text's own token at the depth of each node."""
+        depths = layout(tree.parents).depths.tolist()
+        return [self.tokens[min(len(tokens) + depth, len(self.tokens) - 1)] for depth in depths]
+
+    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
         """See `Sampler.verify`."""
-        path: list[int] = []
-        node = 0
-        while True:
-            self.rows[position + len(path)] = logits[node].copy()
-            following = self.tokens[position + len(path) + 1]
-            children = np.flatnonzero(tree.parents == node)
-            node = next((int(child) for child in children if tree.tokens[child] == following), -1)
-            if node < 0:
-                break
-            path.append(node)
-        self.accepted += len(path)
-        tokens = tuple(self.tokens[position + 1 : position + len(path) + 2])
-        return Outcome([tokens[-1]] * len(tree), tuple(path), tokens[-1], tokens)
+        outcome = super().verify(logits, tree, tokens)
+        for depth, node in enumerate((0, *outcome.path)):
+            self.rows[len(tokens) - 1 + depth] = logits[node].copy()
+        self.accepted += len(outcome.path)
+        return outcome
 
 
-class KnownDrafter(Drafter):
+class KnownDrafter(TreeMaker):
     """Drafts the next two tokens of a known text behind wrong siblings, every second step."""
 
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
@@ -148,7 +147,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
     rows = min(manifest.max_model_len, TEXT_TOKENS + TREES.nodes + 1)
     verifier = open_verifier(bundle, open_host(bundle, max_num_seqs=len(texts)), len(texts), rows)
     verifier.take_branches()
-    for _ in scheduler.run(Cycle(verifier, KnownDrafter(verifier), FixedBudget(TREES)), requests):
+    for _ in scheduler.run(Cycle(verifier, Speculation(KnownDrafter(verifier), FixedBudget(TREES))), requests):
         pass
     verifier.close()
     return samplers

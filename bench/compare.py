@@ -18,7 +18,7 @@ from functools import partial
 from redraft.bench.prompts import Prompt
 from redraft.bench.statistics import loops
 from redraft.errors import UsageError
-from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation, ConversationTooLong
 
 PLAIN, INEXACT = "none", "inexact"
@@ -103,7 +103,7 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     """One generation; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     budget = None if method == PLAIN else settings.budget
-    return runtime.generate([prompt], settings.params, method, budget, forced)[0]
+    return runtime.generate([prompt], settings.params, SpeculationParams(method, budget=budget), forced)[0]
 
 
 def _first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:

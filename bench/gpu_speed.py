@@ -19,10 +19,11 @@ from redraft.engines import Bundle
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
 from redraft.errors import UsageError
-from redraft.runtime import Budget, Runtime, SamplingParams, scheduler
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.offers import Speculation
 from redraft.runtime.ranges import STEP, WAIT
 from redraft.runtime.sampler import Greedy, Sampler
 from redraft.runtime.sequence import Sequence as Request
@@ -101,7 +102,7 @@ def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budg
     """
     spent: list[float] = []
     waited = 0.0
-    runtime.generate([prompt.text], params, None, size)
+    runtime.generate([prompt.text], params, SpeculationParams(budget=size))
     for found in _recorded(runtime, prompt, params, size).ranges:
         if found.name == WAIT:
             waited += found.ended - found.started
@@ -114,7 +115,7 @@ def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budg
 def _recorded(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> Recording:
     recording = Recording()
     with runtime.verifier.ranges.watched(recording):
-        runtime.generate([prompt.text], params, None, size)
+        runtime.generate([prompt.text], params, SpeculationParams(budget=size))
     return recording
 
 
@@ -158,7 +159,7 @@ def judged_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance
 def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
     """Mean milliseconds of steps that verify whole trees."""
     drafter = SyntheticDrafter(runtime.verifier, forced)
-    cycle = Cycle(runtime.verifier, drafter, FixedBudget(size, drafter.drafts))
+    cycle = Cycle(runtime.verifier, Speculation(drafter, FixedBudget(size)))
     ids = runtime.encode(prompt.text)
     seq = Request(ids, len(ids), runtime.max_model_len, frozenset(), sampler)
     scheduler.admit(cycle, [], seq)

@@ -31,12 +31,14 @@ from redraft.bench.idle_gpu import IdleCuda, Script, idle_device
 from redraft.bench.prompts import load_prompts
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
-from redraft.methods import NGRAM
+from redraft.methods import NGRAM, NONE
 from redraft.runtime import scheduler
-from redraft.runtime.controller import Adaptive, Controller, FixedBudget
+from redraft.runtime.controller import Adaptive, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair
+from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tokenizer import Tokenizer
@@ -79,8 +81,8 @@ def main() -> dict[str, Any]:
         texts = [text.encode(prompt.text) for prompt in load_prompts(options.prompts, options.limit)]
         for method in options.methods.split(",") if options.methods else method_words(bundle.manifest.drafters):
             for name, size in {"fixed": options.budget, "adaptive": None}.items():
-                if method != "none" or size:
-                    key = method if method == "none" else f"{method} {name}"
+                if method != NONE or size:
+                    key = method if method == NONE else f"{method} {name}"
                     found[key] = measure(bundle, Path(folder), method, size, texts, options.max_new_tokens)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -129,16 +131,16 @@ def _cycle(cuda: IdleCuda, verifier: Verifier, bundle: Bundle, method: str, size
 
     name, paired = split_pair(method)
     drafter = drafter_of(name)
-    lookup = drafter_of(NGRAM) if paired and size is None else None
-    if not drafter.has_engines and method != "none":
-        drafter, lookup = drafter_of("none"), drafter
+    if paired and size is None:
+        drafter = Pair(drafter_of(NGRAM), drafter)
     verifier.warm()
-    control: Controller = FixedBudget(size or NO_SPECULATION, drafter.drafts)
-    if method == "none":
-        control = FixedBudget(NO_SPECULATION)
-    elif size is None:
-        control = Adaptive(VerifyCosts.of(CURVE), drafter.drafts, COSTS)
-    return TimedCycle(cuda, verifier, drafter, control, lookup)
+    if method == NONE:
+        return TimedCycle(cuda, verifier, Speculation(drafter, FixedBudget(NO_SPECULATION), method))
+    if size is not None:
+        return TimedCycle(cuda, verifier, Speculation(drafter, FixedBudget(size), method))
+    adaptive = Adaptive(VerifyCosts.of(CURVE))
+    adaptive.expect(name, COSTS)
+    return TimedCycle(cuda, verifier, Speculation(drafter, adaptive, method))
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,15 +22,15 @@ from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import median_estimate
 from redraft.bench.summary import FEWEST_TOKENS
 from redraft.methods.lyanna import METHOD
-from redraft.runtime import Budget, Generation, Runtime, SamplingParams
+from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters import pair
 from redraft.runtime.trace import Replay, replay
-from redraft.types import Source
+from redraft.types import OfferKind
 
 FRESH = "fresh only"
 METHOD_WORD = pair(METHOD.id)
 """The drafter with n-gram lookup; a fixed budget leaves the lookup out."""
-MADE = (Source.FRESH, Source.RESAMPLE)
+MADE = (OfferKind.FRESH, OfferKind.RESAMPLE)
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def decoder(variant: Variant) -> Decode:
             runtime, budget = runtimes[variant.drafts], budgets[variant.controller]
-            return lambda prompt: runtime.generate([prompt.text], params, METHOD_WORD, budget)[0]
+            return lambda prompt: runtime.generate(
+                [prompt.text], params, SpeculationParams(METHOD_WORD, budget=budget)
+            )[0]
 
         def traced(variant: Variant, prompt: Prompt) -> Replay:
             file = io.StringIO()
             budget = budgets[variant.controller]
-            runtimes[variant.drafts].generate([prompt.text], params, METHOD_WORD, budget, trace=file)
+            runtimes[variant.drafts].generate(
+                [prompt.text], params, SpeculationParams(METHOD_WORD, budget=budget), trace=file
+            )
             return replay(file.getvalue().splitlines())
 
         variants = [Variant(controller, drafts) for controller in budgets for drafts in runtimes]
@@ -147,7 +151,7 @@ def sources(traces: Sequence[Replay]) -> dict[str, Any]:
         nodes.update(played.nodes)
         accepted.update(played.accepted)
     return {
-        "resampled_steps": steps[Source.RESAMPLE] / max(steps.total(), 1),
+        "resampled_steps": steps[OfferKind.RESAMPLE] / max(steps.total(), 1),
         "trees": {
             str(source): {
                 "steps": steps[source],

@@ -95,7 +95,7 @@ def _order(item: tuple[tuple[str, ...], list[float]]) -> tuple[int, ...]:
     return tuple(places.get(name, len(places)) for name in item[0])
 
 
-ORDER = ("begin", "prefill", STEP, "lookup", "resample", "draft", "choose", "fill", "verify", "accept", "commit")
+ORDER = ("begin", "prefill", STEP, "offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit")
 
 
 def table(found: Profile) -> list[tuple[str, ...]]:

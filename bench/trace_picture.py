@@ -20,7 +20,7 @@ from redraft.errors import DataError
 from redraft.runtime.ranges import ENGINE, STEP
 
 COLOURS = {
-    STEP: "#d9d9d9", "lookup": "#8dd3c7", "resample": "#fdb462", "draft": "#80b1d3", "choose": "#bebada",
+    STEP: "#d9d9d9", "offers": "#8dd3c7", "resample": "#fdb462", "draft": "#80b1d3", "choose": "#bebada",
     "fill": "#ccebc5", "verify": "#fb8072", "accept": "#ffed6f", "commit": "#b3de69",
 }  # fmt: skip
 ENGINE_COLOUR = "#636363"

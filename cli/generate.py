@@ -49,6 +49,13 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
+    controller: Annotated[
+        str | None,
+        typer.Option(help="`adaptive` speculates as far as it pays, `fixed` by the whole budget; fixed with a budget."),
+    ] = None,
+    prediction: Annotated[
+        Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what every step chose and what came of it, one JSON line a step.")
     ] = None,
@@ -61,10 +68,12 @@ def generate(
     """Continue a prompt with the engines of a bundle."""
     check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
+    predicted = read_file(prediction) if prediction else None
 
     from redraft.cli.opening import open_runtime
-    from redraft.runtime import SamplingParams
+    from redraft.runtime import SamplingParams, SpeculationParams
 
+    how = SpeculationParams(method, predicted, size, controller)
     params = SamplingParams(
         max_tokens=max_new_tokens,
         stop=tuple(stop or ()),
@@ -79,16 +88,16 @@ def generate(
             open_runtime(engines, threads=threads, verify=verify, device=device, exact=not inexact)
         )
         ids = encode(runtime, text, chat, system)
-        runtime.stream(ids, params, method, size)  # refuses what cannot be done, while the trace still holds another
+        runtime.stream(ids, params, how)  # refuses what cannot be done, while the trace still holds another
         file = stack.enter_context(writable(trace)) if trace else None
         if as_json:
-            found = runtime.generate([ids], params, method, size, trace=file)[0]
+            found = runtime.generate([ids], params, how, trace=file)[0]
             chosen = method or runtime.default_method
             print_json({"method": chosen, "caveats": list(runtime.caveats), **found.to_json()})
             return
         print_caveats(runtime.caveats)
         try:
-            for chunk in runtime.stream(ids, params, method, size, file):
+            for chunk in runtime.stream(ids, params, how, file):
                 typer.echo(chunk, nl=False)
                 sys.stdout.flush()
         finally:
@@ -108,15 +117,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise UsageError("expected one of --prompt and --prompt-file", 'for example --prompt "Once upon a time"')
     if file is not None:
-        from redraft.bench.prompts import read_text
-
-        return read_text(file)
+        return read_file(file)
     if prompt == STANDARD_INPUT:
         try:
             return sys.stdin.read()
         except UnicodeDecodeError as error:
             raise UsageError(f"the standard input is not UTF-8 (byte {error.start})", "convert it first") from error
     return prompt or ""
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a file. Raises DataError if it is not UTF-8."""
+    from redraft.bench.prompts import read_text
+
+    return read_text(path)
 
 
 def encode(runtime: Runtime, text: str, chat: bool, system: str | None = None) -> list[int]:

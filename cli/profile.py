@@ -185,16 +185,17 @@ class Decoded:
 def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
     """Decode the prompt to warm up, on a device twice, and then while `watcher` sees it, inside of a range `around`."""
     from redraft.cli.opening import open_runtime
-    from redraft.runtime import SamplingParams
+    from redraft.runtime import SamplingParams, SpeculationParams
 
     runtime = stack.enter_context(open_runtime(asked.engines, threads=asked.threads, device=asked.device))
     params = SamplingParams(max_tokens=asked.max_new_tokens)
-    ids, size = encode(runtime, asked.text, chat=False), parse_budget(asked.budget)
+    ids = encode(runtime, asked.text, chat=False)
+    how = SpeculationParams(asked.method, budget=parse_budget(asked.budget))
     ranges, device = runtime.verifier.ranges, runtime.verifier.device
     for _ in range(WARM_UPS_ON_DEVICE if device.step_graphs else 1):
-        runtime.generate([ids], params, asked.method, size)
+        runtime.generate([ids], params, how)
     with ranges.watched(watcher), ranges.stage(around) if around else ExitStack():
-        found = runtime.generate([ids], params, asked.method, size)[0]
+        found = runtime.generate([ids], params, how)[0]
     return Decoded(found, asked.method or runtime.default_method, device.name, runtime.caveats)
 
 

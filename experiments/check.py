@@ -23,7 +23,9 @@ from redraft.errors import RedraftError
 from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter, load_drafter
+from redraft.runtime.drafters import load_drafter
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
@@ -78,15 +80,15 @@ class Recorder(Greedy):
         self.rows: list[FloatArray] = []
         self.moved = 0
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
         """Keep a copy of the rows on the accepted path."""
-        outcome = super().verify(logits, tree, position)
+        outcome = super().verify(logits, tree, tokens)
         self.rows.extend(logits[[0, *outcome.path]].copy())
         self.moved += sum(node != place for place, node in enumerate(outcome.path, 1))
         return outcome
 
 
-class KnownText(Drafter):
+class KnownText(TreeMaker):
     """Drafts the known continuation behind wrong siblings, so that each accepted row must move."""
 
     texts: Sequence[Text] = ()
@@ -198,13 +200,13 @@ def compared(bundle: Bundle, texts: Sequence[Text], special: frozenset[int] = fr
         verifier.take_branches()
         known = KnownText(verifier)
         known.texts = texts
-        none = load_drafter("none", verifier)
-        cycles = {
-            "plain": Cycle(verifier, none, FixedBudget(NO_SPECULATION)),
-            "n-grams": Cycle(verifier, none, FixedBudget(TREES, False), load_drafter("ngram", verifier)),
-            "trees": Cycle(verifier, known, FixedBudget(TREES)),
+        ways = {
+            "plain": Speculation(load_drafter("none", verifier), FixedBudget(NO_SPECULATION)),
+            "n-grams": Speculation(load_drafter("ngram", verifier), FixedBudget(TREES)),
+            "trees": Speculation(known, FixedBudget(TREES)),
         }
-        for mode, cycle in cycles.items():
+        for mode, way in ways.items():
+            cycle = Cycle(verifier, way)
             requests = [_request(text) for text in some]
             for _ in scheduler.run(cycle, requests):
                 pass

@@ -17,7 +17,7 @@ from typing import Any
 
 from redraft.bench.prompts import load_prompts
 from redraft.bench.statistics import loops
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation
 from redraft.types import Budget
 
@@ -47,7 +47,7 @@ def _outputs(runtime: Runtime, prompts: list[Any], tokens: int, method: str) -> 
     """`METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
     name, _, size = method.partition(":")
     budget = Budget(*map(int, size.split(","))) if size else None
-    made = runtime.generate(prompts, SamplingParams(max_tokens=tokens), name, budget)
+    made = runtime.generate(prompts, SamplingParams(max_tokens=tokens), SpeculationParams(name, budget=budget))
     return [generation.token_ids for generation in made]
 
 

@@ -42,11 +42,11 @@ class Costs:
     resample_ms: float = 0.0
 
 
-class Source(StrEnum):
-    """Where a step's tree comes from.
+class OfferKind(StrEnum):
+    """How a drafter makes a tree.
 
-    NONE: nowhere, plain decoding.   LOOKUP: an n-gram of the text so far.   RESAMPLE: hidden states that the last draft
-    left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay on a device.
+    NONE: no tree, plain decoding.   LOOKUP: an n-gram of known text.   RESAMPLE: hidden states that the last draft left
+    over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay on a device.
     """
 
     NONE = "none"
@@ -62,14 +62,11 @@ class DraftTree:
     tokens:      int64[n], full-vocabulary ids.
     parents:     int64[n], -1 for the root; a parent comes before its children.
     log_probs:   float32[n], joint log probability under the drafter (its estimate where it has no model), root 0.
-    draft_probs: the processed distribution from which node i's children were drawn, [n, V]; None when the children
-                 were chosen deterministically.
     """
 
     tokens: IntArray
     parents: IntArray
     log_probs: FloatArray
-    draft_probs: FloatArray | None = None
 
     on_device: ClassVar[bool] = False
     """Whether the fields still lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
@@ -80,8 +77,7 @@ class DraftTree:
     def first(self, nodes: int) -> DraftTree:
         """The root and the `nodes` nodes after it."""
         end = nodes + 1
-        draft_probs = None if self.draft_probs is None else self.draft_probs[:end]
-        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end], draft_probs)
+        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end])
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class Choice:
     """What a step's tree was chosen from, where it was weighed.
 
     rate:   tokens that a millisecond must bring.
-    gains:  tokens expected of the tree of each source beyond what it costs; the first of the largest is taken.
+    gains:  tokens expected of each kind of offer beyond what it costs; the first of the largest is taken.
     tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now, or since the batch has one.
     found:  what the lookup had.   whole: all that could be verified, of which `rate` decides how much is.
     shares: of a tree that stayed on a device, how often the nodes after the root are kept, by which that was decided.
@@ -99,7 +95,7 @@ class Choice:
     """
 
     rate: float
-    gains: Mapping[Source, float]
+    gains: Mapping[OfferKind, float]
     tried: bool
     found: DraftTree
     whole: DraftTree

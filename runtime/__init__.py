@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from redraft.runtime.api import Generation, Runtime
-from redraft.runtime.params import SamplingParams
+from redraft.runtime.params import SamplingParams, SpeculationParams
 from redraft.types import Budget
 
-__all__ = ["Budget", "Generation", "Runtime", "SamplingParams"]
+__all__ = ["Budget", "Generation", "Runtime", "SamplingParams", "SpeculationParams"]

@@ -6,8 +6,10 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import index
 from pathlib import Path
+from types import NoneType
 from typing import IO, Any, Self
 
 from redraft import names
@@ -16,16 +18,21 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
 from redraft.errors import UsageError
+from redraft.methods import NGRAM, NONE
 from redraft.packages import package_version
 from redraft.runtime import scheduler
-from redraft.runtime.controller import Adaptive, Controller, FixedBudget
+from redraft.runtime.controller import Adaptive, FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, split_pair
+from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
 from redraft.runtime.metrics import Metrics, summarise
-from redraft.runtime.params import SamplingParams
-from redraft.runtime.sampler import Greedy, Sampler, make_sampler
+from redraft.runtime.offers import Speculation
+from redraft.runtime.params import SamplingParams, SpeculationParams
+from redraft.runtime.sampler import Sampler, make_sampler, margins_of
 from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
@@ -37,6 +44,7 @@ from redraft.types import NO_SPECULATION, Budget
 Prompt = str | Sequence[int]
 """Text, or token ids taken as they are."""
 GREEDY = SamplingParams()
+_ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 _KEPT_STEPS = 256
 """Steps after which a generation's end keeps what is believed of costs."""
 
@@ -89,7 +97,8 @@ class Runtime:
         self._exact = exact
         self._kept_steps = 0
         self._drafters: dict[str, Drafter] = {}
-        self._adaptive: dict[str, Controller] = {}
+        self._adaptive = Adaptive(costs)
+        self._expected: set[str] = set()
         self._busy = threading.Lock()
 
     @classmethod
@@ -165,7 +174,6 @@ class Runtime:
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
         self._drafters.clear()
-        self._adaptive.clear()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
                 self._keep_costs(1)
@@ -191,16 +199,16 @@ class Runtime:
         self.close()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams = GREEDY, method: str | None = None,
-        budget: Budget | None = None, synthetic_acceptance: Sequence[float] | None = None,
-        record_logit_margins: bool = False,
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None = None,
+        synthetic_acceptance: Sequence[float] | None = None, record_logit_margins: bool = False,
         trace: IO[str] | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Continue every prompt, as many at a time as there are slots.
 
-        method: how to draft: `none` for plain decoding, `ngram` for lookup, the id of one of the bundle's drafters,
-                `ngram+ID` for both together. None for `default_method`.
-        budget: of every step; None adapts it to what pays.
+        params:      one for all prompts, or a list of one each.
+        speculation: how to draft, one for all prompts or a list; a word alone is `SpeculationParams(method=word)`.
+                     Requests of several methods share a batch, and each step verifies all their trees in one call.
         trace: where each step is written (`redraft.runtime.trace`).
         synthetic_acceptance: force acceptance by depth; the output is labelled.   record_logit_margins: fill
                               `Generation.logit_margins`.
@@ -212,8 +220,7 @@ class Runtime:
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
         with self._running():
-            cycle = self._cycle(method or self.default_method, budget, forced, trace)
-            requests = [self._request(prompt, params, forced, record_logit_margins) for prompt in prompts]
+            cycle, requests = self._cycle(prompts, params, speculation, forced, record_logit_margins, trace)
             for _ in scheduler.run(cycle, requests):
                 pass
             self._keep_costs(_KEPT_STEPS)
@@ -225,10 +232,11 @@ class Runtime:
         Else the first request with that method does. Raises UsageError, BundleError and BackendError.
         """
         with self._running():
-            self._planned(method or self.default_method, None, None)
+            self.verifier.warm()
+            self._plan(SpeculationParams(method))
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = GREEDY, method: str | None = None, budget: Budget | None = None,
+        self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
         trace: IO[str] | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text.
@@ -236,8 +244,7 @@ class Runtime:
         Raises as `generate` does, here and not with the first chunk.
         """
         with self._running():
-            cycle = self._cycle(method or self.default_method, budget, None, trace)
-        request = self._request(prompt, params, None, False)
+            cycle, (request,) = self._cycle([prompt], params, speculation, trace=trace)
         request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
         return self._chunks(cycle, request, request.text)
 
@@ -273,14 +280,62 @@ class Runtime:
         self._check_open()
         return _Held(self._busy)
 
-    def _cycle(self, method: str, budget: Budget | None, forced: Acceptance | None, trace: IO[str] | None) -> Cycle:
-        """May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
-        cycle = self._planned(method, budget, forced)
+    def _cycle(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
+        speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
+        forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
+    ) -> tuple[Cycle, list[Request]]:  # fmt: skip
+        """A cycle and its requests. May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
+        sampling = _each(params, SamplingParams, len(prompts))
+        asked = _each(speculation, (str, SpeculationParams, NoneType), len(prompts))
+        speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
+        self.verifier.warm()
+        plans = {one: self._plan(one, forced) for one in dict.fromkeys(speculating)}
+        requests = [
+            self._request(prompt, one, plans[how], how.prediction, forced, record_logit_margins)
+            for prompt, one, how in zip(prompts, sampling, speculating, strict=True)
+        ]
+        cycle = Cycle(self.verifier, costs=self.costs)
         if trace is not None:
-            cycle.record = TraceWriter(trace, cycle.controller.explain, self.costs.table_ms(1))
-        return cycle
+            cycle.record = TraceWriter(trace, self.costs.table_ms(1))
+        return cycle, requests
 
-    def _planned(self, method: str, budget: Budget | None, forced: Acceptance | None) -> Cycle:
+    def _plan(self, asked: SpeculationParams, forced: Acceptance | None = None) -> Speculation:
+        """How requests with these parameters speculate. Raises UsageError."""
+        word, budget = asked.method or self.default_method, asked.budget
+        self._check_budget(budget)
+        name, paired = split_pair(word)
+        drafter = self._drafter(name)
+        if paired and not drafter.has_engines:
+            raise UsageError(f"there is no method {word!r}", f"choose one of {', '.join(self.methods)}")
+        if word == NONE:
+            if asked.prediction is not None:
+                raise UsageError("plain decoding takes no prediction", "choose a method, or leave the prediction out")
+            return Speculation(drafter, FixedBudget(NO_SPECULATION), word)
+        wide = drafter.has_engines or (budget is not None and budget.width > 1)
+        if wide and not self.verifier.branches:
+            self.verifier.take_branches()
+            if self.exact:
+                settle_exactness(self.verifier, self._identity)
+        most = budget or _ANY
+        if self.verifier.prefers_chains and not wide:
+            most = replace(most, width=1)
+        if forced is not None:
+            drafter = SyntheticDrafter(self.verifier, forced)
+        elif paired and asked.adapts:
+            drafter = self._paired(drafter)
+        if asked.prediction is not None:
+            drafter = Pair(self._predicted, drafter)
+        if not asked.adapts:
+            assert budget is not None
+            return Speculation(drafter, FixedBudget(budget), word, most)
+        if forced is not None:
+            return Speculation(drafter, Adaptive(self.costs), word, most)
+        self._expect_costs(name)
+        return Speculation(drafter, self._adaptive, word, most)
+
+    def _check_budget(self, budget: Budget | None) -> None:
+        """Raises UsageError for trees that the device cannot verify."""
         check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
         if budget and self.verifier.device.step_graphs and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
             raise UsageError(
@@ -288,65 +343,71 @@ class Runtime:
                 f"{names.MOST_DEPTH} can",
                 "lower the budget's depth",
             )
-        name, paired = split_pair(method)
-        drafter = self._drafter(name)
-        if paired and not drafter.has_engines:
-            raise UsageError(f"there is no method {method!r}", f"choose one of {', '.join(self.methods)}")
-        wide = drafter.has_engines or (budget is not None and budget.width > 1 and method != "none")
-        chains = self.verifier.prefers_chains and not wide
-        if wide and not self.verifier.branches:
-            self.verifier.take_branches()
-            if self.exact:
-                settle_exactness(self.verifier, self._identity)
-        self.verifier.warm()
-        if method == "none":
-            return Cycle(self.verifier, drafter, FixedBudget(NO_SPECULATION), costs=self.costs)
-        if forced is not None:
-            drafter, lookup = SyntheticDrafter(self.verifier, forced), None
-            adaptive: Controller = Adaptive(self.costs)
-        else:
-            drafter, lookup = self._paired(drafter, paired)
-            adaptive = self._adaptive.get(method) or self._adaptive.setdefault(method, self._adapting(name, drafter))
-        if budget is None:
-            return Cycle(self.verifier, drafter, adaptive, lookup, self.costs, chains)
-        alone = None if drafter.drafts else lookup
-        return Cycle(self.verifier, drafter, FixedBudget(budget, drafter.drafts), alone, self.costs, chains)
 
-    def _drafter(self, method: str) -> Drafter:
-        if method not in self._drafters:
-            options = self._drafter_options.get(method)
-            self._drafters[method] = load_drafter(method, self.verifier, options, self._bundle)
-        return self._drafters[method]
+    def _drafter(self, name: str) -> Drafter:
+        if name not in self._drafters:
+            options = self._drafter_options.get(name)
+            self._drafters[name] = load_drafter(name, self.verifier, options, self._bundle)
+        return self._drafters[name]
 
-    def _paired(self, drafter: Drafter, paired: bool) -> tuple[Drafter, Drafter | None]:
-        """Return a drafter and the lookup that drafts with it; n-grams alone are a lookup without a drafter."""
-        if not drafter.has_engines:
-            return self._drafter("none"), drafter
-        return drafter, self._drafter("ngram") if paired else None
+    def _paired(self, drafter: Drafter) -> Drafter:
+        """N-gram lookup and a drafter, as one."""
+        word = pair(drafter.name)
+        if word not in self._drafters:
+            self._drafters[word] = Pair(self._drafter(NGRAM), drafter)
+        return self._drafters[word]
 
-    def _adapting(self, method: str, drafter: Drafter) -> Controller:
-        """A controller that knows what the drafter's calls cost."""
-        costs = cached_costs(self.verifier, drafter, {**self._identity, "method": method})
-        return Adaptive(self.costs, drafter.drafts, costs)
+    @cached_property
+    def _predicted(self) -> PredictionDrafter:
+        """The drafter of predicted outputs."""
+        return PredictionDrafter(self.verifier)
+
+    def _expect_costs(self, name: str) -> None:
+        """Let the controller know what a drafter's calls cost, once they are needed."""
+        drafter = self._drafters[name]
+        if name not in self._expected and isinstance(drafter, TreeMaker):
+            self._expected.add(name)
+            self._adaptive.expect(name, cached_costs(self.verifier, drafter, {**self._identity, "method": name}))
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, forced: Acceptance | None, record_logit_margins: bool
-    ) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"expected SamplingParams, one for all prompts, found {type(params).__name__}")
+        self, prompt: Prompt, params: SamplingParams, speculation: Speculation, prediction: Prompt | None,
+        forced: Acceptance | None, record_logit_margins: bool,
+    ) -> Request:  # fmt: skip
         ids = self.encode(prompt)
         sampler: Sampler = make_sampler(params, record_logit_margins)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)
             params = replace(params, ignore_eos=True, stop=())
-        return Request(
+        request = Request(
             tokens=ids,
             prompt_length=len(ids),
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
             stop_tokens=frozenset() if params.ignore_eos else self._stop_tokens,
             sampler=sampler,
             text=Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None,
+            speculation=speculation,
         )
+        if prediction is not None:
+            self._predicted.predict(request, self._prediction(prediction))
+        return request
+
+    def _prediction(self, prediction: Prompt) -> list[int]:
+        """Token ids of a predicted output, without a BOS token. Raises UsageError."""
+        if isinstance(prediction, str):
+            ids = self.tokenizer.encode(prediction, special_tokens=False) if prediction else []
+        else:
+            ids = list(prediction)
+        if ids and not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
+            raise UsageError(
+                f"the prediction has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
+                f"{self.verifier.vocabulary - 1}"
+            )
+        if len(ids) > self.max_model_len:
+            raise UsageError(
+                f"the prediction has {len(ids)} tokens and the context holds {self.max_model_len}",
+                "shorten the prediction",
+            )
+        return ids
 
     def _generation(self, request: Request, synthetic: bool) -> Generation:
         tokens = request.new_tokens
@@ -357,7 +418,7 @@ class Runtime:
                 stream.push(token)
         assert request.finish_reason is not None
         waited = request.first_token - request.started
-        logit_margins = request.sampler.logit_margins if isinstance(request.sampler, Greedy) else None
+        logit_margins = margins_of(request.sampler)
         return Generation(
             text=LABEL + stream.text if synthetic else stream.text,
             token_ids=tuple(tokens),
@@ -366,6 +427,19 @@ class Runtime:
             metrics=summarise(request.counters, request.began, request.ended, len(tokens) - 1, waited, synthetic),
             logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
         )
+
+
+def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> list[Any]:
+    """The parameters of each prompt: one for all, or a list. Raises UsageError for other types and lengths."""
+    found = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values] * count
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wrong = next((value for value in found if not isinstance(value, kinds)), None)
+    if wrong is not None:
+        expected = " or ".join(one.__name__ for one in kinds if one is not NoneType)
+        raise UsageError(f"expected {expected}, one for all prompts or a list, found {type(wrong).__name__}")
+    if len(found) != count:
+        raise UsageError(f"found {len(found)} parameters for {count} prompts", "give one for all, or one each")
+    return found
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

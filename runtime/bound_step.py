@@ -13,7 +13,7 @@ from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTrees
-from redraft.runtime.sampler import OverTokens
+from redraft.runtime.sampler import OverTokens, accept
 from redraft.runtime.sequence import Sequence as Request
 from redraft.types import DraftTree, IntArray, Outcome
 
@@ -194,10 +194,10 @@ class BoundTreeStep(BoundStep):
         outcomes, logits = [], None
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
             if isinstance(seq.sampler, OverTokens):
-                outcomes.append(seq.sampler.accept(said[slot], tree, seq.cache_len))
+                outcomes.append(accept(tree, seq.sampler.sample_likeliest(said[slot], tree, seq.tokens)))
             else:
                 logits = self.logits.read() if logits is None else logits
-                outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.cache_len))
+                outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens))
         rows = np.tile(np.arange(self.width), (len(outcomes), 1))
         for row, outcome in zip(rows, outcomes, strict=True):
             row[1 : 1 + len(outcome.path)] = outcome.path

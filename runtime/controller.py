@@ -11,9 +11,10 @@ from typing import Protocol
 
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
 from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, TreeLimits
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import merge, prune
-from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, Outcome, Source
+from redraft.runtime.tree import cut, merge, root_only
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, OfferKind, Outcome
 
 MAX_DEPTH = 16
 MAX_WIDTH = 16
@@ -29,84 +30,112 @@ _PROBED = (8, 4, 2)
 _NEAR = 0.1
 
 
-class Controller(Protocol):
-    """Decides for each sequence and step what may be drafted, where from, then what of it is verified."""
+Call = tuple[str, OfferKind]
+"""A kind of call of a drafter: its id, and the kind of tree that it makes."""
 
-    def begin(self, sequences: int) -> None:
-        """A step over so many sequences begins."""
+
+class Controller(Protocol):
+    """Decides for the sequences of a step what may be offered, which offers are taken, and what of it is verified.
+
+    Each method takes the sequences of a batch that this controller serves, in one order.
+    """
+
+    def begin(self, sequences: int, methods: str) -> None:
+        """A step over so many sequences begins, other controllers' too. methods: the words for all their drafters."""
 
     def budget(self, seq: Sequence) -> Budget:
-        """What may be drafted now; nodes = 0 means: do not speculate."""
+        """Return what may be drafted now; nodes = 0 means: do not speculate."""
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
-        """Where the tree shall come from, given what the lookup found and how many steps could be resampled."""
+    def plan(
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+    ) -> list[Plan]:
+        """Return what to take of each sequence's offers."""
 
-    def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
-        """The part worth verifying of what the lookup found and what was made to plan, for each sequence.
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+        """Return the part worth verifying of the trees at hand and of those that were made to plan.
 
-        All together, since a call costs what its widest tree does. A sequence without a plan gets its root.
+        All together, since a call costs what its widest tree does. A sequence without an offer gets its root.
         """
 
     def explain(self, seq: Sequence) -> Choice | None:
-        """What the tree of this step was chosen from; None where nothing was weighed."""
+        """Return what the tree of this step was chosen from; None if nothing was weighed."""
 
-    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
-        """How long making the trees of this step took, for the whole batch, by the sources that made any.
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+        """Tell how long this step's offers and calls of drafters took, for the whole batch.
 
         nodes: of the largest tree that was verified, its root included.
         """
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
-        """`tree` was verified with this outcome. Called after plain steps too."""
+    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+        """Tell that `tree` was verified with this outcome. Called after plain steps too."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """The step has ended. host_ms: what it took besides the calls of verifier and drafter."""
+        """Tell that the step has ended. host_ms: what it took besides the calls of verifier and drafters."""
 
 
 class FixedBudget:
-    """The same budget at every step, resampling what can be; with NO_SPECULATION, plain decoding."""
+    """The same budget at every step, resampling if possible; with NO_SPECULATION, plain decoding."""
 
-    def __init__(self, budget: Budget, drafts: bool = True) -> None:
+    def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._drafts = drafts
 
-    def begin(self, sequences: int) -> None:
+    def begin(self, sequences: int, methods: str) -> None:
         """See `Controller.begin`."""
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         return self._budget
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
-        """See `Controller.plan`."""
-        if remaining:
-            return Source.RESAMPLE
-        return Source.FRESH if self._drafts else Source.LOOKUP
+    def plan(
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+    ) -> list[Plan]:
+        """See `Controller.plan`: what can be resampled, else a fresh draft, with the trees at hand."""
+        return [self._plan(*each) for each in zip(batch, offers, limits, strict=True)]
 
-    def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
+        if limits is NO_TREE:
+            return Plan(limits, root_only(seq.tokens[-1]))
+        found = at_hand(seq, offers)
+        for kind in (OfferKind.RESAMPLE, OfferKind.FRESH):
+            for offer in offers:
+                if offer.key.kind is kind:
+                    return Plan(limits, found, kind, offer)
+        return Plan(limits, found, OfferKind.LOOKUP)
+
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
         """See `Controller.cut`."""
         return [
-            prune(looked_up if tree is None else tree, self._budget.nodes)
-            for looked_up, tree in zip(found, made, strict=True)
+            cut(_joined(plan.found, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
+            for plan, tree in zip(plans, made, strict=True)
         ]
 
     def explain(self, seq: Sequence) -> None:
         """See `Controller.explain`."""
 
-    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """See `Controller.timed`."""
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """See `Controller.ended`."""
+
+
+def at_hand(seq: Sequence, offers: Several[Offer]) -> DraftTree:
+    """The trees that need not be made, merged; the root alone if there are none."""
+    found: DraftTree | None = None
+    for offer in offers:
+        if offer.tree is not None:
+            found = offer.tree if found is None else merge(found, offer.tree)
+    return root_only(seq.tokens[-1]) if found is None else found
+
+
+def _joined(found: DraftTree, made: DraftTree | None) -> DraftTree:
+    """Two trees as one. One that stays on a device cannot be merged without a copy: then it is the one at hand."""
+    if made is None or (made.on_device and len(found) > 1):
+        return found
+    return made if made.on_device else merge(found, made)
 
 
 @dataclass(slots=True)
@@ -126,13 +155,24 @@ class Experience:
 
 
 @dataclass(slots=True)
-class ControllerState:
-    """What the controller keeps for one sequence.
+class MethodRecord:
+    """What requests of one method have shown, with which its next request starts.
 
-    plan:     where this step's tree comes from; NONE where nothing was planned.
-    found:    nodes of the lookup's tree that are worth verifying, and their gain, of this step.
-    gain:     tokens that trees lately promised beyond what verifying them costs, by source and steps remaining.
-    offered:  the tree that was made for this step and its source, for `observe`.
+    gain: tokens that trees promised beyond what verifying them costs, by offer.
+    """
+
+    experience: Experience = field(default_factory=lambda: Experience(tokens=1.0, plain_steps=1.0))
+    gain: dict[OfferKey, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """The controller's state of one sequence.
+
+    method:   the record of its method.
+    gain:     as `MethodRecord.gain`, of its own steps.
+    found:    nodes of the trees at hand that are worth verifying, and their gain, of this step.
+    offered:  the tree that was made for this step, for `observe`.
     rate, gains, tried, probed, together: as in `Choice`, of this step.   weighed: its found, whole and shares.
     shares:   how often each node after the root is expected to be kept, likeliest first, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
@@ -140,18 +180,17 @@ class ControllerState:
     """
 
     experience: Experience
-    gain: dict[tuple[Source, int], float]
+    method: MethodRecord
+    gain: dict[OfferKey, float]
     found: tuple[int, float] = (0, 0.0)
-    offered: tuple[Source, DraftTree] | None = None
+    offered: DraftTree | None = None
     rate: float = 0.0
-    gains: dict[Source, float] = field(default_factory=dict)
+    gains: dict[OfferKind, float] = field(default_factory=dict)
     tried: bool = False
     probed: bool = False
     shares: Several[float] = ()
     together: tuple[float, Several[float]] | None = None
     weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
-    plan: Source = Source.NONE
-    remaining: int = 0
     waiting: int = 0
     pause: int = 0
     since_fresh: int = 0
@@ -169,36 +208,39 @@ class Adaptive:
     tree's gain. In a batch all trees are cut to one number of nodes, whose yield is the sum of theirs and whose rate
     is the sum of their rates: a call costs what its largest tree does.
 
-    The source of a tree is the one whose gain, less what making it costs, is largest: what the lookup found is known,
-    what resampling with so many steps remaining and a fresh draft bring is known from the last ones. A fresh draft that
+    The offer that is taken has the largest gain, less the cost of making it. The gain of a tree at hand is known; that
+    of resampling with so many steps left and that of a fresh draft are learned from the last ones. A fresh draft that
     has not paid is tried again after a while, and after twice as long each time.
 
     When speculating steps yield less per millisecond than plain ones, what the host does for them included, speculation
     pauses, at first for a step and for twice as long each time, and then tries again. A new request starts with the
-    experience of all requests before it.
+    experience of all requests of its method.
     """
 
-    def __init__(self, verifying: VerifyCosts, drafts: bool = True, costs: Costs | None = None) -> None:
-        """drafts: whether there is a drafter beside the lookup.   costs: of its calls, until they have been timed."""
+    def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
         self._table: Several[float] = verifying.table_ms(1)
-        self._drafts = drafts
-        costs = costs or Costs()
-        self._made_ms = {Source.RESAMPLE: costs.resample_ms, Source.FRESH: costs.fresh_ms}
-        self._step_ms: dict[Source, float] = {}
+        self._made_ms: dict[Call, float] = {}
+        self._offers_ms: dict[str, float] = {}
+        self._step_ms: dict[Call, float] = {}
+        self._looked_up_ms = 0.0
         self._verified_ms = 0.0
         self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
-        self._all = Experience(tokens=1.0, plain_steps=1.0)
-        self._host_ms: dict[tuple[int, bool], float] = {}
+        self._host_ms: dict[tuple[int, str, bool], float] = {}
         self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
         self._probed: dict[int, tuple[int, float]] = {}
         self._probes = 0
-        self._sequences = 1
-        self._gain: dict[tuple[Source, int], float] = {}
-        self._records = {source: DepthCalibration() for source in (Source.RESAMPLE, Source.FRESH)}
-        self._ranks: dict[tuple[Source, int], RankCalibration] = {}
+        self._sequences, self._methods = 1, ""
+        self._records: dict[str, MethodRecord] = {}
+        self._depths: dict[Call, DepthCalibration] = {}
+        self._ranks: dict[OfferKey, RankCalibration] = {}
 
-    def begin(self, sequences: int) -> None:
+    def expect(self, drafter: str, costs: Costs) -> None:
+        """Take these costs of a drafter's calls for true until they have been timed."""
+        self._made_ms.setdefault((drafter, OfferKind.FRESH), costs.fresh_ms)
+        self._made_ms.setdefault((drafter, OfferKind.RESAMPLE), costs.resample_ms)
+
+    def begin(self, sequences: int, methods: str) -> None:
         """See `Controller.begin`."""
         self._steps += 1
         table = self._verifying.table_ms(sequences)
@@ -208,89 +250,116 @@ class Adaptive:
             if probed is not None and not _near(table[probed[0]] / table[1], probed[1]):
                 self._probe_patience = _FIRST_PROBE
                 self._probe_at = self._steps
-        self._sequences = sequences
+        self._sequences, self._methods = sequences, methods
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         state = self._state_of(seq)
-        state.plan, state.weighed, state.probed = Source.NONE, None, False
+        state.weighed, state.probed = None, False
         if state.waiting == 0:
             return self._full
         state.waiting -= 1
         return NO_SPECULATION
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+    def plan(
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+    ) -> list[Plan]:
         """See `Controller.plan`."""
+        return [
+            Plan(limit, root_only(seq.tokens[-1])) if limit is NO_TREE else self._plan(seq, offered, limit)
+            for seq, offered, limit in zip(batch, offers, limits, strict=True)
+        ]
+
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
+        found = at_hand(seq, offers)
         state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
         state.found = best_first(state.shares, rate, self._table)
-        gains = state.gains = {Source.LOOKUP: state.found[1]}
-        for source, wanted in ((Source.RESAMPLE, remaining > 0), (Source.FRESH, self._drafts)):
-            if wanted:
-                gain = state.gain.get((source, remaining if source is Source.RESAMPLE else 0))
-                untried = max(gains.values()) + 1.0 if gain is None else gain
-                gains[source] = untried - rate * self._made_ms[source]
-        state.since_fresh += self._drafts
-        state.tried = self._drafts and state.since_fresh > state.patience
-        state.remaining, state.plan = remaining, Source.FRESH if state.tried else max(gains, key=gains.__getitem__)
-        return state.plan
+        best, taken, fresh = state.found[1], None, None
+        state.gains = gains = {OfferKind.LOOKUP: best}
+        for offer in offers:
+            if offer.maker is not None:
+                kind = offer.key.kind
+                known = state.gain.get(offer.key)
+                gain = max(gains.values()) + 1.0 if known is None else known
+                gain -= rate * self._made_ms.get((offer.key.drafter, kind), 0.0)
+                gains[kind] = max(gain, gains.get(kind, gain))
+                if gain > best:
+                    best, taken = gain, offer
+                if kind is OfferKind.FRESH:
+                    fresh = offer
+        if fresh is not None:
+            state.since_fresh += 1
+        state.tried = fresh is not None and state.since_fresh > state.patience
+        if state.tried:
+            taken = fresh
+        return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
-    def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
         """See `Controller.cut`."""
-        trees, shares = list(found), []
-        states: list[ControllerState | None] = []
-        rate = 0.0
-        for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
-            state = self._state_of(seq) if plan is not Source.NONE else None
-            states.append(state)
-            if state is not None:
-                trees[slot] = self._weigh(state, plan, found[slot], made[slot])
+        wholes, shares, states = [], [], []
+        others = self._sequences - len(batch)
+        rate = others / self._table[1] if others else 0.0
+        for seq, plan, tree in zip(batch, plans, made, strict=True):
+            if plan.speculates:
+                state = self._state_of(seq)
+                states.append((state, plan, tree))
+                wholes.append(self._weigh(state, plan, tree))
                 shares.append(state.shares)
                 rate += state.rate
             else:
+                wholes.append(plan.found)
                 rate += 1 / self._table[1]
-        alone = len(batch) == 1
+        if not states:
+            return wholes
+        alone = self._sequences == 1
         each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
-        looked_up = alone and plans[0] is Source.LOOKUP
-        paying, gain = states[0].found if looked_up and states[0] else best_first(each, rate, self._table)
+        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, self._table)
         nodes, probed = paying, self._steps >= self._probe_at and len(each) > paying
         if probed:
             wider = self._probe(min(len(each) + 1, len(self._table) - 1))
             probed, nodes = wider > paying, max(paying, wider)
-        for slot, state in enumerate(states):
-            if state is not None:
-                state.probed, state.together = probed, None if alone else (rate, each)
-                if made[slot] is not None:
-                    own = gain if alone else self._own_gain(state, paying)
-                    self._learn_gain(state, plans[slot], own)
-                trees[slot] = prune(trees[slot], nodes)
-        return trees
+        for state, plan, tree in states:
+            state.probed, state.together = probed, None if alone else (rate, each)
+            if plan.make is not None and tree is not None:
+                self._learn_gain(state, plan.make.key, gain if alone else self._own_gain(state, paying))
+        return [
+            cut(whole, plan.limits, nodes) if plan.speculates else whole
+            for whole, plan in zip(wholes, plans, strict=True)
+        ]
 
     def _own_gain(self, state: ControllerState, nodes: int) -> float:
-        """What a sequence of a batch gains if the trees of all have so many nodes, at least nothing."""
+        """Return what a sequence of a batch gains if all trees have so many nodes, at least nothing."""
         promised = sum(state.shares[:nodes]) - state.rate * (self._table[nodes + 1] - self._table[1])
         return max(promised, 0.0)
 
-    def _weigh(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
-        """All that could be verified of a sequence's trees. Sets how often each node is expected to be kept."""
-        state.tried |= plan is not state.plan
-        state.plan, tree = plan, found
+    def _weigh(self, state: ControllerState, plan: Plan, made: DraftTree | None) -> DraftTree:
+        """Return all that could be verified for a sequence. Sets how often each node is expected to be kept."""
+        tree = plan.found
         if made is not None and made.on_device:
-            return self._weigh_on_device(state, plan, found, made)
+            return self._weigh_on_device(state, plan, made)
         if made is not None and len(made) > 1:
-            state.offered = (plan, made)
-            tree = merge(found, self._records[plan].calibrated(made))
+            state.offered = made
+            tree = merge(tree, self._depths_of(plan).calibrated(made))
             state.shares = ranked_shares(tree.log_probs)
-        state.weighed = found, tree, None
+        state.weighed = plan.found, tree, None
+        return tree
+
+    def _weigh_on_device(self, state: ControllerState, plan: Plan, made: DraftTree) -> DraftTree:
+        """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
+        shares = self._ranks_of(plan).shares(len(made) - 1)
+        _, gain = best_first(shares, state.rate, self._table)
+        tree = made if gain >= state.found[1] else plan.found
+        if tree is made:
+            state.shares = shares
+        state.weighed = plan.found, tree, shares if tree is made else None
+        state.offered = made if tree is made else None
         return tree
 
     def _probe(self, largest: int) -> int:
-        """How many nodes to verify although they do not seem to pay: sizes take turns, up to `largest` with the root.
+        """Return how many nodes to verify although they do not seem to pay: sizes take turns, up to `largest`.
 
         Sizes that are never verified are never timed, so a curve that says too much of them would stay. The next probe
         comes after twice as many steps, unless this one finds the curve wrong.
@@ -302,22 +371,19 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _weigh_on_device(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
-        """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
-        shares = self._ranks_of(state, plan).shares(len(made) - 1)
-        _, gain = best_first(shares, state.rate, self._table)
-        tree = made if gain >= state.found[1] else found
-        if tree is made:
-            state.shares = shares
-        state.weighed = found, tree, shares if tree is made else None
-        state.offered = (plan, made) if tree is made else None
-        return tree
-
-    def _ranks_of(self, state: ControllerState, plan: Source) -> RankCalibration:
-        key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
-        found = self._ranks.get(key)
+    def _depths_of(self, plan: Plan) -> DepthCalibration:
+        assert plan.make is not None
+        call = plan.make.key.drafter, plan.kind
+        found = self._depths.get(call)
         if found is None:
-            found = self._ranks[key] = RankCalibration()
+            found = self._depths[call] = DepthCalibration()
+        return found
+
+    def _ranks_of(self, plan: Plan) -> RankCalibration:
+        assert plan.make is not None
+        found = self._ranks.get(plan.make.key)
+        if found is None:
+            found = self._ranks[plan.make.key] = RankCalibration()
         return found
 
     def explain(self, seq: Sequence) -> Choice | None:
@@ -327,36 +393,37 @@ class Adaptive:
             return None
         return Choice(state.rate, state.gains, state.tried, *state.weighed, self._table, state.probed, state.together)
 
-    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """See `Controller.timed`."""
-        self._step_ms = {}
+        known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
+        counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
+        self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
         self._verified_ms = self._table[nodes]
-        for source, taken_ms in ms.items():
-            known_ms = self._made_ms.setdefault(source, taken_ms)
-            # One that was interrupted says nothing of its cost, and, mistaken for dear, would not be tried again soon.
-            counted_ms = self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
-            self._made_ms[source] = known_ms + FAST * (counted_ms - known_ms)
+        self._step_ms = {}
+        for call, taken_ms in made_ms.items():
+            known_ms = self._made_ms.setdefault(call, taken_ms)
+            counted_ms = self._step_ms[call] = _without_outlier(taken_ms, known_ms)
+            self._made_ms[call] = known_ms + FAST * (counted_ms - known_ms)
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
-        state: ControllerState = seq.control
-        if state.plan is Source.NONE:
+        if not plan.speculates:
             return
-        if state.offered is not None:
-            source, made = state.offered
-            if made.on_device:
-                self._ranks_of(state, source).observe(len(tree), outcome.path)
-            else:
-                self._records[source].observe(made, outcome.tokens)
-            state.offered = None
-        lately = state.experience
+        state: ControllerState = seq.control
         ms = self._verified_ms + self._extra_ms()
-        if state.plan is not Source.LOOKUP:
-            ms += self._step_ms.get(state.plan, 0.0)
-        steps = ms / self._table[1]
+        if plan.make is not None:
+            if (made := state.offered) is not None:
+                if made.on_device:
+                    self._ranks_of(plan).observe(len(tree), outcome.path)
+                else:
+                    self._depths_of(plan).observe(made, outcome.tokens)
+                state.offered = None
+            ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
+        lately = state.experience
         if not state.probed:
+            steps = ms / self._table[1]
             lately.update(len(outcome.path) + 1, steps, FAST)
-            self._all.update(len(outcome.path) + 1, steps, SLOW)
+            state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
             state.waiting = state.pause
@@ -365,31 +432,47 @@ class Adaptive:
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """See `Controller.ended`."""
-        key = self._sequences, speculated
+        key = self._sequences, self._methods, speculated
         known_ms = self._host_ms.setdefault(key, host_ms)
-        self._host_ms[key] += FAST * (min(host_ms, _OUTLIER * max(known_ms, _LEAST_MS)) - known_ms)
+        self._host_ms[key] += FAST * (_without_outlier(host_ms, known_ms) - known_ms)
 
     def _extra_ms(self) -> float:
-        """What the host does for a step that speculates beyond what it does for a plain one, the lookup at least."""
-        looked_up = self._step_ms.get(Source.LOOKUP, 0.0)
-        plain, speculated = (self._host_ms.get((self._sequences, kind)) for kind in (False, True))
-        return looked_up if plain is None or speculated is None else max(speculated - plain, looked_up)
+        """Return what the host does for a step that speculates beyond what it does for a plain one.
 
-    def _learn_gain(self, state: ControllerState, plan: Source, gain: float) -> None:
+        That is at least the time of looking up.
+        """
+        plain, speculated = (self._host_ms.get((self._sequences, self._methods, kind)) for kind in (False, True))
+        known = plain is not None and speculated is not None
+        return max(speculated - plain, self._looked_up_ms) if known else self._looked_up_ms  # type: ignore[operator]
+
+    def _learn_gain(self, state: ControllerState, key: OfferKey, gain: float) -> None:
         """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
-        key = (plan, state.remaining if plan is Source.RESAMPLE else 0)
-        for known, weight in ((state.gain, _LEARN), (self._gain, FAST)):
+        for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
             before = known.get(key, gain)
             known[key] = before + weight * (gain - before)
-        if plan is Source.FRESH:
-            pays = gain - state.rate * self._made_ms[Source.FRESH] > state.gains[Source.LOOKUP]
+        if key.kind is OfferKind.FRESH:
+            pays = gain - state.rate * self._made_ms.get((key.drafter, key.kind), 0.0) > state.gains[OfferKind.LOOKUP]
             state.since_fresh, state.patience = 0, 1 if pays else min(2 * state.patience, LONGEST_PAUSE)
 
     def _state_of(self, seq: Sequence) -> ControllerState:
         state: ControllerState | None = seq.control
         if state is None:
-            state = seq.control = ControllerState(Experience(self._all.tokens, self._all.plain_steps), dict(self._gain))
+            method = seq.speculation.method
+            record = self._records.get(method)
+            if record is None:
+                record = self._records[method] = MethodRecord()
+            known = record.experience
+            state = ControllerState(Experience(known.tokens, known.plain_steps), record, dict(record.gain))
+            seq.control = state
         return state
+
+
+def _without_outlier(taken_ms: float, known_ms: float) -> float:
+    """The time of a call, but of one that was interrupted: it says nothing of the cost.
+
+    Mistaken for a dear one, it would not be tried again soon.
+    """
+    return min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
 
 
 def _near(ratio: float, other: float) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
@@ -254,7 +254,7 @@ def _same_length(kept: Mapping[int, CostCurve], costs: VerifyCosts) -> bool:
     return all(curve.largest == costs.largest for curve in kept.values())
 
 
-def cached_costs(verifier: Verifier, drafter: Drafter, identity: Identity) -> Costs:
+def cached_costs(verifier: Verifier, drafter: TreeMaker, identity: Identity) -> Costs:
     """What a drafter's calls cost under this `identity` on this machine, measured once and kept, like the curve.
 
     Calls take turns with the verifier's, as in decoding, where each finds the other's weights in the caches.

@@ -1,146 +1,173 @@
-"""The cycle: draft, verify, commit. Which method drafts, and which engine runs, is not known here."""
+"""The cycle: offer, plan, draft, cut, verify, commit. It knows no method and no engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 
-from redraft.runtime.controller import Controller
+from redraft.runtime.controller import Call, Controller
+from redraft.runtime.controllers import Controllers
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, TreeLimits
 from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
-from redraft.runtime.tree import exact_part, prune, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
 
-_STAGES = {Source.LOOKUP: "lookup", Source.RESAMPLE: "resample", Source.FRESH: "draft"}
-_MAKING = (Source.RESAMPLE, Source.FRESH)
-"""Sources whose trees the drafter makes."""
+STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
+"""Parts of a step in which drafters make trees."""
 
 
 class Cycle:
     """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i.
 
-    `lookup` drafts without an engine, beside or in place of `drafter`. `costs` learn from every verification. With
-    `chains` no tree branches.
+    default: how sequences speculate that do not say so themselves.   costs: learn from every verification.
     """
 
     def __init__(
-        self, verifier: Verifier, drafter: Drafter, controller: Controller, lookup: Drafter | None = None,
-        costs: VerifyCosts | None = None, chains: bool = False,
-    ) -> None:  # fmt: skip
+        self, verifier: Verifier, default: Speculation | None = None, costs: VerifyCosts | None = None
+    ) -> None:
         self.verifier = verifier
-        self.drafter = drafter
-        self.controller = controller
-        self.lookup = lookup
         self.costs = costs
-        self._branches = verifier.branches and not chains
         self.clock = verifier.clock
         self.ranges = verifier.ranges
         self.record: Recorder = no_record
-        self._methods = [method for method in (drafter, lookup) if method is not None]
+        self._default = default
 
     def begin(self, seq: Sequence) -> None:
         """Compute the prompt of `seq` in slot 0 and commit its first token."""
-        for method in self._methods:
-            method.begin(seq)
+        if seq.speculation is None:
+            assert self._default is not None, "neither the sequence nor the cycle says how to speculate"
+            seq.speculation = self._default
+        drafter = seq.speculation.drafter
+        drafter.begin(seq)
         for start, tokens in self.verifier.prefill(seq):
-            for method in self._methods:
-                method.prefilled(seq, start, tokens)
+            drafter.prefilled(seq, start, tokens)
         seq.begin(self.verifier.first_outcome(seq), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
         """One verification for all: every sequence brings a tree and gains at least one token."""
-        with self.ranges.stage(STEP):
-            plans, trees = self.propose(batch)
+        stage, controller = self.ranges.stage, controller_of(batch)
+        with stage(STEP):
+            with stage("offers"):
+                plans = self.plan(controller, batch)
+            calls = calls_of(plans)
+            made = self.make(batch, plans, calls)
+            with stage("choose"):
+                trees = controller.cut(batch, plans, made)
             outcomes = self.verifier.verify(batch, trees)
-            self.controller.timed(self._spent(plans), max(map(len, trees)))
-            with self.ranges.stage("commit"):
-                self.commit(batch, plans, trees, outcomes)
-        self._learn(len(batch), plans, trees)
+            made_ms = self._made_ms(calls)
+            with stage("commit"):
+                if any([plan.speculates for plan in plans]):
+                    controller.timed(stage("offers").latest * 1e3, made_ms, max(map(len, trees)))
+                self.commit(controller, batch, plans, trees, outcomes)
+        self.observe(controller, plans, trees, made_ms)
         self.ranges.count(trees, outcomes)
 
-    def _learn(self, sequences: int, plans: list[Source], trees: list[DraftTree]) -> None:
-        """Tell what the step took: the verifier's call, and the host's work around calls."""
-        stage = self.ranges.stage
-        verified = stage("verify").latest
-        if self.costs is not None:
-            self.costs.observe(sequences, max(map(len, trees)), verified * 1e3)
-        made = sum([stage(_STAGES[source]).latest for source in _MAKING if source in plans])
-        speculated = any(plan is not Source.NONE for plan in plans)
-        self.controller.ended(speculated, (stage(STEP).latest - verified - made) * 1e3)
+    def plan(self, controller: Controller, batch: Several[Sequence]) -> list[Plan]:
+        """Return what is taken of the offers of each sequence's drafter."""
+        controller.begin(len(batch), methods_of(batch))
+        limits = self._limits(controller, batch)
+        offers: list[Several[Offer]] = [
+            () if limit is NO_TREE else seq.speculation.drafter.offers(seq, limit.budget)
+            for seq, limit in zip(batch, limits, strict=True)
+        ]
+        return controller.plan(batch, offers, limits)
+
+    def _limits(self, controller: Controller, batch: Several[Sequence]) -> list[TreeLimits]:
+        verifier = self.verifier
+        rows = min(verifier.max_model_len - max([seq.cache_len for seq in batch]), verifier.largest_tree)
+        branches, block_rows = verifier.branches, verifier.block_rows
+        found = []
+        for seq in batch:
+            budget = fit(controller.budget(seq), seq, rows, seq.speculation.most)
+            found.append(TreeLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
+        return found
+
+    def make(
+        self, batch: Several[Sequence], plans: Several[Plan], calls: Several[tuple[TreeMaker, OfferKind]]
+    ) -> list[DraftTree | None]:
+        """Return the trees that are to be made, by slot."""
+        made: list[DraftTree | None] = [None] * len(batch)
+        for maker, kind in calls:
+            budgets = [
+                plan.limits.budget if plan.kind is kind and plan.make and plan.make.maker is maker else NO_SPECULATION
+                for plan in plans
+            ]
+            with self.ranges.stage(f"{STAGES[kind]} {maker.name}"):
+                trees = (maker.resample if kind is OfferKind.RESAMPLE else maker.draft)(batch, budgets)
+            for slot, budget in enumerate(budgets):
+                if budget.nodes:
+                    made[slot] = trees[slot]
+        return made
 
     def commit(
-        self, batch: Several[Sequence], plans: list[Source], trees: list[DraftTree], outcomes: list[Outcome]
-    ) -> None:
-        """Give every sequence its tokens, and tell drafter, lookup and controller what came of the trees."""
-        for slot, (seq, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
-            self.record(seq, plans[slot], tree, outcome)
+        self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[DraftTree],
+        outcomes: Several[Outcome],
+    ) -> None:  # fmt: skip
+        """Give every sequence its tokens, and tell its drafter and its controller what came of its tree."""
+        for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
+            self.record(seq, plan, tree, outcome)
             seq.commit(tree, outcome)
-            for method in self._methods:
-                method.accept(seq, tree, outcome)
-            self.controller.observe(seq, tree, outcome)
+            seq.speculation.drafter.accept(seq, tree, outcome)
+            controller.observe(seq, plan, tree, outcome)
 
-    def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
-        """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
+    def _made_ms(self, calls: Several[tuple[TreeMaker, OfferKind]]) -> dict[Call, float]:
+        """Milliseconds of each call of a drafter, the device's that the verifier waited for included."""
         stage = self.ranges.stage
-        self.controller.begin(len(batch))
-        room = min(self.verifier.max_model_len - max([seq.cache_len for seq in batch]), self.verifier.largest_tree)
-        budgets = [fit(self.controller.budget(seq), seq, room, self._branches) for seq in batch]
-        if not any([budget.nodes for budget in budgets]):
-            return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
-        with stage("lookup"):
-            found = self.lookup.draft(batch, budgets) if self.lookup else [root_only(seq.tokens[-1]) for seq in batch]
-            plans = [
-                self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
-                for seq, tree, budget in zip(batch, found, budgets, strict=True)
-            ]
-        if self.drafter.for_all and Source.FRESH in plans:
-            plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
-        made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
-        with stage("choose"):
-            drafted: list[DraftTree | None] = [None] * len(batch)
-            if made:
-                drafted = [made[plan][slot] if plan in made else None for slot, plan in enumerate(plans)]
-            trees = self.controller.cut(batch, plans, found, drafted)
-            for slot, (seq, plan) in enumerate(zip(batch, plans, strict=True)):
-                if plan is not Source.NONE:
-                    tree = prune(trees[slot], budgets[slot].nodes)  # of two sources: each fits the rows left, not both
-                    trees[slot] = exact_part(tree, seq.cache_len, self._branches, self.verifier.block_rows)
-        return plans, trees
+        return {(maker.name, kind): stage(f"{STAGES[kind]} {maker.name}").latest * 1e3 for maker, kind in calls}
 
-    def _spent(self, plans: list[Source]) -> dict[Source, float]:
-        """Milliseconds by source of this step, the device's that the verifier waited for included."""
-        sources = {*plans}
-        sources.discard(Source.NONE)
-        if sources:
-            sources.add(Source.LOOKUP)
-        return {source: self.ranges.stage(_STAGES[source]).latest * 1e3 for source in sources}
-
-    def _made(
-        self, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]
-    ) -> list[DraftTree]:
-        """The drafter's trees by slot, the root alone where the plan is not `source`: one call."""
-        wanted = [budget if plan is source else NO_SPECULATION for plan, budget in zip(plans, budgets, strict=True)]
-        make = self.drafter.resample if source is Source.RESAMPLE else self.drafter.draft
-        with self.ranges.stage(_STAGES[source]):
-            return make(batch, wanted)
+    def observe(
+        self, controller: Controller, plans: Several[Plan], trees: Several[DraftTree], made_ms: Mapping[Call, float]
+    ) -> None:
+        """Learn what the step took: the verifier's call, and the host's work around calls."""
+        stage = self.ranges.stage
+        verified = stage("verify").latest * 1e3
+        if self.costs is not None:
+            self.costs.observe(len(trees), max(map(len, trees)), verified)
+        host = stage(STEP).latest * 1e3 - verified - sum(made_ms.values())
+        controller.ended(any([plan.speculates for plan in plans]), host)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Give `seq` the slot `target`."""
         self.verifier.move(source, target, seq.cache_len)
-        for method in self._methods:
-            method.move(seq, source, target)
+        seq.speculation.drafter.move(seq, source, target)
 
 
-def fit(budget: Budget, seq: Sequence, room: int, branches: bool = True) -> Budget:
-    """`budget` cut to the tokens that `seq` may still commit, to the rows that its slot still has, and to a chain if
-    trees must not branch.
+def calls_of(plans: Iterable[Plan]) -> list[tuple[TreeMaker, OfferKind]]:
+    """The calls of drafters that plans need, one a drafter and kind.
+
+    Resampling comes first: a fresh draft may write over what it reads.
     """
-    depth, nodes, width = seq.remaining - 1, room - 1, budget.width if branches else 1
+    calls = {(plan.make.maker, plan.kind): None for plan in plans if plan.make is not None and plan.make.maker}
+    return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)
+
+
+def controller_of(batch: Several[Sequence]) -> Controller:
+    """The controller of all sequences, or one that asks each one's own."""
+    first = batch[0].speculation.controller
+    if len(batch) == 1 or all([seq.speculation.controller is first for seq in batch]):
+        return first
+    return Controllers(batch)
+
+
+def methods_of(batch: Several[Sequence]) -> str:
+    """The words for the drafters of a batch."""
+    first = batch[0].speculation.method
+    if len(batch) == 1 or all([seq.speculation.method == first for seq in batch]):
+        return first
+    return " ".join(sorted({seq.speculation.method for seq in batch}))
+
+
+def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None) -> Budget:
+    """`budget` within `most`, cut to the tokens that `seq` may still commit and to the rows that its slot still has."""
+    depth, nodes, width = seq.remaining - 1, rows - 1, budget.width
+    if most is not None:
+        depth, nodes, width = min(depth, most.depth), min(nodes, most.nodes), min(width, most.width)
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
-    if depth < 1 or nodes < 1:
+    if depth < 1 or nodes < 1 or width < 1:
         return NO_SPECULATION
-    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), min(width, budget.width))
+    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), width)

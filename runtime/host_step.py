@@ -166,7 +166,7 @@ class HostStep:
         logits = array_of(self.logits)
         outcomes = []
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            outcome = seq.sampler.verify(logits[slot, : len(tree)], tree, seq.cache_len)
+            outcome = seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens)
             if outcome.path:
                 self._compact(slot, outcome.path)
             outcomes.append(outcome)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from operator import index
 
 from redraft.errors import UsageError
+from redraft.types import Budget, FloatArray
+
+LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
+"""Takes all tokens up to a position, prompt included, and the logits [V] that follow; returns new logits [V].
+
+It is called for every node of a draft tree, with the tokens of the node's own path.
+"""
+CONTROLLERS = ("adaptive", "fixed")
 
 _NUMBERS = {"max_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "seed": Integral}
 _CALLED = {Integral: "a whole number", Real: "a number"}
@@ -22,6 +32,7 @@ class SamplingParams:
     top_k:       keep the k likeliest tokens, 0 keeps all.
     top_p:       keep the likeliest tokens of this total probability.
     seed:        key of every random number of the request.
+    logits_processors: change the logits before a token is chosen, one after the other.
     """
 
     max_tokens: int = 128
@@ -31,9 +42,13 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        if not all(map(callable, self.logits_processors)):
+            raise UsageError("logits_processors must be functions of token ids and logits")
         for name, kind in _NUMBERS.items():
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(f"{name} must be {_CALLED[kind]}, not {getattr(self, name)!r}")
@@ -47,3 +62,40 @@ class SamplingParams:
             raise UsageError(f"top_k must be 0 (all) or above, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
+@dataclass(frozen=True)
+class SpeculationParams:
+    """How one prompt is speculated for. The text is the same with all of them.
+
+    method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None for the bundle's default.
+    prediction: text or token ids that the answer will repeat in part, a further source of drafts.
+    budget:     of a step: the whole of it with the controller `fixed`, at most so much with `adaptive`.
+    controller: who chooses the size of trees: `adaptive` or `fixed`; None for `fixed` if there is a budget.
+    """
+
+    method: str | None = None
+    prediction: str | Sequence[int] | None = None
+    budget: Budget | None = None
+    controller: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None and not isinstance(self.method, str):
+            raise UsageError(f"method must be a word, not {self.method!r}")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            try:
+                object.__setattr__(self, "prediction", tuple(map(index, self.prediction)))
+            except TypeError:
+                found = type(self.prediction).__name__
+                raise UsageError(f"a prediction is a text or a list of token ids, not {found}") from None
+        if self.budget is not None and not isinstance(self.budget, Budget):
+            raise UsageError(f"budget must be a Budget, not {self.budget!r}")
+        if self.controller not in (None, *CONTROLLERS):
+            raise UsageError(f"unknown controller {self.controller!r}", f"choose one of {', '.join(CONTROLLERS)}")
+        if self.controller == "fixed" and self.budget is None:
+            raise UsageError("the controller fixed needs a budget", "give a budget, or choose adaptive")
+
+    @property
+    def adapts(self) -> bool:
+        """True if the size of trees follows what pays."""
+        return self.budget is None or self.controller == "adaptive"

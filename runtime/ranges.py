@@ -1,6 +1,6 @@
 """Named ranges of time around the parts of a step: one `with` feeds the clock of the metrics and whoever watches.
 
-    step   lookup, resample, draft   where a tree comes from, a drafter's engine calls inside
+    step   offers, resample, draft   trees at hand; trees that drafters make, their engine calls inside
            choose, fill              which part of it is verified; the engine's inputs
            verify                    the verifier's engine call; inside, on a device, `wait` for its answer
            accept, commit            what is accepted, rows moved; tokens out, drafter and controller told
@@ -24,7 +24,7 @@ STEP = "step"
 WAIT = "wait"
 FIELDS: Mapping[str, str] = {
     STEP: "total",
-    "lookup": "draft",
+    "offers": "draft",
     "draft": "draft",
     "resample": "resample",
     "verify": "verify",
@@ -94,12 +94,16 @@ class Ranges:
         self._calls: dict[str, Range] = {}
 
     def stage(self, name: str) -> Range | _Nothing:
-        """The range of a part of a step, to be entered by `with`."""
+        """The range of a part of a step, to be entered by `with`.
+
+        What follows a space, a drafter's id, tells ranges apart that are shown under one name.
+        """
         found = self._stages.get(name)
         if found is None:
-            field = FIELDS.get(name)
+            shown = name.partition(" ")[0]
+            field = FIELDS.get(shown)
             unseen = field is None and self.watcher is None
-            found = self._stages[name] = _NOTHING if unseen else Range(name, self.clock, field, self.watcher)
+            found = self._stages[name] = _NOTHING if unseen else Range(shown, self.clock, field, self.watcher)
         return found
 
     def call(self, graph: str) -> Range:

@@ -1,60 +1,110 @@
 """From the verifier's logits to the tokens of a step.
 
-A sampler decides at every node of a tree which token the verifier itself would have said there, and thereby which
-drafted nodes are kept. One sampler serves one request; its randomness is keyed by the request's seed and the
-position of the token, so that any two implementations can be compared token for token.
+A sampler gives the verifier's own token after every node of a tree; acceptance compares these target tokens with the
+tree's. One sampler serves one request; its randomness is keyed by the request's seed and the position of the token, so
+that any two implementations can be compared token for token.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from redraft.errors import UsageError
-from redraft.runtime.params import SamplingParams
+from redraft.runtime.params import LogitsProcessor, SamplingParams
 from redraft.runtime.tree import accepted_path
 from redraft.types import DraftTree, FloatArray, Outcome
 
 
-class Sampler(Protocol):
-    """Judges one tree of one sequence."""
+class Sampler(ABC):
+    """Chooses the verifier's tokens for one request."""
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
-        """What the verifier says of `tree`.
+    @abstractmethod
+    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the target token after every node of `tree`.
 
-        logits:   float32[n, V], a row a node; read only, overwritten by the next step.
-        position: absolute position of the root, whose next token sits at position + 1.
+        logits: float32[n, V], a row a node; read only, overwritten by the next step.
+        tokens: all committed ones; the last is the root, whose next token sits at position len(tokens).
         """
+
+    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+        """Sample, and accept the nodes of `tree` that agree. Arguments as `sample`."""
+        return accept(tree, self.sample(logits, tree, tokens))
 
 
 @runtime_checkable
 class OverTokens(Protocol):
-    """A sampler that needs only the verifier's likeliest token at each node, not the logits."""
+    """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
 
-    def accept(self, target_token_ids: Sequence[int], tree: DraftTree, position: int) -> Outcome:
-        """As `Sampler.verify`."""
+    def sample_likeliest(self, likeliest: Sequence[int], tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+        """As `Sampler.sample`."""
 
 
-class Greedy:
-    """The likeliest token everywhere. `logit_margins`, where wanted, records the lead of each over the runner-up.
+def accept(tree: DraftTree, target_token_ids: Sequence[int]) -> Outcome:
+    """Accept the nodes whose tokens are the target tokens of their parents. The bonus token is the last one's."""
+    path: tuple[int, ...] = ()
+    if len(target_token_ids) > 1:
+        path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), target_token_ids)
+    tokens = (target_token_ids[0], *[target_token_ids[node] for node in path])
+    return Outcome(target_token_ids, path, tokens[-1], tokens)
 
-    A plain and a speculative run multiply matrices of different heights, whose roundings differ: where the gap is
-    tiny (a near-tie) their tokens may differ, and the record tells.
+
+class Greedy(Sampler):
+    """The likeliest token everywhere. `logit_margins`, if wanted, records the lead of each over the runner-up.
+
+    Near-ties, where the lead is tiny, are where kernels that round otherwise may say another token.
     """
 
     def __init__(self, record_logit_margins: bool = False) -> None:
         self.logit_margins: list[float] | None = [] if record_logit_margins else None
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+        """See `Sampler.sample`."""
+        likeliest: list[int] = logits.argmax(axis=-1).tolist()
+        return likeliest
+
+    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
         """See `Sampler.verify`."""
-        said = logits.argmax(axis=-1).tolist()
-        path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), said) if len(said) > 1 else ()
-        tokens = tuple([said[0], *[said[node] for node in path]])
+        outcome = accept(tree, self.sample(logits, tree, tokens))
         if self.logit_margins is not None:
-            self.logit_margins.extend(top_two_margins(logits[[0, *path]]))
-        return Outcome(said, path, tokens[-1], tokens)
+            self.logit_margins.extend(top_two_margins(logits[[0, *outcome.path]]))
+        return outcome
+
+
+class Processed(Sampler):
+    """A sampler over logits that processors have changed."""
+
+    def __init__(self, sampler: Sampler, processors: Sequence[LogitsProcessor]) -> None:
+        self.sampler = sampler
+        self._processors = processors
+
+    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+        """See `Sampler.sample`."""
+        return self.sampler.sample(self._processed(logits, tree, tokens), tree, tokens)
+
+    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+        """See `Sampler.verify`."""
+        return self.sampler.verify(self._processed(logits, tree, tokens), tree, tokens)
+
+    def _processed(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> FloatArray:
+        """Return new logits [n, V], each row's processors called with the tokens of its node's path."""
+        found = logits.copy()
+        ids = tree.tokens.tolist()
+        paths = [list(tokens)]
+        for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+            paths.append([*paths[parent], ids[node]])
+        for row, path in enumerate(paths):
+            for process in self._processors:
+                changed = np.asarray(process(path, found[row]))
+                if changed.shape != found[row].shape:
+                    raise UsageError(
+                        f"a logits processor returned an array of shape {changed.shape}, not {found[row].shape}"
+                    )
+                found[row] = changed
+        return found
 
 
 def top_two_margins(logits: FloatArray) -> list[float]:
@@ -66,13 +116,20 @@ def top_two_margins(logits: FloatArray) -> list[float]:
     return logit_margins
 
 
-def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> Greedy:
-    """The sampler that `params` asks for. Raises UsageError for a temperature above 0."""
+def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> Sampler:
+    """Return the sampler that `params` ask for. Raises UsageError for a temperature above 0."""
     if params.temperature > 0:
         raise UsageError(
             f"temperature {params.temperature} asked for, only greedy decoding is available", "use temperature 0"
         )
-    return Greedy(record_logit_margins)
+    sampler = Greedy(record_logit_margins)
+    return Processed(sampler, params.logits_processors) if params.logits_processors else sampler
+
+
+def margins_of(sampler: Sampler) -> list[float] | None:
+    """Return the lead of each token over the runner-up, if it was recorded."""
+    inner = sampler.sampler if isinstance(sampler, Processed) else sampler
+    return inner.logit_margins if isinstance(inner, Greedy) else None
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redraft.runtime.metrics import Clock, Counters
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import Sampler
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import DraftTree, Outcome
@@ -25,7 +26,8 @@ class Sequence:
     text:           where text is wanted as it comes, or stop strings end it; else None.
     cache_len:       rows of this sequence live in the KV buffers.
     finish_reason:  None while it runs.
-    drafting, lookup, control: what the drafter, the lookup and the controller keep for it.
+    speculation:    how it drafts; the cycle sets its own if a request brings none.
+    drafting:       what each drafter keeps for it.   control: what the controller keeps.
     started, first_token: when it was admitted and when its first token was committed, seconds.
     """
 
@@ -37,8 +39,8 @@ class Sequence:
     text: Detokenizer | None = None
     cache_len: int = 0
     finish_reason: FinishReason | None = None
-    drafting: Any = None
-    lookup: Any = None
+    speculation: Speculation = None  # type: ignore[assignment]  # until it is admitted
+    drafting: dict[object, Any] = field(default_factory=dict)
     control: Any = None
     counters: Counters = field(default_factory=Counters)
     began: Clock = field(default_factory=Clock)

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 from redraft.errors import UsageError
-from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.sampler import uniform
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.sampler import Sampler, uniform
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, DraftTree, FloatArray
 
 LABEL = "[synthetic acceptance] "
 """What the text of such a run begins with."""
@@ -30,7 +30,7 @@ class Acceptance:
             raise UsageError(f"synthetic acceptance must be probabilities by depth, not {self.by_depth}")
 
 
-class SyntheticDrafter(Drafter):
+class SyntheticDrafter(TreeMaker):
     """Trees of the shape asked for at no cost: level by level, `width` children of the first node of the level above.
 
     First children carry the probability that is forced on them, their siblings next to none.
@@ -41,7 +41,7 @@ class SyntheticDrafter(Drafter):
         self._shares = acceptance.by_depth
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
+        """See `TreeMaker.draft`."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
     def _tree(self, token: int, budget: Budget) -> DraftTree:
@@ -57,31 +57,33 @@ class SyntheticDrafter(Drafter):
         return prune(make_tree(tokens, parents, probs), budget.nodes)
 
 
-class SyntheticAcceptance:
+class SyntheticAcceptance(Sampler):
     """A sampler that accepts the first child at each depth with the probability given for it.
 
-    The last token is the verifier's own. Numbers are keyed by the request's seed and the token's position.
+    Numbers are keyed by the request's seed and the token's position.
     """
 
     def __init__(self, acceptance: Acceptance, seed: int) -> None:
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
-        """See `Sampler.verify`."""
-        return self.accept(logits.argmax(axis=-1), tree, position)
+    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Several[int]) -> list[int]:
+        """See `Sampler.sample`."""
+        return self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens)
 
-    def accept(self, target_token_ids: Several[int], tree: DraftTree, position: int) -> Outcome:
-        """See `OverTokens.accept`."""
-        path: list[int] = []
-        last = 0
-        for node, parent in enumerate(tree.parents.tolist()):
-            depth = len(path)
-            if node and parent == last and depth < len(self._shares):
-                if uniform(self._seed, position + depth) >= self._shares[depth]:
-                    break
-                path.append(node)
-                last = node
-        bonus = target_token_ids[last]
-        tokens = (*(int(tree.tokens[node]) for node in path), bonus)
-        return Outcome(target_token_ids, tuple(path), bonus, tokens)
+    def sample_likeliest(self, likeliest: Several[int], tree: DraftTree, tokens: Several[int]) -> list[int]:
+        """See `OverTokens.sample_likeliest`. After the last accepted node it is a token that no child has."""
+        said = list(likeliest)
+        ids, parents = tree.tokens.tolist(), tree.parents.tolist()
+        position, last = len(tokens) - 1, 0
+        for depth in range(len(parents)):
+            children = [node for node in range(last + 1, len(parents)) if parents[node] == last]
+            kept = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
+            if not children or not kept:
+                drafted = {ids[node] for node in children}
+                if said[last] in drafted:
+                    said[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)
+                break
+            said[last] = ids[children[0]]
+            last = children[0]
+        return said

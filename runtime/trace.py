@@ -28,38 +28,38 @@ import numpy as np
 
 from redraft.errors import DataError
 from redraft.runtime.controller import best_first, ranked_shares
+from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path
-from redraft.types import Choice, DraftTree, Outcome, Source
+from redraft.types import Choice, DraftTree, OfferKind, Outcome
 
 _ROUNDING = 1e-6
-Recorder = Callable[[Sequence, Source, DraftTree, Outcome], None]
+Recorder = Callable[[Sequence, Plan, DraftTree, Outcome], None]
 
 
-def no_record(seq: Sequence, plan: Source, tree: DraftTree, outcome: Outcome) -> None:
+def no_record(seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
     """Keeps nothing."""
 
 
 class TraceWriter:
     """A recorder that writes to `file`; give it to a cycle as `record`.
 
-    explain: as `Controller.explain`.   table_ms: what verification is believed to cost at first.
+    table_ms: what verification is believed to cost at first.
     """
 
-    def __init__(self, file: IO[str], explain: Callable[[Sequence], Choice | None], table_ms: Several[float]) -> None:
+    def __init__(self, file: IO[str], table_ms: Several[float]) -> None:
         self._file = file
-        self._explain = explain
         self._table_ms = list(table_ms)
         self._numbers: dict[int, int] = {}
         self._count = itertools.count()
 
-    def __call__(self, seq: Sequence, plan: Source, tree: DraftTree, outcome: Outcome) -> None:
+    def __call__(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
         """Write the step that is about to be committed."""
         if id(seq) not in self._numbers or len(seq.tokens) == seq.prompt_length + 1:
             self._numbers[id(seq)] = next(self._count)
             begun = {"prompt": seq.tokens[: seq.prompt_length], "first": seq.tokens[seq.prompt_length]}
             self._write({"request": self._numbers[id(seq)], **begun, "table_ms": self._table_ms})
-        choice = self._explain(seq)
+        choice = seq.speculation.controller.explain(seq)
         if choice and choice.table_ms and list(choice.table_ms) != self._table_ms:
             self._table_ms = list(choice.table_ms)
             self._write({"table_ms": self._table_ms})
@@ -67,7 +67,7 @@ class TraceWriter:
             {
                 "request": self._numbers[id(seq)],
                 "position": seq.cache_len,
-                "source": str(plan),
+                "source": str(plan.kind),
                 "tokens": tree.tokens.tolist(),
                 "parents": tree.parents.tolist(),
                 "log_probs": [round(value, 5) for value in tree.log_probs.tolist()],
@@ -159,21 +159,21 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
     if list(path) != values["path"] or committed != values["committed"]:
         raise ValueError(f"nodes {list(path)} are accepted, the trace says {values['path']}")
     tokens.extend(committed)
-    source = str(Source(values["source"]))
+    source = str(OfferKind(values["source"]))
     looked_up: set[int] = set()
     if choice := values.get("choice"):
         _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms)
         looked_up = set(choice["looked_up"])
     played.steps[source] += 1
     for node in range(1, len(values["tokens"])):
-        owner = str(Source.LOOKUP) if node in looked_up else source
+        owner = str(OfferKind.LOOKUP) if node in looked_up else source
         played.nodes[owner] += 1
         played.accepted[owner] += node in path
 
 
 def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: list[float]) -> None:
     gains = choice["gains"]
-    expected = Source.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
+    expected = OfferKind.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
         raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
     shares, rate = choice.get("shares"), choice["rate"]

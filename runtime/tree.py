@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from redraft.runtime.offers import TreeLimits
 from redraft.types import BoolArray, DraftTree, IntArray
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
@@ -98,8 +99,7 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     renumbered[keep] = np.arange(len(keep))
     parents = renumbered[tree.parents[keep]]
     parents[0] = -1
-    draft_probs = None if tree.draft_probs is None else tree.draft_probs[keep]
-    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep], draft_probs)
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
 def merge(first: DraftTree, second: DraftTree) -> DraftTree:
@@ -136,6 +136,16 @@ def is_chain(tree: DraftTree) -> bool:
     return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
+def cut(tree: DraftTree, limits: TreeLimits, nodes: int) -> DraftTree:
+    """The `nodes` likeliest nodes of `tree` beside its root that a step can verify, at most those that `limits` allow.
+
+    The only place where the part of a tree is chosen that is verified.
+    """
+    return exact_part(
+        prune(tree, min(nodes, limits.budget.nodes)), limits.cache_len, limits.branches, limits.block_rows
+    )
+
+
 def exact_part(tree: DraftTree, cache_len: int, branches: bool, block_rows: int | None) -> DraftTree:
     """The part of a tree that a verifier computes to the bit as it would a chain: all of it, unless it branches.
 
@@ -170,5 +180,4 @@ def likeliest_chain(tree: DraftTree) -> DraftTree:
     path = [0]
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
         path.append(max(children, key=log_probs.__getitem__))
-    draft_probs = None if tree.draft_probs is None else tree.draft_probs[path]
-    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path], draft_probs)
+    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path])

@@ -277,7 +277,7 @@ class Verifier:
         if self.device.step_graphs and _are_greedy([seq]):
             return self._latest.outcomes([1])[0]
         logits = logits_of(self._latest)[0]
-        return seq.sampler.verify(logits, root_only(seq.tokens[-1]), seq.prompt_length - 1)
+        return seq.sampler.verify(logits, root_only(seq.tokens[-1]), seq.tokens)
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""

@@ -1,4 +1,4 @@
-"""What every drafting method is to the runtime: begin, draft, accept, resample."""
+"""What every drafting method is to the runtime: begin, offer, accept; draft and resample if it makes trees."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any, ClassVar, Self
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
+from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, DraftTree, OfferKind, Outcome
 
 
 class Drafter(ABC):
     """A drafting method, opened once for all requests.
 
-    What it keeps for a request lies in `seq.drafting`; what it learns from all of them, in itself. A method that reads
+    Its state of a request is `seq.drafting[self]`; it keeps what it learns from all of them itself. A method that reads
     hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
     """
 
-    drafts: ClassVar[bool] = True
-    """Whether `draft` ever gives more than a root."""
     has_engines: ClassVar[bool] = False
-    """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
-    for_all: bool = False
-    """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
+    """True if it runs engines of its own."""
+    name: str = ""
+    """The drafter's id in the bundle, or its method's."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
@@ -50,29 +49,55 @@ class Drafter(ABC):
         """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed."""
 
     @abstractmethod
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """A tree for each sequence within its budget, rooted at its last token.
-
-        Sequence i sits in slot i; where no nodes are wanted, its tree is the root alone.
-        """
-
-    def remaining(self, seq: Sequence) -> int:
-        """Steps of the last draft of `seq` that `resample` could still use."""
-        return 0
-
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """As `draft`, from what the last drafts left over; only sequences with remaining steps have nodes wanted."""
-        raise NotImplementedError
-
-    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """Milliseconds of one draft with `rows` rows to catch up on after `kv_len` ones, and of one resampling.
-
-        Only while no request runs.
-        """
-        raise NotImplementedError
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """Return the trees that it has for `seq` within a budget, and those that it could make now."""
 
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
         """`seq` moves from one slot to another."""
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:  # noqa: B027 (as above)
         """`tree` was verified and `outcome` committed, also in plain steps."""
+
+
+class TreeMaker(Drafter):
+    """A drafter that makes trees for a batch in one call: fresh ones, and some methods from what their last draft left.
+
+    Sequence i of a batch sits in slot i. The tree of a sequence whose budget has no nodes is not looked at: another
+    drafter may be drafting for it.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        super().__init__(verifier)
+        self._offers: dict[OfferKey, Offer] = {}
+
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """Return a fresh draft, and resampling if steps of the last draft remain."""
+        fresh = self._offer(OfferKind.FRESH)
+        steps = self.remaining(seq)
+        return (self._offer(OfferKind.RESAMPLE, steps), fresh) if steps else (fresh,)
+
+    def _offer(self, kind: OfferKind, steps: int = 0) -> Offer:
+        key = OfferKey(self.name, kind, steps)
+        offer = self._offers.get(key)
+        if offer is None:
+            offer = self._offers[key] = Offer(key, maker=self)
+        return offer
+
+    @abstractmethod
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[DraftTree]:
+        """Return a tree for each sequence within its budget, rooted at its last token."""
+
+    def remaining(self, seq: Sequence) -> int:
+        """Return how many steps of the last draft of `seq` `resample` could still use."""
+        return 0
+
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[DraftTree]:
+        """As `draft`, from what the last drafts left over. Called only if steps remain."""
+        raise NotImplementedError
+
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling.
+
+        Only while no request runs, and only if it has engines.
+        """
+        raise NotImplementedError

@@ -27,7 +27,7 @@ from redraft.methods import Method
 from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import gathered, leading, slot_copy
 from redraft.runtime.device_tree import DeviceTrees
-from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
@@ -41,15 +41,14 @@ _ROW_STEP = 16
 
 @dataclass(slots=True)
 class Drafting:
-    """Of one sequence: whose, steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
+    """Of one sequence: steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
 
-    drafter: HiddenStateDrafter
     used: int
     cache_len: int = 0
     pending: int = 0
 
 
-class HiddenStateDrafter(Drafter):
+class HiddenStateDrafter(TreeMaker):
     """See the module. A method's class sets `method`; its shape has `steps` of a draft and `nodes` of its tree."""
 
     has_engines = True
@@ -109,8 +108,8 @@ class HiddenStateDrafter(Drafter):
 
     def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
         """See `FeatureReader.pending`. What is pending while other methods draft is not kept."""
-        states = [seq.drafting for seq in batch]
-        if not all([type(state) is Drafting and state.drafter is self for state in states]):
+        states: list[Any] = [seq.drafting.get(self) for seq in batch]
+        if not all(states):
             return None
         space = names.MAX_PENDING_FEATURES - rows
         if space < CATCH_UP:
@@ -127,17 +126,17 @@ class HiddenStateDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.drafting = Drafting(self, used=self.shape.steps)
+        seq.drafting[self] = Drafting(used=self.shape.steps)
 
     def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
-        seq.drafting.pending += tokens
-        while seq.drafting.pending > CATCH_UP:
+        seq.drafting[self].pending += tokens
+        while seq.drafting[self].pending > CATCH_UP:
             self._catch_up([seq])
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """See `Drafter.accept`; the rows are there already."""
-        drafting: Drafting = seq.drafting
+        drafting: Drafting = seq.drafting[self]
         drafting.pending += 1 + len(outcome.path)
         drafting.used += 1 + len(outcome.path)
 
@@ -148,19 +147,19 @@ class HiddenStateDrafter(Drafter):
         """
         wanted = [budget.nodes > 0 or self.for_all for budget in budgets]
         drafted = [seq for seq, yes in zip(batch, wanted, strict=True) if yes]
-        if not all(seq.drafting.pending for seq in drafted):
+        if not all(seq.drafting[self].pending for seq in drafted):
             raise ValueError("nothing was committed since the last draft of a sequence")
-        while max(seq.drafting.pending for seq in drafted) > CATCH_UP:
+        while max(seq.drafting[self].pending for seq in drafted) > CATCH_UP:
             self._catch_up(batch, wanted)
-        rows = [seq.drafting.pending if yes else 0 for seq, yes in zip(batch, wanted, strict=True)]
+        rows = [seq.drafting[self].pending if yes else 0 for seq, yes in zip(batch, wanted, strict=True)]
         call = self._draft(batch, rows)
         for seq in drafted:
-            seq.drafting.used = 0
-        return call.trees(batch, budgets, [self.shape.nodes] * len(batch), "draft")
+            seq.drafting[self].used = 0
+        return call.trees(batch, budgets, [self.shape.nodes] * len(batch), f"draft {self.name}")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
-        self._copy_slot(source, target, seq.drafting.cache_len)
+        self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """See `Drafter.measure_ms`."""
@@ -202,16 +201,16 @@ class HiddenStateDrafter(Drafter):
 
     def _catch_up(self, batch: Several[Sequence], wanted: Several[bool] | None = None) -> None:
         """Take in at most CATCH_UP rows of every sequence, and bring the rest forward. Their chains are lost."""
-        rows = [min(seq.drafting.pending, CATCH_UP) for seq in batch]
+        rows = [min(seq.drafting[self].pending, CATCH_UP) for seq in batch]
         if wanted is not None and not self.for_all:
             rows = [
-                count if yes and seq.drafting.pending > CATCH_UP else 0
+                count if yes and seq.drafting[self].pending > CATCH_UP else 0
                 for seq, yes, count in zip(batch, wanted, rows, strict=True)
             ]
         self._draft(batch, rows)
         for seq, count in zip(batch, rows, strict=True):
             if count:
-                seq.drafting.used = self.shape.steps
+                seq.drafting[self].used = self.shape.steps
         if len(batch) not in self._shifts:
             pending = leading(self._state[names.PENDING_FEATURES], len(batch))
             self._shifts[len(batch)] = _Shift(self._device, self._gather, pending)
@@ -226,7 +225,7 @@ class HiddenStateDrafter(Drafter):
     def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
         """One call that takes in the first rows[i] pending rows of sequence i. On the host, 0 keeps its state."""
         call = self._call(DRAFT, len(batch), self._width(max(rows)))
-        states: list[Drafting] = [seq.drafting for seq in batch]
+        states: list[Drafting] = [seq.drafting[self] for seq in batch]
         kept = {} if self._device.step_graphs else self._chains(states, rows)
         values = self._fill_rows(call, rows, [state.cache_len for state in states])
         tokens = values[names.TOKENS]

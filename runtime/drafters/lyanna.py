@@ -23,13 +23,13 @@ class LyannaDrafter(HiddenStateDrafter):
 
     def remaining(self, seq: Sequence) -> int:
         """See `Drafter.remaining`."""
-        left: int = self.shape.steps - seq.drafting.used
+        left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
         call = self._call(RESAMPLE, len(batch), 0)
-        used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
+        used = [seq.drafting[self].used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
         for slot, seq in enumerate(batch):
@@ -38,7 +38,7 @@ class LyannaDrafter(HiddenStateDrafter):
         self._run(RESAMPLE, call)
         nodes = resample_nodes(self.shape)
         left = [min(tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
-        return call.trees(batch, budgets, left, "resample")
+        return call.trees(batch, budgets, left, f"resample {self.name}")
 
 
 DRAFTER = LyannaDrafter

@@ -16,10 +16,11 @@ from typing import Any, Self
 from redraft.engines.bundle import Bundle
 from redraft.methods.ngram import LONGEST_MATCH, METHOD, NgramOptions
 from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, prune, root_only
+from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, DraftTree, OfferKind, Outcome
 
 MOST_BRANCHES = 4
 """Continuations at most of one tree."""
@@ -34,7 +35,7 @@ _OCCURRENCES = 8
 # to the first.
 _FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
-_LEARNING_RATE = 1 / 32
+LEARNING_RATE = 1 / 32
 
 
 @dataclass(slots=True)
@@ -132,6 +133,8 @@ class NgramDrafter(Drafter):
     def __init__(self, verifier: Verifier, config: NgramOptions | None = None) -> None:
         super().__init__(verifier)
         self._config = config or NgramOptions()
+        self.name = METHOD.id
+        self._key = OfferKey(self.name, OfferKind.LOOKUP)
         self._rates = [first * later for first in _FIRST_SIBLING for later in _LATER_SIBLING]
 
     @classmethod
@@ -143,26 +146,21 @@ class NgramDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
-        seq.lookup = NgramIndex(seq.tokens, self._config, self._rates)
+        seq.drafting[self] = NgramIndex(seq.tokens, self._config, self._rates)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
-        return [self._draft(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
-
-    def _draft(self, seq: Sequence, budget: Budget) -> DraftTree:
-        index: NgramIndex = seq.lookup
-        if not budget.nodes:
-            return root_only(seq.tokens[-1])
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """See `Drafter.offers`: a tree that was looked up, if there is one."""
+        index: NgramIndex = seq.drafting[self]
         index.extend()
         draft = index.grow(budget)
         if len(draft.tokens) == 1:
-            return root_only(draft.tokens[0])
+            return ()
         index.draft = draft
-        return prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)
+        return (Offer(self._key, prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)),)
 
     def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
         """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
-        index: NgramIndex = seq.lookup
+        index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None
         if draft is None:
             return
@@ -181,7 +179,7 @@ class NgramDrafter(Drafter):
 
     def _learn(self, kind: int, came_true: bool) -> None:
         rate = self._rates[kind]
-        rate += _LEARNING_RATE * (came_true - rate)
+        rate += LEARNING_RATE * (came_true - rate)
         self._rates[kind] = rate if rate > LEAST_PROBABILITY else LEAST_PROBABILITY
 
 

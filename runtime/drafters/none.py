@@ -1,23 +1,21 @@
-"""Plain decoding: every tree is its root."""
+"""Plain decoding: nothing is drafted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
 from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import root_only
-from redraft.types import Budget, DraftTree
+from redraft.types import Budget
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing."""
+    """Offers nothing."""
 
-    drafts = False
-
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`."""
-        return [root_only(seq.tokens[-1]) for seq in batch]
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """See `Drafter.offers`."""
+        return ()
 
 
 DRAFTER = NoDrafter

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from redraft.engines.manifest import signed
+from redraft.runtime import SpeculationParams
 from redraft.types import Budget
 
 Refused = Callable[..., str]
@@ -54,7 +55,10 @@ def test_batched_graph_writes_what_the_single_one_does(bundle: Path, method: str
     budget = Budget(nodes=5, depth=3, width=2) if method == "ngram" else None
     with Runtime.open(bundle, threads=1) as alone, Runtime.open(bundle, threads=1, max_num_seqs=3) as together:
         expected = [alone.generate([prompt], params, "none")[0].token_ids for prompt in prompts]
-        found = [generation.token_ids for generation in together.generate(prompts, params, method, budget)]
+        found = [
+            generation.token_ids
+            for generation in together.generate(prompts, params, SpeculationParams(method, budget=budget))
+        ]
     assert found == expected
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.runtime import Budget, Runtime, SamplingParams
+from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]
@@ -36,7 +36,7 @@ def test_texts_are_the_verifiers_and_drafts_are_kept(bundle: Path, device: str |
         for method in ("fast", "ngram+fast", "lyanna"):  # the second drafter does not take what the first one reads
             found = runtime.generate(PROMPTS, PARAMS, method)
             assert [text.token_ids for text in found] == plain
-        found = runtime.generate(PROMPTS, PARAMS, "fast", Budget(3, 3, 1))
+        found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("fast", budget=Budget(3, 3, 1)))
         assert [text.token_ids for text in found] == plain
         assert sum(text.metrics.num_accepted_draft_tokens for text in found) > 0.8 * sum(
             text.metrics.num_steps for text in found

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from redraft.runtime.controller import Adaptive
+from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.cost import CostCurve
+from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.offers import Offer, OfferKey, Plan, Speculation, TreeLimits
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
-from redraft.types import DraftTree, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
 
 FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
+LIMITS = TreeLimits(Budget(nodes=1000, depth=1000, width=1000))
+DRAFTER = "drafter"
+MAKER = object()
+"""Stands for a drafter that makes trees; nobody calls it."""
 OTHER = 999
 """A token that no tree has."""
 
 
 def sequence(limit: int = 1000) -> Sequence:
-    return Sequence([1], 1, limit, frozenset(), Greedy())
+    how = Speculation(NoDrafter(None), FixedBudget(NO_SPECULATION))
+    return Sequence([1], 1, limit, frozenset(), Greedy(), speculation=how)
 
 
 def chain(*shares: float) -> DraftTree:
@@ -31,8 +38,27 @@ def outcome(tree: DraftTree, accepted: int) -> Outcome:
     return Outcome(tree.tokens, path, OTHER, (*path, OTHER))
 
 
-def drafted(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
+def offers(found: DraftTree | None = None, steps: int = 0, fresh: bool = True) -> list[Offer]:
+    """What a lookup and a drafter offer: the tree found, resampling if steps remain, and a fresh draft."""
+    kinds = [(OfferKind.RESAMPLE, steps)] * (steps > 0) + [(OfferKind.FRESH, 0)] * fresh
+    at_hand = [Offer(OfferKey("lookup", OfferKind.LOOKUP), found)] if found is not None else []
+    return [*at_hand, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
+
+
+def planned(
+    controller: Controller, seq: Sequence, found: DraftTree | None = None, steps: int = 0, fresh: bool = True
+) -> Plan:
+    """What the controller takes of such offers."""
+    return controller.plan([seq], [offers(found, steps, fresh)], [LIMITS])[0]
+
+
+def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Plan:
+    """A plan to take an offer of this kind."""
+    make = Offer(OfferKey(DRAFTER, kind, steps), maker=MAKER) if kind in (OfferKind.RESAMPLE, OfferKind.FRESH) else None
+    return Plan(LIMITS, found or root_only(0), kind, make)
+
+
+def drafted(controller: Controller, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
     """What is verified of a tree that a drafter makes whenever it is asked to, the lookup finding nothing."""
-    nothing = root_only(0)
-    plan = controller.plan(seq, nothing, 0)
-    return controller.cut([seq], [plan], [nothing], [tree if plan is Source.FRESH else None])[0]
+    taken = planned(controller, seq)
+    return taken, controller.cut([seq], [taken], [tree if taken.kind is OfferKind.FRESH else None])[0]

@@ -9,44 +9,46 @@ from itertools import pairwise
 
 import pytest
 
-from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, FixedBudget
+from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import fit
+from redraft.runtime.offers import NO_TREE, Plan
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import make_tree, root_only
-from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
+from redraft.runtime.tree import make_tree
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
 
-from .drafts import FREE, chain, drafted, outcome, sequence
+from .drafts import DRAFTER, FREE, LIMITS, chain, drafted, offers, outcome, plan, planned, sequence
 from .fakes import CURVE, engine_of, greedy, make_runtime, plain
 
-Propose = Callable[[Adaptive, Sequence, DraftTree], DraftTree]
+Propose = Callable[[Adaptive, Sequence, DraftTree], tuple[Plan, DraftTree]]
+FRESH: Call = (DRAFTER, OfferKind.FRESH)
 LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
 
 
 def lookup_only(curve: CostCurve) -> Adaptive:
     """The controller of n-grams alone."""
-    return Adaptive(VerifyCosts.of(curve), drafts=False)
+    return Adaptive(VerifyCosts.of(curve))
 
 
-def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> DraftTree:
-    """What is verified of a tree that the lookup found, with no drafter beside it."""
-    plan = controller.plan(seq, tree, 0)
-    assert plan is Source.LOOKUP
-    return controller.cut([seq], [plan], [tree], [None])[0]
+def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
+    """What is verified of a tree that the lookup found, without a drafter."""
+    taken = planned(controller, seq, tree, fresh=False)
+    assert taken.kind is OfferKind.LOOKUP
+    return taken, controller.cut([seq], [taken], [None])[0]
 
 
 def run(
     controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up,
-    ms: dict[Source, float] | None = None,
+    offers_ms: float = 0.0,
 ) -> int:  # fmt: skip
     """Steps out of `steps` in which speculation was allowed."""
     tries = 0
     for _ in range(steps):
         budget = controller.budget(seq)
         tries += budget.nodes > 0
-        verified = propose(controller, seq, tree) if budget.nodes else chain()
-        controller.timed(ms or {}, len(verified))
-        controller.observe(seq, verified, outcome(verified, min(accepted, len(verified) - 1)))
+        taken, verified = propose(controller, seq, tree) if budget.nodes else (plan(OfferKind.NONE), chain())
+        controller.timed(offers_ms, {}, len(verified))
+        controller.observe(seq, taken, verified, outcome(verified, min(accepted, len(verified) - 1)))
     return tries
 
 
@@ -65,7 +67,7 @@ def test_the_tree_is_cut_where_a_node_costs_more_than_it_brings(
 ) -> None:
     controller, seq = lookup_only(curve), sequence()
     controller.budget(seq)
-    assert len(looked_up(controller, seq, chain(*shares))) - 1 == nodes
+    assert len(looked_up(controller, seq, chain(*shares))[1]) - 1 == nodes
 
 
 def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
@@ -81,9 +83,8 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
 
 def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
     controller, seq = lookup_only(CURVE), sequence()
-    ms = {Source.LOOKUP: 1000.0}
-    run(controller, seq, chain(0.9), accepted=1, steps=200, ms=ms)
-    assert run(controller, seq, chain(0.9), accepted=1, steps=100, ms=ms) < 10
+    run(controller, seq, chain(0.9), accepted=1, steps=200, offers_ms=1000.0)
+    assert run(controller, seq, chain(0.9), accepted=1, steps=100, offers_ms=1000.0) < 10
 
 
 def test_a_new_request_starts_with_the_experience_of_others() -> None:
@@ -92,7 +93,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
         run(controller, sequence(), chain(0.9, 0.9), accepted=0, steps=100, propose=drafted)
     fresh = sequence()
     controller.budget(fresh)
-    assert len(drafted(controller, fresh, chain(0.9, 0.9))) == 1
+    assert len(drafted(controller, fresh, chain(0.9, 0.9))[1]) == 1
 
 
 def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
@@ -100,7 +101,7 @@ def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
     controller._table = CURVE.table_ms
-    assert len(drafted(controller, seq, tree)) == 1
+    assert len(drafted(controller, seq, tree)[1]) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,75 +146,77 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
     """A controller that has seen two-token drafts of a good drafter and one-token ones resampled from it, one left."""
-    controller, seq = Adaptive(VerifyCosts.of(FREE), costs=costs), sequence()
-    for plan, remaining, tree in ((Source.RESAMPLE, 1, chain(0.5)), (Source.FRESH, 0, chain(0.9, 0.9))):
-        controller.plan(seq, root_only(0), remaining)
-        controller.cut([seq], [plan], [root_only(0)], [tree])
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller.expect(DRAFTER, costs)
+    for kind, steps, tree in ((OfferKind.RESAMPLE, 1, chain(0.5)), (OfferKind.FRESH, 0, chain(0.9, 0.9))):
+        planned(controller, seq, steps=steps)
+        controller.cut([seq], [plan(kind, steps=steps)], [tree])
     return controller, seq
 
 
 @pytest.mark.parametrize(
     ("fresh_ms", "resample_ms", "found", "remaining", "expected"),
     [
-        (0.5, 0.1, 0.3, 1, Source.FRESH),
-        (1.4, 0.1, 0.3, 1, Source.RESAMPLE),
-        (1.4, 0.1, 0.3, 0, Source.LOOKUP),
-        (1.4, 0.2, 0.3, 1, Source.LOOKUP),
-        (1.4, 0.1, 0.4, 1, Source.LOOKUP),
-        (0.5, 0.1, 0.99, 1, Source.FRESH),
-        (0.7, 0.1, 0.99, 1, Source.LOOKUP),
+        (0.5, 0.1, 0.3, 1, OfferKind.FRESH),
+        (1.4, 0.1, 0.3, 1, OfferKind.RESAMPLE),
+        (1.4, 0.1, 0.3, 0, OfferKind.LOOKUP),
+        (1.4, 0.2, 0.3, 1, OfferKind.LOOKUP),
+        (1.4, 0.1, 0.4, 1, OfferKind.LOOKUP),
+        (0.5, 0.1, 0.99, 1, OfferKind.FRESH),
+        (0.7, 0.1, 0.99, 1, OfferKind.LOOKUP),
     ],
 )
 def test_a_tree_comes_from_where_gain_less_cost_is_largest(
-    fresh_ms: float, resample_ms: float, found: float, remaining: int, expected: Source
+    fresh_ms: float, resample_ms: float, found: float, remaining: int, expected: OfferKind
 ) -> None:
     """At one token a millisecond; of 0.9 and 0.81 a new record believes 0.85 and 0.72, of 0.5 it believes 0.43."""
     controller, seq = experienced(Costs(fresh_ms, resample_ms))
-    assert controller.plan(seq, chain(found), remaining) is expected
+    assert planned(controller, seq, chain(found), remaining).kind is expected
 
 
 def test_without_a_drafter_nothing_is_drafted_afresh() -> None:
     controller, seq = lookup_only(FREE), sequence()
-    assert {controller.plan(seq, root_only(0), 0) for _ in range(100)} == {Source.LOOKUP}
+    assert {planned(controller, seq, fresh=False).kind for _ in range(100)} == {OfferKind.LOOKUP}
 
 
 def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
-    controller, seq = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=10.0)), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
+    controller.expect(DRAFTER, Costs(fresh_ms=10.0))
     tried = []
     for step in range(200):
-        if controller.plan(seq, root_only(0), 0) is Source.FRESH:
+        if (taken := planned(controller, seq)).kind is OfferKind.FRESH:
             tried.append(step)
-            controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])
+            controller.cut([seq], [taken], [chain(0.9)])
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
     assert LONGEST_PAUSE == 32
-    controller._made_ms[Source.FRESH] = 0.0  # as if drafts had become free
-    while controller.plan(seq, root_only(0), 0) is not Source.FRESH:
+    controller._made_ms[DRAFTER, OfferKind.FRESH] = 0.0  # as if drafts had become free
+    while (taken := planned(controller, seq)).kind is not OfferKind.FRESH:
         pass
-    controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])
+    controller.cut([seq], [taken], [chain(0.9)])
     assert seq.control.patience == 1
 
 
 def test_gains_of_one_request_serve_the_next() -> None:
     controller, _ = experienced(Costs(fresh_ms=1.4, resample_ms=0.1))
-    assert controller.plan(sequence(), chain(0.3), 1) is Source.RESAMPLE
-    assert controller.plan(sequence(), chain(0.4), 1) is Source.LOOKUP
+    assert planned(controller, sequence(), chain(0.3), 1).kind is OfferKind.RESAMPLE
+    assert planned(controller, sequence(), chain(0.4), 1).kind is OfferKind.LOOKUP
 
 
 def test_what_was_made_is_merged_with_what_was_found() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
-    controller.plan(seq, found, 0)
-    assert controller.cut([seq], [Source.FRESH], [found], [made])[0].tokens.tolist() == [0, 7, 8]
-    controller.plan(seq, found, 0)
-    assert controller.cut([seq], [Source.LOOKUP], [found], [None])[0].tokens.tolist() == [0, 7]
+    planned(controller, seq, found)
+    assert controller.cut([seq], [plan(OfferKind.FRESH, found)], [made])[0].tokens.tolist() == [0, 7, 8]
+    planned(controller, seq, found)
+    assert controller.cut([seq], [plan(OfferKind.LOOKUP, found)], [None])[0].tokens.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
-    ("drafts", "remaining", "expected"),
-    [(True, 1, Source.RESAMPLE), (True, 0, Source.FRESH), (False, 0, Source.LOOKUP)],
+    ("fresh", "steps", "expected"),
+    [(True, 1, OfferKind.RESAMPLE), (True, 0, OfferKind.FRESH), (False, 0, OfferKind.LOOKUP)],
 )
-def test_a_fixed_budget_resamples_what_can_be(drafts: bool, remaining: int, expected: Source) -> None:
-    assert FixedBudget(Budget(4, 2, 2), drafts).plan(sequence(), root_only(0), remaining) is expected
+def test_a_fixed_budget_resamples_what_can_be(fresh: bool, steps: int, expected: OfferKind) -> None:
+    assert planned(FixedBudget(Budget(4, 2, 2)), sequence(), chain(0.5), steps, fresh).kind is expected
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -222,84 +225,86 @@ def test_a_fixed_budget_resamples_what_can_be(drafts: bool, remaining: int, expe
 def cut(controller: Adaptive, trees: list[DraftTree], waiting: int = 0) -> list[int]:
     """Nodes that are verified of what the lookup found for each sequence; more sequences decode plainly."""
     batch = [sequence() for _ in range(len(trees) + waiting)]
-    controller.begin(len(batch))
+    controller.begin(len(batch), "")
     for seq in batch:
         controller.budget(seq)
-    found = [*trees, *[root_only(0)] * waiting]
-    plans = [controller.plan(seq, tree, 0) for seq, tree in zip(batch, trees, strict=False)]
-    plans += [Source.NONE] * waiting
-    return [len(tree) - 1 for tree in controller.cut(batch, plans, found, [None] * len(batch))]
+    offered = [*[offers(tree, fresh=False) for tree in trees], *[()] * waiting]
+    plans = controller.plan(batch, offered, [*[LIMITS] * len(trees), *[NO_TREE] * waiting])
+    return [len(tree) - 1 for tree in controller.cut(batch, plans, [None] * len(batch))]
 
 
 def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
     """Alone three nodes pay. Next to three sequences that found nothing, a node must bring four times as much."""
     likely = chain(0.6, 0.8, 0.8)
-    alone = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+    alone = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
     assert cut(alone, [likely]) == [3]
     for others in ([chain(), chain(), chain()], []):
-        controller = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+        controller = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
         assert cut(controller, [likely, *others], waiting=3 - len(others)) == [2, 0, 0, 0]
-    both = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}), drafts=False)
+    both = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
     assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
 
 
 # --- what making trees costs -----------------------------------------------------------------------------------------
 
 
-def step(controller: Adaptive, batch: list[Sequence], ms: dict[Source, float]) -> None:
+def step(controller: Adaptive, batch: list[Sequence], offers_ms: float, made_ms: dict[Call, float]) -> None:
     """One in which every sequence speculates and nothing is kept."""
+    plans = []
     for seq in batch:
         controller.budget(seq)
-        drafted(controller, seq, chain(0.9))
-    controller.timed(ms, 2)
-    for seq in batch:
-        controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
+        plans.append(drafted(controller, seq, chain(0.9))[0])
+    controller.timed(offers_ms, made_ms, 2)
+    for seq, taken in zip(batch, plans, strict=True):
+        controller.observe(seq, taken, chain(0.9), outcome(chain(0.9), 0))
 
 
 def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
     known = []
     for sequences in (1, 4):
-        controller = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=1.0))
-        step(controller, [sequence() for _ in range(sequences)], {Source.LOOKUP: 0.5, Source.FRESH: 2.0})
-        known.append(controller._made_ms[Source.FRESH])
+        controller = Adaptive(VerifyCosts.of(FREE))
+        controller.expect(DRAFTER, Costs(fresh_ms=1.0))
+        step(controller, [sequence() for _ in range(sequences)], 0.5, {FRESH: 2.0})
+        known.append(controller._made_ms[FRESH])
     assert known[0] == known[1] == pytest.approx(1.0 + 1 / 32)
 
 
 def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
     """A fresh draft of another sequence of the batch says nothing of what looking up is worth here."""
-    controller, seq, other = Adaptive(VerifyCosts.of(FREE), costs=Costs(fresh_ms=100.0)), sequence(), sequence()
-    for one, plan in ((seq, Source.LOOKUP), (other, Source.FRESH)):
-        controller.budget(one)
-        controller.plan(one, root_only(0), 0)
-        one.control.plan = plan
-    before, plain = seq.control.experience.plain_steps, FREE.table_ms[1]
-    controller.timed({Source.LOOKUP: 1.0, Source.FRESH: 100.0}, 2)
+    controller, seq, other = Adaptive(VerifyCosts.of(FREE)), sequence(), sequence()
+    controller.expect(DRAFTER, Costs(fresh_ms=100.0))
     for one in (seq, other):
-        controller.observe(one, chain(0.9), outcome(chain(0.9), 1))
+        controller.budget(one)
+        planned(controller, one)
+    before, plain = seq.control.experience.plain_steps, FREE.table_ms[1]
+    controller.timed(1.0, {FRESH: 100.0}, 2)
+    for one, kind in ((seq, OfferKind.LOOKUP), (other, OfferKind.FRESH)):
+        controller.observe(one, plan(kind), chain(0.9), outcome(chain(0.9), 1))
     for one, ms in ((seq, FREE.table_ms[2] + 1.0), (other, FREE.table_ms[2] + 101.0)):
         assert one.control.experience.plain_steps == pytest.approx(before + (ms / plain - before) / 32)
 
 
-@pytest.mark.parametrize("source", [Source.LOOKUP, Source.FRESH])
-def test_a_call_that_was_interrupted_once_does_not_end_speculation(source: Source) -> None:
+@pytest.mark.parametrize(("offers_ms", "fresh_ms"), [(20.0, 0.1), (0.05, 20.0)])
+def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: float, fresh_ms: float) -> None:
     """As by a garbage collection in the middle of it, a hundred times as long as the call."""
-    controller, seq = Adaptive(VerifyCosts.of(CURVE), costs=Costs(fresh_ms=0.1)), sequence()
+    controller, seq = Adaptive(VerifyCosts.of(CURVE)), sequence()
+    controller.expect(DRAFTER, Costs(fresh_ms=0.1))
     tries = 0
     for turn in range(40):
-        budget = controller.budget(seq)
+        budget, taken = controller.budget(seq), plan(OfferKind.NONE)
         tries += budget.nodes > 0
         if budget.nodes:
-            drafted(controller, seq, chain(0.9, 0.9, 0.9))
-            controller.timed({Source.LOOKUP: 0.05, Source.FRESH: 0.1} | ({source: 20.0} if turn == 10 else {}), 4)
-        controller.observe(seq, chain(0.9, 0.9, 0.9), outcome(chain(0.9, 0.9, 0.9), 2))
+            taken, _ = drafted(controller, seq, chain(0.9, 0.9, 0.9))
+            controller.timed(*((offers_ms, {FRESH: fresh_ms}) if turn == 10 else (0.05, {FRESH: 0.1})), 4)
+        controller.observe(seq, taken, chain(0.9, 0.9, 0.9), outcome(chain(0.9, 0.9, 0.9), 2))
     assert tries == 40
 
 
 def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
     """The controller would have speculated; the end of the text or of the buffer left no room, so nothing was made."""
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
-    step(controller, [seq], {Source.LOOKUP: 0.1, Source.FRESH: 0.1})
+    step(controller, [seq], 0.1, {FRESH: 0.1})
     before = (seq.control.experience.tokens, seq.control.experience.plain_steps, dict(controller._made_ms))
     assert controller.budget(seq).nodes
-    controller.observe(seq, chain(), outcome(chain(), 0))
+    controller.observe(seq, plan(OfferKind.NONE), chain(), outcome(chain(), 0))
     assert (seq.control.experience.tokens, seq.control.experience.plain_steps, controller._made_ms) == before

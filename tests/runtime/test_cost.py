@@ -63,7 +63,7 @@ def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Time
 def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
     """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
     runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
-    runtime.generate([[97] * 40] * max_num_seqs, greedy(9), method="none")
+    runtime.generate([[97] * 40] * max_num_seqs, greedy(9), speculation="none")
     engine = engine_of(runtime.verifier)
     for kv_len, nodes in ((20, 5), (100, 12)):
         assert runtime.verifier.measure_ms(max_num_seqs, nodes, kv_len) > 0

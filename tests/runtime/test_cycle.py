@@ -12,21 +12,23 @@ from redraft.engines.device import Buffer
 from redraft.engines.host_buffer import HostBuffer
 from redraft.runtime import scheduler
 from redraft.runtime.bound_step import leading
-from redraft.runtime.controller import Adaptive, FixedBudget
+from redraft.runtime.controller import Adaptive, Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
-from redraft.runtime.drafters import Drafter
+from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
+from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.offers import Offer, Speculation
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome, Source
+from redraft.types import Budget, DraftTree, OfferKind, Outcome
 
 from .fakes import FakeEngine, fake_verifier, mixing_rule, plain
 
 
-class Recorder(Drafter):
+class Recorder(TreeMaker):
     """Guesses chains of what the toy model says, resampling for every other sequence, and reads hidden states.
 
     The toy model's hidden states are its tokens, of which all that were committed must be there, in order.
@@ -100,7 +102,7 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
     drafter = Recorder(verifier)
     prompts = [[97 + i % 5 for i in range(length)] for length in (4, 200, 131)]
     requests = [Sequence(list(prompt), len(prompt), len(prompt) + 30, frozenset(), Greedy()) for prompt in prompts]
-    for _ in scheduler.run(Cycle(verifier, drafter, FixedBudget(Budget(3, 3, 1))), requests):
+    for _ in scheduler.run(Cycle(verifier, Speculation(drafter, FixedBudget(Budget(3, 3, 1)))), requests):
         pass
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.new_tokens == plain(mixing_rule, prompt, 30)
@@ -109,7 +111,7 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
     assert drafter.resampled > drafter.drafted > 0
 
 
-class Wide(Drafter):
+class Wide(TreeMaker):
     """Guesses as many tokens as it may, none of them likely to be found by the lookup too."""
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
@@ -125,7 +127,8 @@ def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypat
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     verifier = fake_verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
-    cycle = Cycle(verifier, Wide(verifier), Adaptive(VerifyCosts.of(free)), NgramDrafter(verifier))
+    drafter = Pair(NgramDrafter(verifier), Wide(verifier))
+    cycle = Cycle(verifier, Speculation(drafter, Adaptive(VerifyCosts.of(free))))
     prompt = [97 + i % 3 for i in range(30)]
     request = Sequence(list(prompt), 30, 80, frozenset(), Greedy())
     for _ in scheduler.run(cycle, [request]):
@@ -133,8 +136,11 @@ def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypat
     assert request.tokens == [97 + i % 3 for i in range(80)]
 
 
-class Slow(NgramDrafter):
-    """Time moves by a second where it looks up or guesses, by three where it resamples."""
+class Slow(Wide):
+    """Time moves by a second when it drafts, by three when it resamples."""
+
+    name = "slow"
+    now = 0.0
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         self.now += 1.0
@@ -147,7 +153,15 @@ class Slow(NgramDrafter):
         self.now += 2.0
         return self.draft(batch, budgets)
 
+
+class SlowLookup(NgramDrafter):
+    """Time moves by half a second when it looks up."""
+
     now = 0.0
+
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        self.now += 0.5
+        return super().offers(seq, budget)
 
 
 class Timed(FixedBudget):
@@ -155,59 +169,26 @@ class Timed(FixedBudget):
 
     def __init__(self) -> None:
         super().__init__(Budget(3, 3, 1))
-        self.told: list[dict[Source, float]] = []
+        self.told: list[tuple[float, dict[Call, float]]] = []
 
-    def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
-        self.told.append(dict(ms))
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+        self.told.append((offers_ms, dict(made_ms)))
 
 
 @pytest.mark.parametrize(
     ("lengths", "made"),
-    [((4, 6), {Source.FRESH: 1000.0}), ((3, 5), {Source.RESAMPLE: 3000.0}),
-     ((3, 4), {Source.FRESH: 1000.0, Source.RESAMPLE: 3000.0})],
+    [((4, 6), {OfferKind.FRESH: 1000.0}), ((3, 5), {OfferKind.RESAMPLE: 3000.0}),
+     ((3, 4), {OfferKind.FRESH: 1000.0, OfferKind.RESAMPLE: 3000.0})],
 )  # fmt: skip
 def test_a_step_tells_how_long_each_source_took(
-    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[Source, float]
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[OfferKind, float]
 ) -> None:
     verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=2)
-    drafter, lookup, controller = Slow(verifier), Slow(verifier), Timed()
+    drafter, lookup, controller = Slow(verifier), SlowLookup(verifier), Timed()
     monkeypatch.setattr(time, "perf_counter", lambda: drafter.now + lookup.now)
-    cycle, batch = Cycle(verifier, drafter, controller, lookup), []
+    cycle, batch = Cycle(verifier, Speculation(Pair(lookup, drafter), controller)), []
     for length in lengths:
         scheduler.admit(cycle, batch, Sequence([97] * length, length, 60, frozenset(), Greedy()))
     cycle.step(batch)
-    assert controller.told == [{Source.LOOKUP: 1000.0, **made}]
-    assert cycle.clock.draft + cycle.clock.resample == sum(controller.told[0].values()) / 1000
-
-
-class ForAll(Wide):
-    """As a device does: what is drafted for one is drafted for all. One of two requests could always resample."""
-
-    for_all = True
-
-    def remaining(self, seq: Sequence) -> int:
-        return 1 - seq.prompt_length % 2
-
-    resample = Wide.draft
-
-
-def test_where_one_call_drafts_for_all_nobody_resamples_beside_it() -> None:
-    """Two requests out of step: alone, each would resample while the other drafts."""
-    verifier = fake_verifier(FakeEngine(hidden_states=("last",)), 400, max_num_seqs=2, hidden_states=("last",))
-    made: list[set[Source]] = []
-    cycle = Cycle(verifier, ForAll(verifier), FixedBudget(Budget(3, 3, 1)))
-    propose = cycle.propose
-
-    def proposed(batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
-        plans, trees = propose(batch)
-        made.append(set(plans))
-        return plans, trees
-
-    cycle.propose = proposed  # type: ignore[method-assign]
-    requests = [Sequence([97] * length, length, length + 30, frozenset(), Greedy()) for length in (4, 9)]
-    for _ in scheduler.run(cycle, requests):
-        pass
-    assert made[0] == {Source.FRESH}
-    assert {Source.FRESH, Source.RESAMPLE} not in made
-    for request, length in zip(requests, (4, 9), strict=True):
-        assert request.new_tokens == plain(mixing_rule, [97] * length, 30)
+    assert controller.told == [(1000.0, {("slow", kind): ms for kind, ms in made.items()})]
+    assert cycle.clock.draft + cycle.clock.resample == (1000.0 + sum(made.values())) / 1000

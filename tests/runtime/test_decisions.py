@@ -16,8 +16,10 @@ from redraft.runtime.api import GREEDY
 from redraft.runtime.controller import Adaptive, Controller, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import make_sampler
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
@@ -96,8 +98,7 @@ def milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, tok
     engine = Costly(clock, true, sometimes_repeating)
     verifier = fake_verifier(engine, 2000)
     costs = VerifyCosts.of(believed)
-    lookup = NgramDrafter(verifier)
-    cycle = Cycle(verifier, NoDrafter(verifier), Adaptive(costs, drafts=False), lookup, costs)
+    cycle = Cycle(verifier, Speculation(NgramDrafter(verifier), Adaptive(costs)), costs)
     prompt = [97 + n % 8 for n in range(30)]
     request = Sequence(list(prompt), len(prompt), 1900, frozenset(), make_sampler(GREEDY, False))
     began = 0, 0.0
@@ -126,19 +127,19 @@ def test_where_drafting_takes_longer_than_it_saves_plain_decoding_is_left_alone(
     true = CostCurve(tuple(ms / 100 for ms in CHEAP.table_ms))
 
     class Slow(NgramDrafter):
-        def draft(self, *arguments: object) -> object:
+        def offers(self, *arguments: object) -> object:
             clock.now += 50e-6
-            return super().draft(*arguments)  # type: ignore[arg-type]
+            return super().offers(*arguments)  # type: ignore[arg-type]
 
-    def spent(controller: Controller, lookup: type[NgramDrafter] | None) -> float:
+    def spent(controller: Controller, drafter: type[Drafter]) -> float:
         engine = Costly(clock, true, lambda tokens: 97 + int(np.random.default_rng(len(tokens)).integers(8)))
         verifier = fake_verifier(engine, 2000)
-        cycle = Cycle(verifier, NoDrafter(verifier), controller, lookup and lookup(verifier))
+        cycle = Cycle(verifier, Speculation(drafter(verifier), controller))
         request = Sequence([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY, False))
         began = clock.now
         for _ in scheduler.run(cycle, [request]):
             pass
         return clock.now - began
 
-    plain = spent(FixedBudget(NO_SPECULATION), None)
-    assert spent(Adaptive(VerifyCosts.of(true), drafts=False), Slow) < 1.05 * plain
+    plain = spent(FixedBudget(NO_SPECULATION), NoDrafter)
+    assert spent(Adaptive(VerifyCosts.of(true)), Slow) < 1.05 * plain

@@ -19,7 +19,7 @@ from redraft.engines.manifest import GraphRecord
 from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
-from redraft.runtime import Runtime, SamplingParams, api
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
 from redraft.runtime.cost import VerifyCosts, measure_curve
 from redraft.runtime.trace import replay
 from redraft.runtime.verifier import Verifier
@@ -103,8 +103,8 @@ def test_text_is_the_host_paths(
 ) -> None:
     """Prompts longer than a draft call takes in, texts to the end of the context, three slots that are moved."""
     with opened(max_num_seqs, **options) as runtime:
-        found = runtime.generate(ALL, PARAMS, method, budget)
-        again = runtime.generate(ALL[:2], PARAMS, method, budget)
+        found = runtime.generate(ALL, PARAMS, SpeculationParams(method, budget=budget))
+        again = runtime.generate(ALL[:2], PARAMS, SpeculationParams(method, budget=budget))
     assert [list(generation.token_ids) for generation in found] == plain
     assert [list(generation.token_ids) for generation in again] == plain[:2]
     assert max(len(prompt) + len(text) for prompt, text in zip(ALL, plain, strict=True)) == CONTEXT
@@ -127,7 +127,7 @@ def test_no_tree_is_larger_than_the_engines_take(
         sizes = [len(generation.metrics.size_histogram) - 1 for generation in found]
         assert max(sizes) <= largest
         with pytest.raises(UsageError, match=f"larger than the {largest} that the engine's profile takes"):
-            runtime.generate(ALL[:1], PARAMS, method, Budget(largest, 4, 4))
+            runtime.generate(ALL[:1], PARAMS, SpeculationParams(method, budget=Budget(largest, 4, 4)))
 
 
 def test_a_drafters_tree_that_no_engine_takes_is_refused(opened: Open) -> None:
@@ -141,7 +141,7 @@ def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]
     """After other methods had the slots, with what they left in the buffers."""
     with opened(2) as runtime:
         for method in ("ngram+lyanna", "ngram", "lyanna", "none", "ngram+lyanna"):
-            found = runtime.generate(ALL[5:], PARAMS, method, FULL)
+            found = runtime.generate(ALL[5:], PARAMS, SpeculationParams(method, budget=FULL))
             assert [list(generation.token_ids) for generation in found] == plain[5:]
 
 
@@ -149,7 +149,9 @@ def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> 
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
         expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
     with opened(3) as runtime:
-        found = runtime.generate(PROMPTS[:3], PARAMS, "lyanna", FULL, record_logit_margins=True)
+        found = runtime.generate(
+            PROMPTS[:3], PARAMS, SpeculationParams("lyanna", budget=FULL), record_logit_margins=True
+        )
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.logit_margins is not None
@@ -160,9 +162,9 @@ def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> 
 def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, max_num_seqs: int) -> None:
     params, budget, forced = SamplingParams(max_tokens=20, seed=3), Budget(6, 3, 2), (0.9, 0.7, 0.5)
     with Runtime.open(lyanna_bundle, threads=1, verify=False, max_num_seqs=max_num_seqs) as host:
-        expected = host.generate(PROMPTS[:4], params, "lyanna", budget, forced)
+        expected = host.generate(PROMPTS[:4], params, SpeculationParams("lyanna", budget=budget), forced)
     with opened(max_num_seqs) as runtime:
-        found = runtime.generate(PROMPTS[:4], params, "lyanna", budget, forced)
+        found = runtime.generate(PROMPTS[:4], params, SpeculationParams("lyanna", budget=budget), forced)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
     assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
 
@@ -200,9 +202,9 @@ def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None
     """Not only the text: the same trees, so as many steps. Away from the context's end, where the host cuts trees."""
     short = prompts(6, seed=7, longest=20)
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
-        expected = host.generate(short, PARAMS, "lyanna", FULL)
+        expected = host.generate(short, PARAMS, SpeculationParams("lyanna", budget=FULL))
     with opened() as runtime:
-        found = runtime.generate(short, PARAMS, "lyanna", FULL)
+        found = runtime.generate(short, PARAMS, SpeculationParams("lyanna", budget=FULL))
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.metrics.num_spec_steps == theirs.metrics.num_spec_steps
     assert sum(g.metrics.num_accepted_draft_tokens for g in found) > STEPS
@@ -239,7 +241,7 @@ def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
     other = onnxruntime_cuda(bundle, monkeypatch, fakes, launched)
     for device in (cpu_device(bundle, kernels), gpu.device, other):
         with open_over(device, wide_bundle, max_num_seqs) as runtime:
-            found = runtime.generate(ALL, PARAMS, "ngram", budget)
+            found = runtime.generate(ALL, PARAMS, SpeculationParams("ngram", budget=budget))
         assert [g.token_ids for g in found] == expected
         assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
     assert min(queued.launched, launched.launched) > 0

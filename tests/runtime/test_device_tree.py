@@ -19,7 +19,7 @@ from redraft.engines.device import Buffer
 from redraft.engines.host_buffer import HostBuffer
 from redraft.engines.host_device import HostDevice
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams, api, graph_steps
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, graph_steps
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.device_tree import DeviceTree, DeviceTrees, one_source
@@ -85,7 +85,7 @@ def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, bud
 
     patch.setattr(Cuda, "call", called)
     patch.setattr(Cycle, "step", observed)
-    found = runtime.generate(SHORT, PARAMS, method, budget)
+    found = runtime.generate(SHORT, PARAMS, SpeculationParams(method, budget=budget))
     drafted = sum(generation.metrics.num_draft_tokens for generation in found)
     assert (drafted > 0) == (method != "none")
     return steps
@@ -175,9 +175,9 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
 
 
 def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
-    runtime.generate(SHORT, PARAMS, "lyanna", FULL)
+    runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL))
     assert all(shape[-1] != VOCABULARY for shape in reads)
-    runtime.generate(SHORT, PARAMS, "lyanna", FULL, record_logit_margins=True)
+    runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL), record_logit_margins=True)
     assert any(shape[-1] == VOCABULARY for shape in reads)
 
 
@@ -230,4 +230,6 @@ def test_a_tree_deeper_than_the_layout_is_refused(runtime: Runtime) -> None:
     """Doubling reaches so far and no further: positions of deeper nodes would be wrong in silence."""
     params = SamplingParams(max_tokens=80)
     with pytest.raises(UsageError, match=f"depth .* at most {names.MOST_DEPTH} can"):
-        runtime.generate([[5] * 15], params, "lyanna", Budget(70, 70, 1), synthetic_acceptance=(0.9,) * 70)
+        runtime.generate(
+            [[5] * 15], params, SpeculationParams("lyanna", budget=Budget(70, 70, 1)), synthetic_acceptance=(0.9,) * 70
+        )

@@ -21,7 +21,7 @@ from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
-from redraft.runtime import Generation, Runtime, SamplingParams, api
+from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Budget, Costs
 from tests.engines.bundles import build_tiny
@@ -96,7 +96,7 @@ def test_the_hosts_tokens_without_a_gpu(
     params = SamplingParams(max_tokens=24)
     expected = host_texts(lyanna_bundle, IDS[:4], params)
     with open_over(device, lyanna_bundle, max_num_seqs=2) as runtime:
-        found = runtime.generate(IDS[:4], params, method, size and FULL)
+        found = runtime.generate(IDS[:4], params, SpeculationParams(method, budget=size and FULL))
         if kind == "tensorrt":
             check_captured(device)
     assert compare_texts(found, expected) == 0
@@ -199,7 +199,7 @@ def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pyte
 def test_the_hosts_tokens(on_device: Built, host: Path, method: str, size: Budget | None) -> None:
     """Three texts over two slots, so that one is moved."""
     with Runtime.open(on_device.path, device="cuda", max_num_seqs=2) as runtime:
-        found = runtime.generate(PROMPTS, PARAMS, method, size)
+        found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=size))
         if on_device.captured:
             assert runtime.verifier.device is not None
             check_captured(runtime.verifier.device)

@@ -9,6 +9,7 @@ import io
 import random
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,16 +20,18 @@ from redraft import names
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_token_tree import lookup, resample
-from redraft.runtime import Runtime, SamplingParams, api, scheduler
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
+from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.offers import Offer, Plan, Speculation, TreeLimits
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
-from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, Source
+from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
 
 from .fakes import CURVE
 from .lyanna_bundle import CONTEXT, STEPS, VOCABULARY, WIDTH
@@ -96,17 +99,17 @@ def test_drafted_text_is_the_verifiers_own(
     method = options.pop("method", None)
     with opened(max_num_seqs, **options) as runtime:
         assert runtime.default_method == "ngram+lyanna"
-        found = runtime.generate(PROMPTS, PARAMS, method, budget, trace=trace)
+        found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=budget), trace=trace)
     assert [list(generation.token_ids) for generation in found] == plain
     played = replay(trace.getvalue().splitlines())
     for prompt, text, told in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
         assert told[: len(prompt) + len(text)] == prompt + text
-    assert played.steps[Source.FRESH] > 0
-    assert (played.steps[Source.RESAMPLE] > 0) == options.get("resample", True)
+    assert played.steps[OfferKind.FRESH] > 0
+    assert (played.steps[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
     if budget is None or budget == FULL:
-        assert played.accepted[Source.FRESH] > 0
+        assert played.accepted[OfferKind.FRESH] > 0
     if budget == FULL or method:  # else the lookup may have had all that was accepted
-        assert (played.accepted[Source.RESAMPLE] > 0) == options.get("resample", True)
+        assert (played.accepted[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
 
 
 def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
@@ -125,11 +128,11 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
         drafted = drafter.resample
 
         def observed(batch: list[Sequence], budgets: list[Budget]) -> list[DraftTree]:
-            seen.update(STEPS - seq.drafting.used for seq in batch)
+            seen.update(STEPS - seq.drafting[drafter].used for seq in batch)
             return drafted(batch, budgets)
 
         drafter.resample = observed  # type: ignore[method-assign]
-        runtime.generate(PROMPTS[:3], PARAMS, budget=FULL)
+        runtime.generate(PROMPTS[:3], PARAMS, speculation=SpeculationParams(budget=FULL))
     assert seen == set(range(threshold + 1, STEPS))
 
 
@@ -159,22 +162,26 @@ def test_options_that_make_no_sense_are_refused(opened: Open, options: dict[str,
 class Scripted(FixedBudget):
     """Speculates in each step as a script says, per request; what cannot be resampled is drafted."""
 
-    def __init__(self, scripts: dict[int, list[Source]]) -> None:
+    def __init__(self, scripts: dict[int, list[OfferKind]]) -> None:
         super().__init__(FULL)
         self._scripts = scripts
-        self.played: list[Source] = []
+        self.played: list[OfferKind] = []
 
     def budget(self, seq: Sequence) -> Budget:
         """See `Controller.budget`."""
         wanted = self._scripts[id(seq)]
-        self.now = wanted.pop(0) if wanted else Source.NONE
+        self.now = wanted.pop(0) if wanted else OfferKind.NONE
         seq.control = self.now
-        return NO_SPECULATION if self.now is Source.NONE else FULL
+        return NO_SPECULATION if self.now is OfferKind.NONE else FULL
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
-        """See `Controller.plan`."""
-        plan = Source.FRESH if seq.control is Source.RESAMPLE and not remaining else seq.control
-        self.played.append(plan)
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
+        if seq.control is OfferKind.NONE:
+            return super()._plan(seq, offers, limits)
+        wanted = [OfferKind.RESAMPLE, OfferKind.FRESH] if seq.control is OfferKind.RESAMPLE else [seq.control]
+        chosen = next(([offer] for kind in wanted for offer in offers if offer.key.kind is kind), [])
+        plan = super()._plan(seq, chosen, limits)
+        if plan.speculates:
+            self.played.append(plan.kind)
         return plan
 
 
@@ -203,15 +210,15 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
             other.prefilled(fresh, start, tokens)
         fresh.tokens.append(seq.tokens[-1])
         (expected,) = other.draft([fresh], [FULL])
-        rows = fresh.drafting.cache_len
-        assert (seq.drafting.cache_len, seq.drafting.pending) == (rows, 0) == (len(seq.tokens) - 1, 0)
+        rows = fresh.drafting[other].cache_len
+        assert (seq.drafting[drafter].cache_len, seq.drafting[drafter].pending) == (rows, 0) == (len(seq.tokens) - 1, 0)
         for name in (names.key_cache(0), names.value_cache(0)):
             kept, expected_rows = state(drafter, name)[slot, :, :rows], state(other, name)[0, :, :rows]
             np.testing.assert_allclose(kept, expected_rows, atol=2e-4)
         np.testing.assert_allclose(chains(drafter)[slot], chains(other)[0], atol=2e-4)
         assert trees[slot].tokens.tolist() == expected.tokens.tolist()
         assert trees[slot].parents.tolist() == expected.parents.tolist()
-        seq.drafting.used = STEPS
+        seq.drafting[drafter].used = STEPS
 
 
 @contextmanager
@@ -227,13 +234,13 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
 ) -> None:
     """Steps undrafted, looked up, resampled and fresh, in any order and each request its own."""
     rng = random.Random(seed)
-    kinds = [Source.NONE, Source.LOOKUP, Source.RESAMPLE, Source.RESAMPLE, Source.FRESH]
+    kinds = [OfferKind.NONE, OfferKind.LOOKUP, OfferKind.RESAMPLE, OfferKind.RESAMPLE, OfferKind.FRESH]
     with pair(opened, max_num_seqs) as (runtime, reference):
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
         controller = Scripted(scripts)
-        lyanna, lookup = lyanna_of(runtime), runtime._drafter("ngram")
-        cycle, steps = Cycle(runtime.verifier, lyanna, controller, lookup), 0
+        drafter = Pair(runtime._drafter("ngram"), lyanna_of(runtime))
+        cycle, steps = Cycle(runtime.verifier, Speculation(drafter, controller)), 0
         batch: list[Sequence] = []
         pending = list(requests)
         while pending or batch:
@@ -245,8 +252,8 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
             if batch and steps % 5 == 0:
                 check_state(runtime, reference, batch)
                 for seq in batch:  # whose drafts are not verified: nothing is left of them, and nothing waits
-                    scripts[id(seq)].insert(0, Source.NONE)
-        assert set(controller.played) == set(kinds) - {Source.NONE}
+                    scripts[id(seq)].insert(0, OfferKind.NONE)
+        assert set(controller.played) == set(kinds) - {OfferKind.NONE}
 
 
 def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
@@ -254,17 +261,17 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
     with pair(opened, 2) as (runtime, reference):
         drafter = lyanna_of(runtime)
         first, second = request([5, 6]), request([7, 8, 9])
-        scripts = {id(first): [], id(second): [Source.NONE] * 70 + [Source.FRESH]}
-        cycle = Cycle(runtime.verifier, drafter, Scripted(scripts))
+        scripts = {id(first): [], id(second): [OfferKind.NONE] * 70 + [OfferKind.FRESH]}
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(scripts)))
         batch: list[Sequence] = []
         scheduler.admit(cycle, batch, first)
         scheduler.admit(cycle, batch, second)
         for _ in range(70):
             cycle.step(batch)
-        assert first.drafting.pending > CATCH_UP
+        assert first.drafting[drafter].pending > CATCH_UP
         cycle.step(batch)
         slot = batch.index(second)
-        assert second.drafting.used < STEPS
+        assert second.drafting[drafter].used < STEPS
         kept = chains(drafter)[slot].copy()
         drafter.draft(batch, [FULL if seq is first else NO_SPECULATION for seq in batch])
         assert np.array_equal(chains(drafter)[slot], kept)
@@ -276,7 +283,7 @@ def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
     """Without a row to begin with, the graph would draft from whatever its inputs held, and take it for this text."""
     with opened() as runtime:
         drafter, seq = lyanna_of(runtime), request([5, 6, 7])
-        cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): []}))
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): []})))
         scheduler.admit(cycle, [], seq)
         drafter.draft([seq], [FULL])
         with pytest.raises(ValueError, match="nothing was committed since the last draft"):
@@ -287,8 +294,8 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
     """Logits left over by the last draft, from the step after the bonus on; a moved sequence takes them with it."""
     with opened(2) as runtime:
         drafter, requests = lyanna_of(runtime), [request([5, 6, 7]), request([8, 9, 3, 4])]
-        scripts = {id(seq): [Source.FRESH] for seq in requests}
-        cycle = Cycle(runtime.verifier, drafter, Scripted(scripts))
+        scripts = {id(seq): [OfferKind.FRESH] for seq in requests}
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted(scripts)))
         batch: list[Sequence] = []
         for seq in requests:
             scheduler.admit(cycle, batch, seq)
@@ -298,7 +305,7 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
         trees = drafter.resample(batch, [FULL, FULL])
         for slot, seq in enumerate(batch):
             whole = resample(
-                chains(drafter)[slot], seq.drafting.used, seq.tokens[-1],
+                chains(drafter)[slot], seq.drafting[drafter].used, seq.tokens[-1],
                 lambda token: lookup(tables, token), WIDTH, threshold=0,
             )  # fmt: skip
             expected = whole.likeliest(drafter.shape.nodes)
@@ -324,7 +331,7 @@ def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max
     with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
         others = [request([5, 6, 7])] if max_num_seqs > 1 else []
-        cycle = Cycle(runtime.verifier, drafter, Scripted({id(seq): [] for seq in (late, *others)}))
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in (late, *others)})))
         batch: list[Sequence] = []
         for seq in (*others, late):
             scheduler.admit(cycle, batch, seq)
@@ -332,9 +339,9 @@ def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max
             drafter.draft(batch, [FULL if seq is late else NO_SPECULATION for seq in batch])
             for _ in range(pending):
                 cycle.step(batch)
-            assert late.drafting.pending == pending
+            assert late.drafting[drafter].pending == pending
         assert len(late.tokens) == 72 + 1 + 19 < CONTEXT
-        assert late.drafting.cache_len + 32 > CONTEXT + STEPS
+        assert late.drafting[drafter].cache_len + 32 > CONTEXT + STEPS
         check_state(runtime, reference, batch)
 
 
@@ -342,7 +349,9 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
     """The longest backlog of a batch sets the width for all, and the others' rows are padded to it."""
     with pair(opened, 2) as (runtime, reference):
         late, early = request([5, 6, 7, 8] * 22), request([9, 3, 4] * 10)
-        cycle = Cycle(runtime.verifier, lyanna_of(runtime), Scripted({id(seq): [] for seq in (late, early)}))
+        cycle = Cycle(
+            runtime.verifier, Speculation(lyanna_of(runtime), Scripted({id(seq): [] for seq in (late, early)}))
+        )
         batch: list[Sequence] = []
         for seq in (late, early):
             scheduler.admit(cycle, batch, seq)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from redraft.bench.stages import profile, with_paths
-from redraft.runtime import Generation, Runtime
+from redraft.runtime import Generation, Runtime, SpeculationParams
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import ENGINE, FIELDS, STEP, Ranges
 from redraft.runtime.watchers import Nvtx, Recorded, Recording
@@ -23,14 +23,14 @@ from redraft.types import Budget
 from .fakes import greedy, make_runtime
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
-PARTS = {"lookup", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
+PARTS = {"offers", "resample", "draft", "choose", "fill", "verify", "accept", "commit"}
 BUDGET = Budget(6, 3, 2)
 
 
 def run(runtime: Runtime, watcher: object) -> Generation:
     """Decode with a drafter in every step, watched."""
     with runtime.verifier.ranges.watched(watcher):  # type: ignore[arg-type]
-        return runtime.generate([PROMPT], greedy(40), budget=BUDGET)[0]
+        return runtime.generate([PROMPT], greedy(40), speculation=SpeculationParams(budget=BUDGET))[0]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_nothing_is_kept_once_nobody_watches() -> None:
     runtime, recording = make_runtime(), Recording()
     run(runtime, recording)
     seen = len(recording.ranges), len(recording.counts)
-    again = runtime.generate([PROMPT], greedy(40), budget=BUDGET)[0]
+    again = runtime.generate([PROMPT], greedy(40), speculation=SpeculationParams(budget=BUDGET))[0]
     assert (len(recording.ranges), len(recording.counts)) == seen > (0, 0)
     assert again.metrics.stage_ms["verify"] > 0
 

@@ -13,9 +13,9 @@ from redraft.runtime.controller import Adaptive
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
-from redraft.types import DraftTree, Outcome, Source
+from redraft.types import DraftTree, OfferKind, Outcome
 
-from .drafts import FREE, OTHER, chain, drafted, outcome, sequence
+from .drafts import FREE, OTHER, chain, drafted, outcome, plan, planned, sequence
 from .fakes import CURVE
 
 
@@ -71,14 +71,14 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     for _ in range(100):
         controller.budget(seq)
-        drafted(controller, seq, chain(0.9))
-        controller.timed({}, 2)
-        controller.observe(seq, chain(0.9), outcome(chain(0.9), 0))
+        taken, _ = drafted(controller, seq, chain(0.9))
+        controller.timed(0.0, {}, 2)
+        controller.observe(seq, taken, chain(0.9), outcome(chain(0.9), 0))
     controller._table = CURVE.table_ms
-    controller.plan(seq, chain(0.9), 0)
-    assert len(controller.cut([seq], [Source.LOOKUP], [chain(0.9)], [None])[0]) == 2
-    controller.plan(seq, root_only(0), 0)
-    assert len(controller.cut([seq], [Source.FRESH], [root_only(0)], [chain(0.9)])[0]) == 1
+    planned(controller, seq, chain(0.9))
+    assert len(controller.cut([seq], [plan(OfferKind.LOOKUP, chain(0.9))], [None])[0]) == 2
+    planned(controller, seq)
+    assert len(controller.cut([seq], [plan(OfferKind.FRESH)], [chain(0.9)])[0]) == 1
 
 
 # --- trees that stay on a device -------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...
     sizes = []
     for _ in range(steps):
         if not controller.budget(seq).nodes:
-            controller.observe(seq, root_only(0), kept(()))
+            controller.observe(seq, plan(OfferKind.NONE), root_only(0), kept(()))
             continue
-        plan = controller.plan(seq, root_only(0), 0)
-        tree = controller.cut([seq], [plan], [root_only(0)], [Unread(nodes) if plan is Source.FRESH else None])[0]
+        taken = planned(controller, seq)
+        tree = controller.cut([seq], [taken], [Unread(nodes) if taken.kind is OfferKind.FRESH else None])[0]
         sizes.append(len(tree))
-        controller.timed({}, len(tree))
-        controller.observe(seq, tree, kept(tuple(node for node in path if node < len(tree))))
+        controller.timed(0.0, {}, len(tree))
+        controller.observe(seq, taken, tree, kept(tuple(node for node in path if node < len(tree))))
     return sizes
 
 
@@ -165,7 +165,7 @@ def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole(
     taken = []
     for found in (good, poor):
         controller.budget(seq)
-        controller.plan(seq, found, 0)
-        taken.append(controller.cut([seq], [Source.FRESH], [found], [Unread(5)])[0])
+        planned(controller, seq, found)
+        taken.append(controller.cut([seq], [plan(OfferKind.FRESH, found)], [Unread(5)])[0])
     assert taken[0].tokens.tolist() == good.tokens.tolist()
     assert isinstance(taken[1], Unread)

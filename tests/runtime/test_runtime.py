@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redraft.errors import UsageError
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.types import Budget
 
 from .fakes import BOS, EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
@@ -31,7 +31,7 @@ def test_speculative_text_is_the_models_own(method: str, max_num_seqs: int, budg
     runtime = make_runtime(max_num_seqs=max_num_seqs)
     prompts = random_prompts(8, seed=max_num_seqs)
     for max_tokens in (2, 37):
-        results = runtime.generate(prompts, greedy(max_tokens), method=method, budget=budget)
+        results = runtime.generate(prompts, greedy(max_tokens), speculation=SpeculationParams(method, budget=budget))
         assert [list(r.token_ids) for r in results] == [plain(mixing_rule, prompt, max_tokens) for prompt in prompts]
         assert {r.finish_reason for r in results} == {"length"}
 
@@ -75,13 +75,16 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
     prompt = [*b"abcdefgh", EOS, *b"ijklmnop", *b"ab"]
     said = [*b"cdefgh", EOS, *b"ijklmnop"]
     runtime = make_runtime(script(said, len(prompt)))
-    result = runtime.generate([prompt], greedy(40), budget=Budget(20, 10, 2))[0]
+    how = SpeculationParams(budget=Budget(20, 10, 2))
+    result = runtime.generate([prompt], greedy(40), how)[0]
     assert list(result.token_ids) == said[:7]
     assert result.text == "cdefgh"
     assert result.finish_reason == "stop"
     assert result.metrics.num_steps == 1
     assert result.metrics.num_accepted_draft_tokens == 6  # those cut are not counted
-    beyond = runtime.generate([prompt], greedy(15, ignore_eos=True), budget=Budget(20, 10, 2))[0]
+    beyond = runtime.generate(
+        [prompt], greedy(15, ignore_eos=True), speculation=SpeculationParams(budget=Budget(20, 10, 2))
+    )[0]
     assert list(beyond.token_ids) == said
 
 
@@ -90,7 +93,9 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
 def test_context_filled_exactly(method: str, prompt_length: int) -> None:
     """The last row of the buffer is used and no row past it is asked for (the fake refuses that)."""
     prompt = [97 + i % 3 for i in range(prompt_length)]
-    result = make_runtime(max_model_len=100).generate([prompt], greedy(1000), method, Budget(12, 6, 3))[0]
+    result = make_runtime(max_model_len=100).generate(
+        [prompt], greedy(1000), SpeculationParams(method, budget=Budget(12, 6, 3))
+    )[0]
     assert result.finish_reason == "length"
     assert list(result.token_ids) == plain(mixing_rule, prompt, 100 - prompt_length)
 
@@ -115,8 +120,8 @@ def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
         (lambda runtime: runtime.generate([None]), "not NoneType"),
         (lambda runtime: runtime.generate([[97, 1.5]]), "a list of token ids, not list"),
         (
-            lambda runtime: runtime.generate(["a"], [greedy(1)]),
-            "expected SamplingParams, .* found list",
+            lambda runtime: runtime.generate(["a"], [5]),
+            "expected SamplingParams, .* found int",
         ),
         (lambda runtime: SamplingParams(max_tokens=1.5), "max_tokens must be a whole number, not 1.5"),
         (lambda runtime: SamplingParams(max_tokens="8"), "max_tokens must be a whole number, not '8'"),
@@ -164,7 +169,7 @@ def test_bad_parameters_are_refused(values: dict[str, object]) -> None:
 
 def test_unknown_method_and_option_are_refused() -> None:
     with pytest.raises(UsageError, match="this bundle has no drafter 'nothing'; choose one of none, ngram, or build"):
-        make_runtime().generate(["a"], method="nothing")
+        make_runtime().generate(["a"], speculation="nothing")
     runtime = make_runtime()
     runtime._drafter_options = {"ngram": {"prompt_lookup_size": 3}}
     with pytest.raises(UsageError, match="prompt_lookup_size"):
@@ -208,7 +213,7 @@ def test_gaps_are_recorded_per_token_where_asked() -> None:
 def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -> None:
     """Accepted shares follow the request by depth, and nothing of such a run can be taken for real text."""
     runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
-    args = dict(budget=Budget(6, 3, 2), synthetic_acceptance=(0.9, 0.5, 0.0))
+    args = dict(speculation=SpeculationParams(budget=Budget(6, 3, 2)), synthetic_acceptance=(0.9, 0.5, 0.0))
     runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
     first = runs[0][0]
     assert first.token_ids == runs[1][0].token_ids != runs[2][0].token_ids
@@ -223,7 +228,7 @@ def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -
 def test_a_batch_is_one_engine_call_a_step() -> None:
     runtime = make_runtime(max_num_seqs=3)
     engine = engine_of(runtime.verifier)
-    runtime.generate(random_prompts(3, seed=1), greedy(30), method="none")
+    runtime.generate(random_prompts(3, seed=1), greedy(30), speculation="none")
     assert [batch for batch, _ in engine.sizes] == [1] * 3 + [3] * 29
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redraft.errors import UsageError
+from redraft.runtime import SpeculationParams
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Budget
 
@@ -17,11 +18,13 @@ WORDS = "naïve 日本語 🙂🙂 e\u0301 ok "
 def test_chunks_are_whole_characters_and_join_to_the_text(budget: Budget | None) -> None:
     said = (WORDS * 3).encode()
     runtime = make_runtime(script(said, 2))
-    chunks = list(runtime.stream("ab", greedy(len(said)), budget=budget))
+    chunks = list(runtime.stream("ab", greedy(len(said)), speculation=SpeculationParams(budget=budget)))
     assert "".join(chunks) == WORDS * 3
     assert not any("\ufffd" in chunk for chunk in chunks)
     assert len(chunks) > 5
-    assert runtime.generate(["ab"], greedy(len(said)), budget=budget)[0].text == WORDS * 3
+    assert (
+        runtime.generate(["ab"], greedy(len(said)), speculation=SpeculationParams(budget=budget))[0].text == WORDS * 3
+    )
 
 
 def test_a_character_cut_by_max_tokens_is_left_out() -> None:
@@ -46,9 +49,9 @@ def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Bu
     full = said.encode()
     runtime = make_runtime(script(full, 1))
     expected = said[: min(said.find(word) for word in stop if word in said)]
-    chunks = list(runtime.stream("x", greedy(200, stop=stop), budget=budget))
+    chunks = list(runtime.stream("x", greedy(200, stop=stop), speculation=SpeculationParams(budget=budget)))
     assert "".join(chunks) == expected
-    result = runtime.generate(["x"], greedy(200, stop=stop), budget=budget)[0]
+    result = runtime.generate(["x"], greedy(200, stop=stop), speculation=SpeculationParams(budget=budget))[0]
     assert (result.text, result.finish_reason) == (expected, "stop")
     ends = [full.find(word.encode()) + len(word.encode()) for word in stop if word in said]
     assert len(result.token_ids) == min(ends)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from redraft.errors import DataError, UsageError
+from redraft.runtime import SpeculationParams
 from redraft.runtime.trace import replay
-from redraft.types import Budget, Source
+from redraft.types import Budget, OfferKind
 
 from .fakes import greedy, make_runtime, mixing_rule, plain
 
@@ -21,7 +22,9 @@ BUDGET = Budget(12, 4, 3)
 
 def traced(max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None = BUDGET) -> list[str]:
     file = io.StringIO()
-    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(25), method, budget, trace=file)
+    make_runtime(max_num_seqs=max_num_seqs).generate(
+        PROMPTS, greedy(25), SpeculationParams(method, budget=budget), trace=file
+    )
     return file.getvalue().splitlines()
 
 
@@ -37,8 +40,8 @@ def test_a_trace_tells_every_token_and_what_each_source_brought(max_num_seqs: in
     assert sum(played.steps.values()) == len(steps) == len(lines) - len(PROMPTS)
     assert sum(played.nodes.values()) == sum(len(step["tokens"]) - 1 for step in steps)
     assert sum(played.accepted.values()) == sum(len(step["path"]) for step in steps) > 0
-    assert set(played.steps) <= {Source.LOOKUP, Source.NONE}
-    assert played.nodes[Source.NONE] == 0
+    assert set(played.steps) <= {OfferKind.LOOKUP, OfferKind.NONE}
+    assert played.nodes[OfferKind.NONE] == 0
 
 
 def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
@@ -50,9 +53,9 @@ def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice
     lines = traced(budget=None)
     steps = [json.loads(line) for line in lines if "position" in line]
     weighed = [step for step in steps if "choice" in step]
-    assert len(weighed) == sum(step["source"] != Source.NONE for step in steps) > 0
+    assert len(weighed) == sum(step["source"] != OfferKind.NONE for step in steps) > 0
     assert all(step["choice"]["looked_up"] == list(range(1, len(step["tokens"]))) for step in weighed)
-    assert replay(lines).nodes[Source.LOOKUP] > 0
+    assert replay(lines).nodes[OfferKind.LOOKUP] > 0
     number = next(i for i, line in enumerate(lines) if len(json.loads(line).get("choice", {}).get("log_probs", [])) > 1)
     step = json.loads(lines[number])
     step["choice"]["gains"]["fresh"] = step["choice"]["gains"]["lookup"] + 1.0
@@ -74,22 +77,22 @@ def test_shares_that_the_batch_does_not_have_are_found() -> None:
 
 def test_figures_are_those_of_the_run() -> None:
     file = io.StringIO()
-    results = make_runtime().generate(PROMPTS, greedy(26), "ngram", BUDGET, trace=file)
+    results = make_runtime().generate(PROMPTS, greedy(26), SpeculationParams("ngram", budget=BUDGET), trace=file)
     played = replay(file.getvalue().splitlines())
     assert sum(played.steps.values()) == sum(result.metrics.num_steps for result in results)
 
 
 def test_streaming_writes_the_same_trace() -> None:
     file, runtime = io.StringIO(), make_runtime()
-    assert "".join(runtime.stream(PROMPTS[1], greedy(25), "ngram", BUDGET, file))
+    assert "".join(runtime.stream(PROMPTS[1], greedy(25), SpeculationParams("ngram", budget=BUDGET), file))
     again = io.StringIO()
-    make_runtime().generate([PROMPTS[1]], greedy(25), "ngram", BUDGET, trace=again)
+    make_runtime().generate([PROMPTS[1]], greedy(25), SpeculationParams("ngram", budget=BUDGET), trace=again)
     assert file.getvalue() == again.getvalue() != ""
 
 
 def test_plain_decoding_is_traced_too() -> None:
     played = replay(traced(method="none", budget=None))
-    assert set(played.steps) == {Source.NONE}
+    assert set(played.steps) == {OfferKind.NONE}
     assert sum(played.nodes.values()) == 0
 
 

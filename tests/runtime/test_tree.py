@@ -70,21 +70,12 @@ def test_pruning_keeps_the_likeliest_nodes_and_their_ancestors(parents: list[int
         assert np.array_equal(np.exp(kept.log_probs), np.float32(np.exp(tree.log_probs[sorted(best)])))
 
 
-def test_pruning_carries_draft_probs_along() -> None:
-    tree = make_tree([1, 2, 3], [-1, 0, 0], [1.0, 0.2, 0.7])
-    tree = DraftTree(tree.tokens, tree.parents, tree.log_probs, np.eye(3, dtype=np.float32))
-    kept = prune(tree, 1)
-    assert kept.tokens.tolist() == [1, 3]
-    assert kept.draft_probs is not None
-    assert np.array_equal(kept.draft_probs, np.eye(3)[[0, 2]])
-
-
 def test_greedy_judges_a_tree() -> None:
     """Root 5 with children 6 and 7; the verifier says 7, then 9: node 2 is kept, 9 is the bonus."""
     logits = np.zeros((3, 10), np.float32)
     logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
     sampler = Greedy(record_logit_margins=True)
-    outcome = sampler.verify(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), position=4)
+    outcome = sampler.verify(logits, make_tree([5, 6, 7], [-1, 0, 0], [1, 0.5, 0.5]), [1, 2, 3, 4, 5])
     assert (outcome.path, outcome.bonus, outcome.tokens) == ((2,), 9, (7, 9))
     assert outcome.target_token_ids == [7, 1, 9]
     assert sampler.logit_margins == [3.0, 1.0]

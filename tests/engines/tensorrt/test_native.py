@@ -23,7 +23,7 @@ from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.errors import BackendError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.methods.lyanna import draft_outputs
-from redraft.runtime import Runtime, SamplingParams
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.signatures import VerifierShape
 from redraft.types import Budget
 from tests.engines.drafters import LYANNA_DRAFT
@@ -182,7 +182,11 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
     said = []
     for folder in (portable, native):
         with Runtime.open(folder, threads=1, max_num_seqs=3, verify=False, device="cpu") as runtime:
-            said.append(runtime.generate(prompts, SamplingParams(max_tokens=40), "lyanna", Budget(30, STEPS, 9)))
+            said.append(
+                runtime.generate(
+                    prompts, SamplingParams(max_tokens=40), SpeculationParams("lyanna", budget=Budget(30, STEPS, 9))
+                )
+            )
     for one, other in zip(*said, strict=True):
         assert one.token_ids == other.token_ids
         assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram

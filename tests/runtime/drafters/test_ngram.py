@@ -10,6 +10,7 @@ from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.ngram import RANKS, NgramDrafter, NgramIndex
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import root_only
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import FakeEngine, fake_verifier
 
@@ -24,7 +25,8 @@ def drafter() -> NgramDrafter:
 def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[DraftTree, Sequence]:
     seq = Sequence([ord(letter) for letter in text], len(text), 100, frozenset(), Greedy())
     drafter.begin(seq)
-    return drafter.draft([seq], [budget])[0], seq
+    (offer,) = drafter.offers(seq, budget) or [None]
+    return root_only(seq.tokens[-1]) if offer is None else offer.tree, seq
 
 
 def branches(tree: DraftTree) -> list[str]:

@@ -1,0 +1,65 @@
+"""Requests of several controllers in one batch: each plans and cuts for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+
+from redraft.runtime.controller import Call, Controller
+from redraft.runtime.offers import Offer, Plan, TreeLimits
+from redraft.runtime.sequence import Sequence
+from redraft.types import Budget, Choice, DraftTree, Outcome
+
+
+class Controllers:
+    """The controllers of a batch as one `Controller`, for one step."""
+
+    def __init__(self, batch: Several[Sequence]) -> None:
+        self._slots: dict[Controller, list[int]] = {}
+        for slot, seq in enumerate(batch):
+            self._slots.setdefault(seq.speculation.controller, []).append(slot)
+
+    def begin(self, sequences: int, methods: str) -> None:
+        """See `Controller.begin`."""
+        for controller in self._slots:
+            controller.begin(sequences, methods)
+
+    def budget(self, seq: Sequence) -> Budget:
+        """See `Controller.budget`."""
+        return seq.speculation.controller.budget(seq)
+
+    def plan(
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+    ) -> list[Plan]:
+        """See `Controller.plan`."""
+        plans: dict[int, Plan] = {}
+        for controller, slots in self._slots.items():
+            own = controller.plan(*[[values[slot] for slot in slots] for values in (batch, offers, limits)])  # type: ignore[arg-type]
+            plans.update(zip(slots, own, strict=True))
+        return [plans[slot] for slot in range(len(batch))]
+
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+        """See `Controller.cut`."""
+        trees: dict[int, DraftTree] = {}
+        for controller, slots in self._slots.items():
+            own = controller.cut(*[[values[slot] for slot in slots] for values in (batch, plans, made)])  # type: ignore[arg-type]
+            trees.update(zip(slots, own, strict=True))
+        return [trees[slot] for slot in range(len(batch))]
+
+    def explain(self, seq: Sequence) -> Choice | None:
+        """See `Controller.explain`."""
+        return seq.speculation.controller.explain(seq)
+
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+        """See `Controller.timed`."""
+        for controller in self._slots:
+            controller.timed(offers_ms, made_ms, nodes)
+
+    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+        """See `Controller.observe`."""
+        seq.speculation.controller.observe(seq, plan, tree, outcome)
+
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """See `Controller.ended`."""
+        for controller in self._slots:
+            controller.ended(speculated, host_ms)

@@ -1,0 +1,43 @@
+"""Two drafters as one: a lookup and a drafter with engines, whose trees the controller merges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.offers import Offer
+from redraft.runtime.sequence import Sequence
+from redraft.types import Budget, DraftTree, Outcome
+
+
+class Pair(Drafter):
+    """Offers what each of the two offers. An offer names the drafter that makes its tree."""
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        super().__init__(first.verifier)
+        self.first = first
+        self.second = second
+
+    def begin(self, seq: Sequence) -> None:
+        """See `Drafter.begin`."""
+        self.first.begin(seq)
+        self.second.begin(seq)
+
+    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+        """See `Drafter.prefilled`."""
+        self.first.prefilled(seq, start, tokens)
+        self.second.prefilled(seq, start, tokens)
+
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """See `Drafter.offers`."""
+        return (*self.first.offers(seq, budget), *self.second.offers(seq, budget))
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """See `Drafter.move`."""
+        self.first.move(seq, source, target)
+        self.second.move(seq, source, target)
+
+    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+        """See `Drafter.accept`."""
+        self.first.accept(seq, tree, outcome)
+        self.second.accept(seq, tree, outcome)
