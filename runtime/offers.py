@@ -20,7 +20,7 @@ class OfferKey(NamedTuple):
     steps: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Offer:
     """A tree that a drafter has for a sequence, or could make now.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from redraft.engines.bundle import Bundle
@@ -68,20 +69,22 @@ class TreeMaker(Drafter):
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
-        self._offers: dict[OfferKey, Offer] = {}
+        self._resampling: dict[int, OfferKey] = {}
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
-        fresh = self._offer(OfferKind.FRESH)
+        fresh = Offer(self._fresh, maker=self)
         steps = self.remaining(seq)
-        return (self._offer(OfferKind.RESAMPLE, steps), fresh) if steps else (fresh,)
+        if not steps:
+            return (fresh,)
+        key = self._resampling.get(steps)
+        if key is None:
+            key = self._resampling[steps] = OfferKey(self.name, OfferKind.RESAMPLE, steps)
+        return Offer(key, maker=self), fresh
 
-    def _offer(self, kind: OfferKind, steps: int = 0) -> Offer:
-        key = OfferKey(self.name, kind, steps)
-        offer = self._offers.get(key)
-        if offer is None:
-            offer = self._offers[key] = Offer(key, maker=self)
-        return offer
+    @cached_property
+    def _fresh(self) -> OfferKey:
+        return OfferKey(self.name, OfferKind.FRESH)
 
     @abstractmethod
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[DraftTree]:
