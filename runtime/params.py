@@ -84,6 +84,8 @@ class SpeculationParams:
             raise UsageError(f"method must be a word, not {self.method!r}")
         if self.prediction is not None and not isinstance(self.prediction, str):
             try:
+                if isinstance(self.prediction, bytes):
+                    raise TypeError
                 object.__setattr__(self, "prediction", tuple(map(index, self.prediction)))
             except TypeError:
                 found = type(self.prediction).__name__

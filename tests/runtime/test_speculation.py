@@ -1,0 +1,213 @@
+"""How requests speculate, each its own way, in one batch: the text is always the model's own."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+
+import numpy as np
+import pytest
+
+from redraft.errors import UsageError
+from redraft.runtime import Budget, Runtime, SpeculationParams
+from redraft.runtime.cost import CostCurve
+from redraft.runtime.trace import replay
+
+from .fakes import CURVE, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
+
+PROMPTS = [[97 + (i * 7 + n) % 5 for i in range(6 + 5 * n)] for n in range(7)]
+WAYS = [
+    "none",
+    "ngram",
+    SpeculationParams("ngram", budget=Budget(6, 4, 2)),
+    SpeculationParams("ngram", budget=Budget(3, 3, 1), controller="adaptive"),
+    SpeculationParams(prediction=plain(mixing_rule, PROMPTS[4], 30)),
+    SpeculationParams("ngram", prediction=[97, 98] * 9, budget=Budget(8, 8, 2)),
+    None,
+]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 7])
+def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
+    """Each text is the model's own, all of a batch are verified in one call, and the trace of it holds."""
+    runtime, trace = make_runtime(max_num_seqs=max_num_seqs), io.StringIO()
+    found = runtime.generate(PROMPTS, greedy(30), WAYS, trace=trace)
+    assert [list(one.token_ids) for one in found] == [plain(mixing_rule, prompt, 30) for prompt in PROMPTS]
+    assert found[0].metrics.num_draft_tokens == 0 < found[2].metrics.num_draft_tokens
+    steps = [line for line in trace.getvalue().splitlines() if "position" in line]
+    assert sum(replay(trace.getvalue().splitlines()).steps.values()) == len(steps)
+    calls = [batch for batch, _ in engine_of(runtime.verifier).sizes]
+    assert max(calls) == max_num_seqs
+    if max_num_seqs == len(PROMPTS):
+        assert len(calls) == len(PROMPTS) + max(one.metrics.num_steps for one in found)
+
+
+def test_a_fixed_budget_next_to_an_adaptive_one_is_spent_whole() -> None:
+    """Verifying is dear, so the adaptive one gives up; the fixed one does not care."""
+    dear = CostCurve.from_points({1: 1.0, 32: 320.0})
+    runtime = make_runtime(max_num_seqs=2, curve=dear)
+    prompt = [97, 98, 99] * 8
+    ways = ["ngram", SpeculationParams("ngram", budget=Budget(4, 4, 1))]
+    adaptive, fixed = runtime.generate([prompt, prompt], greedy(60), ways)
+    assert adaptive.metrics.num_draft_tokens < 20
+    assert fixed.metrics.num_draft_tokens > 40
+    assert adaptive.token_ids == fixed.token_ids
+
+
+def test_an_adaptive_budget_is_a_limit() -> None:
+    """All is accepted and verifying costs nothing: without a limit trees would be far larger."""
+    free = CostCurve.from_points({1: 1.0, 32: 1.0})
+    nodes = []
+    for budget in (None, Budget(2, 2, 1)):
+        runtime, trace = make_runtime(lambda tokens: 97 + len(tokens) % 3, curve=free), io.StringIO()
+        how = SpeculationParams("ngram", budget=budget, controller="adaptive")
+        runtime.generate([[97, 98, 99] * 4], greedy(40), how, trace=trace)
+        nodes.append(max(line.count(",") for line in trace.getvalue().splitlines() if "position" in line))
+        widest = max(width for _, width in engine_of(runtime.verifier).sizes[1:])
+        assert (widest > 6) if budget is None else (widest == 3)
+
+
+@pytest.mark.parametrize(
+    ("ways", "message"),
+    [
+        (["ngram"], "found 1 parameters for 7 prompts"),
+        ([5] * 7, "expected str or SpeculationParams, .* found int"),
+        (5, "expected str or SpeculationParams, .* found int"),
+        (["none"] * 6 + ["nothing"], "no drafter 'nothing'"),
+        (SpeculationParams("none", prediction="abc"), "plain decoding takes no prediction"),
+        (SpeculationParams(prediction=[97, VOCABULARY]), "the prediction has token ids from 97 to 258"),
+        (SpeculationParams(prediction="a" * 300), "the prediction has 300 tokens and the context holds 200"),
+    ],
+    ids=str,
+)
+def test_ways_that_cannot_be_are_refused_before_anything_is_computed(ways: object, message: str) -> None:
+    runtime = make_runtime()
+    with pytest.raises(UsageError, match=message):
+        runtime.generate(PROMPTS, greedy(5), ways)
+    assert engine_of(runtime.verifier).sizes == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": 3}, "method must be a word, not 3"),
+        ({"prediction": 3}, "a prediction is a text or a list of token ids, not int"),
+        ({"prediction": b"ab"}, "a prediction is a text or a list of token ids, not bytes"),
+        ({"prediction": [1.5]}, "a prediction is a text or a list of token ids, not list"),
+        ({"budget": 12}, "budget must be a Budget, not 12"),
+        ({"controller": "bold"}, "unknown controller 'bold'; choose one of adaptive, fixed"),
+        ({"controller": "fixed"}, "the controller fixed needs a budget"),
+    ],
+    ids=str,
+)
+def test_parameters_of_another_kind_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SpeculationParams(**values)
+
+
+def test_sampling_parameters_may_differ_by_prompt() -> None:
+    found = make_runtime(max_num_seqs=3).generate(PROMPTS[:3], [greedy(5), greedy(9), greedy(7)])
+    assert [len(one.token_ids) for one in found] == [5, 9, 7]
+    with pytest.raises(UsageError, match="found 2 parameters for 3 prompts"):
+        make_runtime().generate(PROMPTS[:3], [greedy(5), greedy(9)])
+
+
+# --- predicted outputs -----------------------------------------------------------------------------------------------
+
+TEXT = random.Random(1).choices(range(97, 120), k=150)
+
+
+def edited(text: list[int], changes: dict[int, list[int]]) -> list[int]:
+    """`text` with other tokens in place of those at some positions."""
+    return [token for place, own in enumerate(text) for token in changes.get(place, [own])]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "most_steps"),
+    [
+        (TEXT, 12),
+        (edited(TEXT, {40: [1], 80: [2], 120: [3]}), 18),
+        (edited(TEXT, {40: [1, 2, 3], 80: [], 120: [4, 5]}), 22),
+        (TEXT[60:] + TEXT[:60], 16),
+    ],
+    ids=["whole", "replaced", "other lengths", "in another order"],
+)
+@pytest.mark.parametrize("budget", [Budget(16, 16, 1), None])
+def test_a_predicted_text_is_followed(
+    monkeypatch: pytest.MonkeyPatch, prediction: list[int], most_steps: int, budget: Budget | None
+) -> None:
+    """Random text, of which n-grams know nothing. Where it leaves the prediction, it is found again."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    runtime = make_runtime(script(TEXT, 1), max_model_len=400)
+    (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", prediction, budget))
+    assert list(found.token_ids) == TEXT
+    assert found.metrics.num_steps <= most_steps
+    assert runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_steps > 100
+
+
+def test_a_prediction_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    runtime = make_runtime(script(TEXT, 1), max_model_len=400)
+    other = random.Random(2).choices(range(97, 120), k=150)
+    (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", other))
+    assert list(found.token_ids) == TEXT
+    assert found.metrics.num_draft_tokens < 150
+
+
+def test_a_prediction_is_text_or_token_ids_and_may_be_empty() -> None:
+    runtime = make_runtime(script(b"a text that comes as predicted", 1))
+    texts = [
+        runtime.generate([[97]], greedy(30), SpeculationParams("ngram", prediction, Budget(8, 8, 1)))[0]
+        for prediction in ("a text that comes as predicted", list(b"a text that comes as predicted"), "", [])
+    ]
+    assert len({text.token_ids for text in texts}) == 1
+    assert texts[0].metrics.num_steps == texts[1].metrics.num_steps < 8 < texts[2].metrics.num_steps
+    assert texts[2].metrics.num_steps == texts[3].metrics.num_steps
+
+
+# --- logits processors -----------------------------------------------------------------------------------------------
+
+
+def never_twice(tokens: list[int], logits: np.ndarray) -> np.ndarray:
+    """Forbids the latest token, so that what comes depends on the path."""
+    changed = logits.copy()
+    changed[tokens[-1]] = -1.0
+    return changed
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("how", ["none", "ngram", SpeculationParams("ngram", budget=Budget(12, 4, 3))], ids=str)
+def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_num_seqs: int) -> None:
+    """The text with one is that of a model that computes such logits itself; every call ends in a token of its path."""
+    seen: list[list[int]] = []
+
+    def process(tokens: list[int], logits: np.ndarray) -> np.ndarray:
+        seen.append(list(tokens))
+        return never_twice(tokens, logits)
+
+    def rule(tokens: list[int]) -> int:
+        token = mixing_rule(tokens)
+        return token if token != tokens[-1] else 0  # the fake's other logits are zeros: the first of them
+
+    runtime = make_runtime(max_num_seqs=max_num_seqs)
+    found = runtime.generate(PROMPTS, greedy(30, logits_processors=(process,)), how)
+    assert [list(one.token_ids) for one in found] == [plain(rule, prompt, 30) for prompt in PROMPTS]
+    drafted = sum(one.metrics.num_draft_tokens for one in found)
+    steps = sum(one.metrics.num_steps for one in found)
+    assert len(seen) == len(PROMPTS) + steps + drafted
+    assert all(any(tokens[: len(prompt)] == prompt for prompt in PROMPTS) for tokens in seen)
+
+
+def test_what_is_no_logits_processor_is_refused() -> None:
+    with pytest.raises(UsageError, match="logits_processors must be functions"):
+        greedy(5, logits_processors=(3,))
+    with pytest.raises(UsageError, match=r"returned an array of shape \(3,\), not \(258,\)"):
+        make_runtime().generate([[97]], greedy(5, logits_processors=(lambda tokens, logits: logits[:3],)))
+
+
+def test_margins_are_those_of_the_processed_logits() -> None:
+    runtime: Runtime = make_runtime(curve=CURVE)
+    params = greedy(10, logits_processors=(lambda tokens, logits: logits * 3,))
+    (found,) = runtime.generate([[97]], params, "ngram", record_logit_margins=True)
+    assert found.logit_margins == (6.0,) * 10
