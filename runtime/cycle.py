@@ -36,19 +36,20 @@ class Cycle:
         self.lookup = lookup
         self.costs = costs
         self._branches = verifier.branches and not chains
+        self._past_end = drafter.has_engines and verifier.device.step_graphs
         self.clock = verifier.clock
         self.ranges = verifier.ranges
         self.record: Recorder = no_record
         self._methods = [method for method in (drafter, lookup) if method is not None]
 
-    def begin(self, seq: Sequence) -> None:
-        """Compute the prompt of `seq` in slot 0 and commit its first token."""
+    def begin(self, seq: Sequence, slot: int) -> None:
+        """Compute the prompt of `seq` in a slot behind the batch's and commit its first token."""
         for method in self._methods:
             method.begin(seq)
-        for start, tokens in self.verifier.prefill(seq):
+        for start, tokens in self.verifier.prefill(seq, slot):
             for method in self._methods:
-                method.prefilled(seq, start, tokens)
-        seq.begin(self.verifier.first_outcome(seq), self.clock)
+                method.prefilled(seq, slot, start, tokens)
+        seq.begin(self.verifier.first_outcome(seq, slot), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
         """One verification for all: every sequence brings a tree and gains at least one token."""
@@ -87,7 +88,7 @@ class Cycle:
         stage = self.ranges.stage
         self.controller.begin(len(batch))
         room = min(self.verifier.max_model_len - max([seq.cache_len for seq in batch]), self.verifier.largest_tree)
-        budgets = [fit(self.controller.budget(seq), seq, room, self._branches) for seq in batch]
+        budgets = [fit(self.controller.budget(seq), seq, room, self._branches, self._past_end) for seq in batch]
         if not any([budget.nodes for budget in budgets]):
             return [Source.NONE] * len(batch), [root_only(seq.tokens[-1]) for seq in batch]
         with stage("lookup"):
@@ -96,8 +97,6 @@ class Cycle:
                 self.controller.plan(seq, tree, self.drafter.remaining(seq)) if budget.nodes else Source.NONE
                 for seq, tree, budget in zip(batch, found, budgets, strict=True)
             ]
-        if self.drafter.for_all and Source.FRESH in plans:
-            plans = [Source.FRESH if plan is Source.RESAMPLE else plan for plan in plans]
         made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
         with stage("choose"):
             drafted: list[DraftTree | None] = [None] * len(batch)
@@ -134,11 +133,15 @@ class Cycle:
             method.move(seq, source, target)
 
 
-def fit(budget: Budget, seq: Sequence, room: int, branches: bool = True) -> Budget:
+def fit(budget: Budget, seq: Sequence, room: int, branches: bool = True, past_end: bool = False) -> Budget:
     """`budget` cut to the tokens that `seq` may still commit, to the rows that its slot still has, and to a chain if
     trees must not branch.
+
+    past_end: trees may be deeper, and tokens past the last are dropped: a tree on a device is not cut for their sake.
     """
     depth, nodes, width = seq.remaining - 1, room - 1, budget.width if branches else 1
+    if past_end and depth > 0:
+        depth = budget.depth
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
     if depth < 1 or nodes < 1:

@@ -25,8 +25,6 @@ class Drafter(ABC):
     """Whether `draft` ever gives more than a root."""
     has_engines: ClassVar[bool] = False
     """Whether drafting runs engines of its own, whose time `measure_ms` tells."""
-    for_all: bool = False
-    """Whether a fresh draft for one sequence is a fresh draft for the whole batch."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
@@ -46,14 +44,15 @@ class Drafter(ABC):
     def begin(self, seq: Sequence) -> None:  # noqa: B027 (only some methods need it)
         """`seq` is admitted: its prompt is known, nothing is computed yet."""
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:  # noqa: B027 (as above)
-        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed."""
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
+        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed in this slot."""
 
     @abstractmethod
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """A tree for each sequence within its budget, rooted at its last token.
 
-        Sequence i sits in slot i; where no nodes are wanted, its tree is the root alone.
+        Sequence i sits in slot i. If its budget has no nodes, it is not drafted for: its tree is the root alone, and
+        what is kept for it stays as it is. It may then be a sequence that another method drafts for.
         """
 
     def remaining(self, seq: Sequence) -> int:

@@ -28,17 +28,20 @@ class LyannaDrafter(HiddenStateDrafter):
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         """See `Drafter.resample`."""
-        call = self._call(RESAMPLE, len(batch), 0)
-        used = [seq.drafting.used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
+        call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
-        for slot, seq in enumerate(batch):
-            first_step[slot] = used[slot]
+        drafted = values[names.DRAFTED] if call.stores else None
+        nodes, largest = [1] * len(batch), resample_nodes(self.shape)
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            used = seq.drafting.used if budget.nodes else 1
+            first_step[slot] = used
             tokens[slot] = seq.tokens[-1]
+            nodes[slot] = min(tree_size(self.shape.steps - used, self.shape.width), largest)
+            if drafted is not None:
+                drafted[slot] = budget.nodes
         self._run(RESAMPLE, call)
-        nodes = resample_nodes(self.shape)
-        left = [min(tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
-        return call.trees(batch, budgets, left, "resample")
+        return self._made(call, batch, budgets, nodes, "resample")
 
 
 DRAFTER = LyannaDrafter

@@ -8,10 +8,9 @@ from collections.abc import Sequence as Several
 
 import pytest
 
-from redraft.engines.device import Buffer
+from redraft.engines.device import Buffer, slots_of
 from redraft.engines.host_buffer import HostBuffer
 from redraft.runtime import scheduler
-from redraft.runtime.bound_step import leading
 from redraft.runtime.controller import Adaptive, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
@@ -40,17 +39,18 @@ class Recorder(Drafter):
         self.resampled = self.drafted = 0
         verifier.attach(self)
 
-    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
-        return {"last": leading(self.rows, sequences)}
+    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
+        return {"last": slots_of(self.rows, slots)}
 
-    def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
+    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
         return [self.seen[id(seq)] for seq in batch]
 
     def begin(self, seq: Sequence) -> None:
-        self.seen[id(seq)] = self.slots[id(seq)] = 0
+        self.seen[id(seq)] = 0
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
         assert self.seen[id(seq)] == start
+        self.slots[id(seq)] = slot
         self.seen[id(seq)] += tokens
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
@@ -178,36 +178,3 @@ def test_a_step_tells_how_long_each_source_took(
     cycle.step(batch)
     assert controller.told == [{Source.LOOKUP: 1000.0, **made}]
     assert cycle.clock.draft + cycle.clock.resample == sum(controller.told[0].values()) / 1000
-
-
-class ForAll(Wide):
-    """As a device does: what is drafted for one is drafted for all. One of two requests could always resample."""
-
-    for_all = True
-
-    def remaining(self, seq: Sequence) -> int:
-        return 1 - seq.prompt_length % 2
-
-    resample = Wide.draft
-
-
-def test_where_one_call_drafts_for_all_nobody_resamples_beside_it() -> None:
-    """Two requests out of step: alone, each would resample while the other drafts."""
-    verifier = fake_verifier(FakeEngine(hidden_states=("last",)), 400, max_num_seqs=2, hidden_states=("last",))
-    made: list[set[Source]] = []
-    cycle = Cycle(verifier, ForAll(verifier), FixedBudget(Budget(3, 3, 1)))
-    propose = cycle.propose
-
-    def proposed(batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
-        plans, trees = propose(batch)
-        made.append(set(plans))
-        return plans, trees
-
-    cycle.propose = proposed  # type: ignore[method-assign]
-    requests = [Sequence([97] * length, length, length + 30, frozenset(), Greedy()) for length in (4, 9)]
-    for _ in scheduler.run(cycle, requests):
-        pass
-    assert made[0] == {Source.FRESH}
-    assert {Source.FRESH, Source.RESAMPLE} not in made
-    for request, length in zip(requests, (4, 9), strict=True):
-        assert request.new_tokens == plain(mixing_rule, [97] * length, 30)
