@@ -18,7 +18,7 @@ from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import open_verifier
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, FloatArray, Outcome, Tree
 
 TEXT_TOKENS, NEW_TOKENS = 152, 24
 """Tokens of a compared text, and how many of them follow its prompt."""
@@ -54,7 +54,7 @@ class KnownText:
     rows: dict[int, FloatArray] = field(default_factory=dict)
     accepted: int = 0
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, position: int) -> Outcome:
         """See `Sampler.verify`."""
         path: list[int] = []
         node = 0
@@ -74,7 +74,7 @@ class KnownText:
 class KnownDrafter(Drafter):
     """Drafts the next two tokens of a known text behind wrong siblings, every second step."""
 
-    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """See `Drafter.draft`."""
         return [
             _tree(seq) if budget.depth >= TREES.depth and len(seq.tokens) % 2 else root_only(seq.tokens[-1])
@@ -82,7 +82,7 @@ class KnownDrafter(Drafter):
         ]
 
 
-def _tree(seq: Request) -> DraftTree:
+def _tree(seq: Request) -> Tree:
     """Root, a wrong child with a child of its own, the right child, and below it a wrong one and the right one."""
     assert isinstance(seq.sampler, KnownText)
     known, at = seq.sampler.tokens, len(seq.tokens)

@@ -16,7 +16,7 @@ from redraft.runtime.device_tree import DeviceTree, TreeStore
 from redraft.runtime.sampler import Greedy, OverTokens
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
-from redraft.types import DraftTree, IntArray, Outcome
+from redraft.types import IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -176,9 +176,7 @@ class BoundTreeStep(BoundStep):
         self._settle = chain(after)
         self._latest = self._whole
 
-    def fill(
-        self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Sequence[Sequence[int] | None]
-    ) -> None:
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
         """See `redraft.runtime.verifier.TreeStep.fill`."""
         values = self.host_inputs.open()
         values[names.KV_LEN][0] = max(cache_len) + self.width
@@ -202,16 +200,14 @@ class BoundTreeStep(BoundStep):
         """See `redraft.runtime.verifier.TreeStep.seconds`."""
         return self._latest.seconds()
 
-    def outcomes(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """See `redraft.runtime.verifier.TreeStep.outcomes`. Logits are copied for samplers that need more than tokens,
         and after a run that was not greedy the rows are compacted and gathered here.
         """
         accepted = self._accepted(list(map(len, trees)))
         return accepted if self._latest is self._whole else self._settled(accepted, batch, trees)
 
-    def _settled(
-        self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[DraftTree]
-    ) -> list[Outcome]:
+    def _settled(self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Let the samplers decide, then compact the rows of the accepted paths and gather their features."""
         said = [outcome.target_token_ids for outcome in accepted]
         outcomes, logits = [], None
@@ -229,7 +225,7 @@ class BoundTreeStep(BoundStep):
         return outcomes
 
 
-def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
+def place(tree: Tree, tokens: IntArray, parents: IntArray) -> None:
     """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
     count = len(tree)
     tokens[:count] = tree.tokens

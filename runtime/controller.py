@@ -13,7 +13,7 @@ from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibr
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import merge, prune
-from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, Outcome, Source, Tree
 
 MAX_DEPTH = 16
 MAX_WIDTH = 16
@@ -38,13 +38,13 @@ class Controller(Protocol):
     def budget(self, seq: Sequence) -> Budget:
         """What may be drafted now; nodes = 0 means: do not speculate."""
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+    def plan(self, seq: Sequence, found: Tree, remaining: int) -> Source:
         """Where the tree shall come from, given what the lookup found and how many steps could be resampled."""
 
     def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[Tree],
+        made: Several[Tree | None],
+    ) -> list[Tree]:  # fmt: skip
         """The part worth verifying of what the lookup found and what was made to plan, for each sequence.
 
         All together, since a call costs what its widest tree does. A sequence without a plan gets its root.
@@ -59,7 +59,7 @@ class Controller(Protocol):
         nodes: of the largest tree that was verified, its root included.
         """
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """`tree` was verified with this outcome. Called after plain steps too."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
@@ -80,16 +80,16 @@ class FixedBudget:
         """See `Controller.budget`."""
         return self._budget
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+    def plan(self, seq: Sequence, found: Tree, remaining: int) -> Source:
         """See `Controller.plan`."""
         if remaining:
             return Source.RESAMPLE
         return Source.FRESH if self._drafts else Source.LOOKUP
 
     def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[Tree],
+        made: Several[Tree | None],
+    ) -> list[Tree]:  # fmt: skip
         """See `Controller.cut`."""
         return [
             prune(looked_up if tree is None else tree, self._budget.nodes)
@@ -102,7 +102,7 @@ class FixedBudget:
     def timed(self, ms: Mapping[Source, float], nodes: int) -> None:
         """See `Controller.timed`."""
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
@@ -142,14 +142,14 @@ class ControllerState:
     experience: Experience
     gain: dict[tuple[Source, int], float]
     found: tuple[int, float] = (0, 0.0)
-    offered: tuple[Source, DraftTree] | None = None
+    offered: tuple[Source, Tree] | None = None
     rate: float = 0.0
     gains: dict[Source, float] = field(default_factory=dict)
     tried: bool = False
     probed: bool = False
     shares: Several[float] = ()
     together: tuple[float, Several[float]] | None = None
-    weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
+    weighed: tuple[Tree, Tree, Several[float] | None] | None = None
     plan: Source = Source.NONE
     remaining: int = 0
     waiting: int = 0
@@ -219,7 +219,7 @@ class Adaptive:
         state.waiting -= 1
         return NO_SPECULATION
 
-    def plan(self, seq: Sequence, found: DraftTree, remaining: int) -> Source:
+    def plan(self, seq: Sequence, found: Tree, remaining: int) -> Source:
         """See `Controller.plan`."""
         state = self._state_of(seq)
         lately = state.experience
@@ -238,9 +238,9 @@ class Adaptive:
         return state.plan
 
     def cut(
-        self, batch: Several[Sequence], plans: Several[Source], found: Several[DraftTree],
-        made: Several[DraftTree | None],
-    ) -> list[DraftTree]:  # fmt: skip
+        self, batch: Several[Sequence], plans: Several[Source], found: Several[Tree],
+        made: Several[Tree | None],
+    ) -> list[Tree]:  # fmt: skip
         """See `Controller.cut`."""
         trees, shares = list(found), []
         states: list[ControllerState | None] = []
@@ -276,7 +276,7 @@ class Adaptive:
         promised = sum(state.shares[:nodes]) - state.rate * (self._table[nodes + 1] - self._table[1])
         return max(promised, 0.0)
 
-    def _weigh(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree | None) -> DraftTree:
+    def _weigh(self, state: ControllerState, plan: Source, found: Tree, made: Tree | None) -> Tree:
         """All that could be verified of a sequence's trees. Sets how often each node is expected to be kept."""
         state.tried |= plan is not state.plan
         state.plan, tree = plan, found
@@ -302,7 +302,7 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _weigh_on_device(self, state: ControllerState, plan: Source, found: DraftTree, made: DraftTree) -> DraftTree:
+    def _weigh_on_device(self, state: ControllerState, plan: Source, found: Tree, made: Tree) -> Tree:
         """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
         shares = self._ranks_of(state, plan).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._table)
@@ -337,7 +337,7 @@ class Adaptive:
             counted_ms = self._step_ms[source] = min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
             self._made_ms[source] = known_ms + FAST * (counted_ms - known_ms)
 
-    def observe(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
         state: ControllerState = seq.control
         if state.plan is Source.NONE:

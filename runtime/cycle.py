@@ -12,7 +12,7 @@ from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
 from redraft.runtime.tree import exact_part, prune, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree, Outcome, Source
+from redraft.types import NO_SPECULATION, Budget, Outcome, Source, Tree
 
 _STAGES = {Source.LOOKUP: "lookup", Source.RESAMPLE: "resample", Source.FRESH: "draft"}
 _MAKING = (Source.RESAMPLE, Source.FRESH)
@@ -62,7 +62,7 @@ class Cycle:
         self._learn(len(batch), plans, trees)
         self.ranges.count(trees, outcomes)
 
-    def _learn(self, sequences: int, plans: list[Source], trees: list[DraftTree]) -> None:
+    def _learn(self, sequences: int, plans: list[Source], trees: list[Tree]) -> None:
         """Tell what the step took: the verifier's call, and the host's work around calls."""
         stage = self.ranges.stage
         verified = stage("verify").latest
@@ -72,9 +72,7 @@ class Cycle:
         speculated = any(plan is not Source.NONE for plan in plans)
         self.controller.ended(speculated, (stage(STEP).latest - verified - made) * 1e3)
 
-    def commit(
-        self, batch: Several[Sequence], plans: list[Source], trees: list[DraftTree], outcomes: list[Outcome]
-    ) -> None:
+    def commit(self, batch: Several[Sequence], plans: list[Source], trees: list[Tree], outcomes: list[Outcome]) -> None:
         """Give every sequence its tokens, and tell drafter, lookup and controller what came of the trees."""
         for slot, (seq, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
             self.record(seq, plans[slot], tree, outcome)
@@ -83,7 +81,7 @@ class Cycle:
                 method.accept(seq, tree, outcome)
             self.controller.observe(seq, tree, outcome)
 
-    def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[DraftTree]]:
+    def propose(self, batch: Several[Sequence]) -> tuple[list[Source], list[Tree]]:
         """Where each sequence's tree comes from, and the part of it that is worth verifying, at least its root."""
         stage = self.ranges.stage
         self.controller.begin(len(batch))
@@ -99,7 +97,7 @@ class Cycle:
             ]
         made = {source: self._made(source, batch, plans, budgets) for source in _MAKING if source in plans}
         with stage("choose"):
-            drafted: list[DraftTree | None] = [None] * len(batch)
+            drafted: list[Tree | None] = [None] * len(batch)
             if made:
                 drafted = [made[plan][slot] if plan in made else None for slot, plan in enumerate(plans)]
             trees = self.controller.cut(batch, plans, found, drafted)
@@ -117,9 +115,7 @@ class Cycle:
             sources.add(Source.LOOKUP)
         return {source: self.ranges.stage(_STAGES[source]).latest * 1e3 for source in sources}
 
-    def _made(
-        self, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]
-    ) -> list[DraftTree]:
+    def _made(self, source: Source, batch: Several[Sequence], plans: list[Source], budgets: list[Budget]) -> list[Tree]:
         """The drafter's trees by slot, the root alone where the plan is not `source`: one call."""
         wanted = [budget if plan is source else NO_SPECULATION for plan, budget in zip(plans, budgets, strict=True)]
         make = self.drafter.resample if source is Source.RESAMPLE else self.drafter.draft

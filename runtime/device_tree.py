@@ -26,9 +26,10 @@ class TreeStore:
         self.tokens, self.parents = (device.empty("int64", slots, nodes) for _ in range(2))
         self.nodes = nodes
 
-    def first(self, sequences: int, nodes: int) -> tuple[Buffer, Buffer]:
-        """Tokens and parents of the first slot, [1, nodes]."""
-        assert sequences == 1 and nodes <= self.nodes
+    def first(self, nodes: int) -> tuple[Buffer, Buffer]:
+        """Tokens and parents [1, nodes] of the first slot. Raises ValueError if a tree has space for fewer."""
+        if nodes > self.nodes:
+            raise ValueError(f"a tree of {nodes} nodes does not fit in the store, which takes {self.nodes}")
         return self.tokens.part(1, nodes), self.parents.part(1, nodes)
 
     def of(self, sequences: int) -> tuple[Buffer, Buffer]:

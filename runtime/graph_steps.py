@@ -26,7 +26,7 @@ from redraft.runtime.device_tree import TreeStore
 from redraft.runtime.limits import Limits
 from redraft.runtime.recent import Recent
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree
+from redraft.types import Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -100,7 +100,7 @@ class GraphSteps:
         """See `Steps.move`; all rows of the slot."""
         self._copy_slot(source, target, rows)
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int]) -> BoundTreeStep:
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
         """See `Steps.tree`."""
         key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
         return self._trees.get(key) or self._trees.add(key, BoundTreeStep(self._buffers, *key))

@@ -20,7 +20,7 @@ from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import Layout, is_chain, layout, root_only
 from redraft.signatures import VerifierShape
-from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -91,7 +91,7 @@ class HostSteps:
         """See `Steps.move`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int]) -> HostStep:
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
         """See `Steps.tree`."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
@@ -166,7 +166,7 @@ class HostStep(_HostCall):
         self._padding = np.eye(width, dtype=np.bool_)
         self._layouts: list[Layout | None] = [None] * len(self._ids)
 
-    def fill(self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Pending) -> None:
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending) -> None:
         """See `TreeStep.fill`."""
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
@@ -177,7 +177,7 @@ class HostStep(_HostCall):
         """See `TreeStep.run`; the samplers decide in `outcomes`, whichever they are."""
         self._run()
 
-    def outcomes(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """See `TreeStep.outcomes`."""
         logits = array_of(self.logits)
         outcomes = []
@@ -204,7 +204,7 @@ class HostStep(_HostCall):
             rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
 
-    def _place(self, slot: int, tree: DraftTree, cache_len: int) -> None:
+    def _place(self, slot: int, tree: Tree, cache_len: int) -> None:
         """Put a tree into `slot`; rows past its nodes are padding, in the places that a chain's would have."""
         nodes = len(tree.tokens)
         shape = layout(tree.parents)

@@ -15,13 +15,13 @@ import numpy as np
 from redraft.errors import UsageError
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.tree import accepted_path
-from redraft.types import DraftTree, FloatArray, Outcome
+from redraft.types import FloatArray, Outcome, Tree
 
 
 class Sampler(Protocol):
     """Judges one tree of one sequence."""
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, position: int) -> Outcome:
         """What the verifier says of `tree`.
 
         logits:   float32[n, V], a row a node; read only, overwritten by the next step.
@@ -33,7 +33,7 @@ class Sampler(Protocol):
 class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token at each node, not the logits."""
 
-    def accept(self, target_token_ids: Sequence[int], tree: DraftTree, position: int) -> Outcome:
+    def accept(self, target_token_ids: Sequence[int], tree: Tree, position: int) -> Outcome:
         """As `Sampler.verify`."""
 
 
@@ -47,7 +47,7 @@ class Greedy:
     def __init__(self, record_logit_margins: bool = False) -> None:
         self.logit_margins: list[float] | None = [] if record_logit_margins else None
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, position: int) -> Outcome:
         """See `Sampler.verify`."""
         said = logits.argmax(axis=-1).tolist()
         path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), said) if len(said) > 1 else ()

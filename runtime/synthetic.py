@@ -11,7 +11,7 @@ from redraft.runtime.sampler import uniform
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, FloatArray, Outcome, Tree
 
 LABEL = "[synthetic acceptance] "
 """What the text of such a run begins with."""
@@ -40,11 +40,11 @@ class SyntheticDrafter(Drafter):
         super().__init__(verifier)
         self._shares = acceptance.by_depth
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `Drafter.draft`."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
-    def _tree(self, token: int, budget: Budget) -> DraftTree:
+    def _tree(self, token: int, budget: Budget) -> Tree:
         tokens, parents, probs = [token], [-1], [1.0]
         above = 0
         for share in self._shares[: budget.depth]:
@@ -67,11 +67,11 @@ class SyntheticAcceptance:
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def verify(self, logits: FloatArray, tree: DraftTree, position: int) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, position: int) -> Outcome:
         """See `Sampler.verify`."""
         return self.accept(logits.argmax(axis=-1), tree, position)
 
-    def accept(self, target_token_ids: Several[int], tree: DraftTree, position: int) -> Outcome:
+    def accept(self, target_token_ids: Several[int], tree: Tree, position: int) -> Outcome:
         """See `OverTokens.accept`."""
         path: list[int] = []
         last = 0

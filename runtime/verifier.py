@@ -28,7 +28,7 @@ from redraft.runtime.ranges import WAIT, Ranges
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import FloatArray, IntArray, Outcome, Tree
 
 PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
@@ -52,9 +52,7 @@ class FeatureReader(Protocol):
 class TreeStep(Protocol):
     """A step over trees of one set of sizes, bound to its buffers."""
 
-    def fill(
-        self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Sequence[Sequence[int] | None]
-    ) -> None:
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
         """Set what the next run is over: rows of the sequences, their trees, pending rows by reader.
 
         Raises ValueError for a tree on the device that was drafted for another slot.
@@ -65,7 +63,7 @@ class TreeStep(Protocol):
         if all samplers are `greedy`.
         """
 
-    def outcomes(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Return what is accepted, once the device has been waited for, and do the parts that `run` did not."""
 
     def seconds(self) -> float:
@@ -107,7 +105,7 @@ class Steps(Protocol):
     def store(self) -> TreeStore | None:
         """Where drafters leave trees on the device; None if they copy them to the host."""
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int]) -> TreeStep:
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> TreeStep:
         """The step for such trees, whoever made them. It is good until another one is asked for."""
 
     def prefill(self, width: int, slot: int) -> PrefillStep:
@@ -239,7 +237,7 @@ class Verifier:
                 step.run(True)
                 self.device.wait()
 
-    def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+    def verify(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
         Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that drafters left
@@ -314,7 +312,7 @@ class Verifier:
         self.device.wait()
         return (time.perf_counter() - start) * 1e3
 
-    def logits(self, trees: Sequence[DraftTree], cache_lens: Sequence[int]) -> list[FloatArray]:
+    def logits(self, trees: Sequence[Tree], cache_lens: Sequence[int]) -> list[FloatArray]:
         """Logits [nodes, V] of one tree a slot, from slot 0 on, after so many rows. Rows of KV are overwritten."""
         step = self.steps.tree(trees, cache_lens)
         step.fill(cache_lens, trees, [None] * len(self._readers))
@@ -342,7 +340,7 @@ def open_verifier(
     return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states, largest_tree, drafted_tree)
 
 
-def blank(nodes: int) -> DraftTree:
+def blank(nodes: int) -> Tree:
     """A chain of token 0."""
     return chain(np.zeros(nodes, np.int64))
 

@@ -32,8 +32,8 @@ GRAPHS = (
 )
 """Graphs of the verifier and of a step that engines are built of, whoever computes attention.
 
-TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting and the storing engine
-write is copied to where it belongs, and slots are copied without an engine.
+TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting and the storing
+engine write is copied to where it belongs, and slots are copied without an engine.
 """
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]

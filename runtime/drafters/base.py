@@ -11,7 +11,7 @@ from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, Outcome, Tree
 
 
 class Drafter(ABC):
@@ -48,7 +48,7 @@ class Drafter(ABC):
         """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed in this slot."""
 
     @abstractmethod
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """A tree for each sequence within its budget, rooted at its last token.
 
         Sequence i sits in slot i. If its budget has no nodes, it is not drafted for: its tree is the root alone, and
@@ -59,7 +59,7 @@ class Drafter(ABC):
         """Steps of the last draft of `seq` that `resample` could still use."""
         return 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """As `draft`, from what the last drafts left over; only sequences with remaining steps have nodes wanted."""
         raise NotImplementedError
 
@@ -73,5 +73,5 @@ class Drafter(ABC):
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
         """`seq` moves from one slot to another."""
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:  # noqa: B027 (as above)
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
         """`tree` was verified and `outcome` committed, also in plain steps."""

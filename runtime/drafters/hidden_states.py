@@ -37,7 +37,7 @@ from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, DraftTree, Outcome, Tree
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
@@ -154,13 +154,13 @@ class HiddenStateDrafter(Drafter):
         while seq.drafting.pending > CATCH_UP:
             self._take_in(seq, slot)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """See `Drafter.accept`; the rows are there already."""
         drafting: Drafting = seq.drafting
         drafting.pending += 1 + len(outcome.path)
         drafting.used += 1 + len(outcome.path)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `Drafter.draft`. Raises ValueError if nothing was committed since the last draft of a sequence.
 
         Trees stay on a GPU, of which the host says only how many nodes are wanted, unless a budget is less deep or less
@@ -299,7 +299,7 @@ class HiddenStateDrafter(Drafter):
 
     def _made(
         self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
-    ) -> list[DraftTree]:
+    ) -> list[Tree]:
         """The trees of a call's latest run within the budgets, of which `nodes` nodes exist."""
         if self._store is None:
             return [
@@ -308,7 +308,7 @@ class HiddenStateDrafter(Drafter):
             ]
         counts = [min(count, 1 + budget.nodes) for count, budget in zip(nodes, budgets, strict=True)]
         drafts = call.drafts(counts, stage)
-        trees: list[DraftTree] = []
+        trees: list[Tree] = []
         for slot, (seq, budget, count) in enumerate(zip(batch, budgets, counts, strict=True)):
             if count == 1:
                 trees.append(root_only(seq.tokens[-1]))
@@ -355,7 +355,7 @@ class _Call:
         known = dict(given)
         if store is not None and not self.stores:  # of one sequence, the trees are written to the store at once
             tree = next(spec.shape for spec in program.outputs if spec.name == names.TREE_TOKENS)
-            known[names.TREE_TOKENS], known[names.TREE_PARENTS] = store.first(*sized(tree, sizes))
+            known[names.TREE_TOKENS], known[names.TREE_PARENTS] = store.first(sized(tree, sizes)[1])
         shapes = {
             spec.name: sized(spec.shape, sizes)
             for spec in program.inputs
@@ -396,7 +396,7 @@ class _Call:
         """The trees of the latest run, made in this stage of a step, of each of which so many nodes count."""
         return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage)
 
-    def copied(self, slot: int, nodes: int) -> DraftTree:
+    def copied(self, slot: int, nodes: int) -> Tree:
         """The first nodes of a tree of the latest run, on the host."""
         tokens, parents, log_probs = map(array_of, (self._tokens, self._parents, self._log_probs))
         return DraftTree(tokens[slot, :nodes].copy(), parents[slot, :nodes].copy(), log_probs[slot, :nodes].copy())
@@ -423,7 +423,7 @@ class _Aside:
         self.save, self.restore = device.copy(copy, buffer), device.copy(buffer, copy)
 
 
-def within(tree: DraftTree, budget: Budget) -> DraftTree:
+def within(tree: Tree, budget: Budget) -> Tree:
     """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree

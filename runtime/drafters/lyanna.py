@@ -13,7 +13,7 @@ from redraft.methods.lyanna import METHOD, resample_nodes, tree_size
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 from redraft.runtime.sequence import Sequence
-from redraft.types import Budget, DraftTree
+from redraft.types import Budget, Tree
 
 
 class LyannaDrafter(HiddenStateDrafter):
@@ -26,7 +26,7 @@ class LyannaDrafter(HiddenStateDrafter):
         left: int = self.shape.steps - seq.drafting.used
         return left if self.options.resample and left > self.options.threshold else 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `Drafter.resample`."""
         call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()

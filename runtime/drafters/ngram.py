@@ -19,7 +19,7 @@ from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune, root_only
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, Outcome, Tree
 
 MOST_BRANCHES = 4
 """Continuations at most of one tree."""
@@ -145,11 +145,11 @@ class NgramDrafter(Drafter):
         """See `Drafter.begin`."""
         seq.lookup = NgramIndex(seq.tokens, self._config, self._rates)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `Drafter.draft`."""
         return [self._draft(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
 
-    def _draft(self, seq: Sequence, budget: Budget) -> DraftTree:
+    def _draft(self, seq: Sequence, budget: Budget) -> Tree:
         index: NgramIndex = seq.lookup
         if not budget.nodes:
             return root_only(seq.tokens[-1])
@@ -160,7 +160,7 @@ class NgramDrafter(Drafter):
         index.draft = draft
         return prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
         index: NgramIndex = seq.lookup
         draft, index.draft = index.draft, None

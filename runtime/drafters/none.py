@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
-from redraft.types import Budget, DraftTree
+from redraft.types import Budget, Tree
 
 
 class NoDrafter(Drafter):
@@ -15,7 +15,7 @@ class NoDrafter(Drafter):
 
     drafts = False
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `Drafter.draft`."""
         return [root_only(seq.tokens[-1]) for seq in batch]
 
