@@ -20,7 +20,7 @@ from redraft.runtime.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier
-from redraft.types import Budget, DraftTree, FloatArray, Outcome
+from redraft.types import Budget, FloatArray, Outcome, Tree
 
 TEXT_TOKENS, NEW_TOKENS = 152, 24
 """Tokens of a compared text, and how many of them follow its prompt."""
@@ -56,12 +56,12 @@ class KnownText(Sampler):
     rows: dict[int, FloatArray] = field(default_factory=dict)
     accepted: int = 0
 
-    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
         """See `Sampler.sample`: the text's own token at the depth of each node."""
         depths = layout(tree.parents).depths.tolist()
         return [self.tokens[min(len(tokens) + depth, len(self.tokens) - 1)] for depth in depths]
 
-    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """See `Sampler.verify`."""
         outcome = super().verify(logits, tree, tokens)
         for depth, node in enumerate((0, *outcome.path)):
@@ -73,7 +73,7 @@ class KnownText(Sampler):
 class KnownDrafter(TreeMaker):
     """Drafts the next two tokens of a known text behind wrong siblings, every second step."""
 
-    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """See `Drafter.draft`."""
         return [
             _tree(seq) if budget.depth >= TREES.depth and len(seq.tokens) % 2 else root_only(seq.tokens[-1])
@@ -81,7 +81,7 @@ class KnownDrafter(TreeMaker):
         ]
 
 
-def _tree(seq: Request) -> DraftTree:
+def _tree(seq: Request) -> Tree:
     """Root, a wrong child with a child of its own, the right child, and below it a wrong one and the right one."""
     assert isinstance(seq.sampler, KnownText)
     known, at = seq.sampler.tokens, len(seq.tokens)

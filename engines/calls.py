@@ -61,10 +61,15 @@ class Calls:
         key = tuple(sorted(sizes.items()))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._make(sizes)
+            call = self._calls[key] = self.make(sizes)
         return call
 
-    def _make(self, sizes: Mapping[str, int]) -> Call:
+    def make(self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None) -> Call:
+        """A call for these sizes that is not kept.
+
+        first: the bound arrays' entries from this one on are used.   like: a call of the same sizes, whose arrays the
+        new one shares. Raises ValueError as `prepare` does.
+        """
         updated = {spec.in_place_of for spec in self.outputs if spec.in_place_of}
         if unbound := sorted(updated - set(self._bound)):
             raise ValueError(f"bind {', '.join(unbound)} first")
@@ -76,8 +81,8 @@ class Calls:
             raise ValueError(
                 f"expected sizes of {', '.join(sorted(symbols))}, found {', '.join(sorted(sizes)) or 'none'}"
             )
-        arrays = {name: self._part(name, sizes) for name in self._bound}
-        arrays |= {name: aligned(spec, sizes) for name, spec in own.items()}
+        arrays = {name: self._part(name, sizes, first) for name in self._bound}
+        arrays |= {**like.inputs, **like.outputs} if like else {n: aligned(spec, sizes) for n, spec in own.items()}
         arrays |= {spec.name: arrays[spec.in_place_of] for spec in self.outputs if spec.in_place_of}
         buffers = {name: HostBuffer.of(self._dtypes[name], array) for name, array in arrays.items()}
         run = self._program.bind(buffers)
@@ -87,14 +92,16 @@ class Calls:
     def _dtypes(self) -> dict[str, Dtype]:
         return {spec.name: spec.dtype for spec in (*self.inputs, *self.outputs)}
 
-    def _part(self, name: str, sizes: Mapping[str, int]) -> Array:
-        """The first entries of a bound array, as many as a call has sequences."""
+    def _part(self, name: str, sizes: Mapping[str, int], first: int) -> Array:
+        """Entries of a bound array from `first` on, as many as a call has sequences."""
         array = self._bound[name]
         leading = self._bindable[name].shape[0]
-        wanted = sizes.get(leading, len(array)) if isinstance(leading, str) else len(array)
+        if not isinstance(leading, str):
+            return array
+        wanted = first + sizes.get(leading, len(array) - first)
         if wanted > len(array):
             raise ValueError(f"{name}: {leading}={wanted} is more than the {len(array)} that the bound array holds")
-        return array[:wanted]
+        return array[first:wanted]
 
 
 def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:

@@ -147,10 +147,10 @@ class CudaBuffer:
         self.cuda.read(self.address, values)
         return values
 
-    def part(self, *shape: int) -> Self:
+    def part(self, *shape: int, start: int = 0) -> Self:
         """See `Buffer.part`."""
-        check_part(self, shape)
-        return replace(self, shape=shape)
+        check_part(self, shape, start)
+        return replace(self, shape=shape, address=self.address + byte_size(self.dtype, (start,)))
 
 
 class Copy:

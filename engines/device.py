@@ -46,8 +46,11 @@ class Buffer(Protocol):
     def read(self) -> Array:
         """A copy on the host, once all work put in order so far is done: what waits for the device."""
 
-    def part(self, *shape: int) -> Self:
-        """The first elements under another shape, of at most as many; shares the memory."""
+    def part(self, *shape: int, start: int = 0) -> Self:
+        """The elements from `start` on under another shape, of at most as many; shares the memory.
+
+        Raises ValueError if the buffer has fewer.
+        """
 
 
 class HostInputs(Protocol):
@@ -182,10 +185,16 @@ def check_values(buffer: Buffer, values: Array) -> None:
         raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
 
 
-def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where `shape` is more than `buffer` holds."""
-    if math.prod(shape) > math.prod(buffer.shape):
-        raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
+def check_part(buffer: Buffer, shape: tuple[int, ...], start: int) -> None:
+    """Raises ValueError where `shape`, from element `start` on, is more than `buffer` holds."""
+    if start < 0 or start + math.prod(shape) > math.prod(buffer.shape):
+        after = f" after {start} elements" if start else ""
+        raise ValueError(f"{list(shape)}{after} is more than the {list(buffer.shape)} that the buffer holds")
+
+
+def slots_of(buffer: Buffer, slots: range) -> Buffer:
+    """The entries of these slots, which axis 0 counts."""
+    return buffer.part(len(slots), *buffer.shape[1:], start=slots.start * math.prod(buffer.shape[1:]))
 
 
 def copied_bytes(target: Buffer, source: Buffer) -> int:

@@ -45,10 +45,11 @@ class HostBuffer:
         """See `Buffer.read`."""
         return self.host.copy()
 
-    def part(self, *shape: int) -> Self:
+    def part(self, *shape: int, start: int = 0) -> Self:
         """See `Buffer.part`."""
-        check_part(self, shape)
-        return type(self)(self.dtype, shape, self.host.reshape(-1)[: math.prod(shape)].reshape(shape))
+        check_part(self, shape, start)
+        elements = self.host.reshape(-1)[start : start + math.prod(shape)]
+        return type(self)(self.dtype, shape, elements.reshape(shape))
 
 
 def array_of(buffer: Buffer) -> Array:

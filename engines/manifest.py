@@ -19,7 +19,7 @@ from redraft.methods.base import Limits, Rows
 from redraft.names import TensorSpec, WeightRef, drafter_graph
 from redraft.signatures import VerifierShape
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 

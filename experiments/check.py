@@ -30,7 +30,7 @@ from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import open_verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree, FloatArray, Outcome
+from redraft.types import NO_SPECULATION, Budget, FloatArray, Outcome, Tree
 
 PROMPT_LENGTHS = (24, 17)
 NEW_TOKENS = 24
@@ -80,7 +80,7 @@ class Recorder(Greedy):
         self.rows: list[FloatArray] = []
         self.moved = 0
 
-    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Keep a copy of the rows on the accepted path."""
         outcome = super().verify(logits, tree, tokens)
         self.rows.extend(logits[[0, *outcome.path]].copy())
@@ -93,11 +93,11 @@ class KnownText(TreeMaker):
 
     texts: Sequence[Text] = ()
 
-    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
         """Trees of up to three known tokens, each after one wrong sibling or two."""
         return [self._tree(seq, budget.depth) for seq, budget in zip(batch, budgets, strict=True)]
 
-    def _tree(self, seq: Request, depth: int) -> DraftTree:
+    def _tree(self, seq: Request, depth: int) -> Tree:
         prompt = seq.tokens[: seq.prompt_length]
         known = next(text.tokens for text in self.texts if text.prompt == prompt)
         said = len(seq.tokens) - seq.prompt_length

@@ -24,7 +24,7 @@ _ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": 
 def export_step_graphs(shape: VerifierShape, out: Path, gathers: bool) -> dict[str, str]:
     """Write the graphs of a step into `out`; returns the file by the graph's name.
 
-    gathers: True if a drafter reads hidden states.
+    gathers: True if a drafter reads hidden states, and then drafts on the device.
     """
     models = {
         names.STEP_PREPARE_TREE: _layout(),
@@ -34,6 +34,7 @@ def export_step_graphs(shape: VerifierShape, out: Path, gathers: bool) -> dict[s
     }
     if gathers:
         models[names.STEP_GATHER_FEATURES] = _collect(shape)
+        models[names.STEP_STORE_TREES] = _store()
     return {name: _save(model, out, name) for name, model in models.items()}
 
 
@@ -55,10 +56,10 @@ def _layout() -> ir.Model:
     width = add("Shape", names.HOST_TOKENS, start=1, end=2)  # [1]: T
     made = add("Unsqueeze", add("Cast", names.ON_DEVICE, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
     for tree, host, taken in (
-        (names.TREE_TOKENS, names.HOST_TOKENS, names.TOKEN_IDS),
-        (names.TREE_PARENTS, names.HOST_PARENTS, names.PARENTS),
+        (names.STORED_TOKENS, names.HOST_TOKENS, names.TOKEN_IDS),
+        (names.STORED_PARENTS, names.HOST_PARENTS, names.PARENTS),
     ):
-        padded = add("Concat", tree, add("Sub", host, host), axis=1)  # K nodes and T that hang from the root
+        padded = add("Concat", tree, add("Sub", host, host), axis=1)  # S nodes and T that hang from the root
         first = add("Slice", padded, builder.ints(0), width, builder.ints(1))
         add("Where", made, first, host, output=taken)
     nodes = _nodes(builder)
@@ -143,6 +144,17 @@ def _collect(shape: VerifierShape) -> ir.Model:
     return builder.model(
         names.STEP_GATHER_FEATURES, signatures.step_collect_inputs(shape), signatures.step_collect_outputs(shape)
     )
+
+
+def _store() -> ir.Model:
+    builder = _Builder()
+    add = builder.add
+    drafted = add("Unsqueeze", add("Cast", names.DRAFTED, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
+    for tree, stored in ((names.TREE_TOKENS, names.STORED_TOKENS), (names.TREE_PARENTS, names.STORED_PARENTS)):
+        ends = (add("Shape", tensor, start=1, end=2) for tensor in (tree, stored))  # [1]: K, then S
+        after = add("Slice", stored, *ends, builder.ints(1))  # [B, S - K]
+        add("Where", drafted, add("Concat", tree, after, axis=1), stored, output=names.present(stored))
+    return builder.model(names.STEP_STORE_TREES, signatures.step_store_inputs(), signatures.step_store_outputs())
 
 
 def _move(name: str, state: tuple[TensorSpec, ...]) -> ir.Model:

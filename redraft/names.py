@@ -39,6 +39,8 @@ STEP_COMPACT_KV = "step.compact_kv"
 """Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
 STEP_GATHER_FEATURES = "step.gather_features"
 """Feature rows of the accepted path, appended to those that wait for a drafter."""
+STEP_STORE_TREES = "step.store_trees"
+"""Trees that a drafter made for some slots of a batch, put among the trees that are verified next."""
 STEP_COPY_SLOT = f"step.{COPY_SLOT}"
 """One sequence's KV rows copied to another slot."""
 
@@ -59,6 +61,9 @@ TREE_TOKENS = "tree.tokens"
 TREE_PARENTS = "tree.parents"
 TREE_LOG_PROBS = "tree.log_probs"
 TREE_COUNT = "tree.count"
+DRAFTED = "drafted"
+STORED_TOKENS = "stored.tokens"
+STORED_PARENTS = "stored.parents"
 HOST_TOKENS = "host.tokens"
 HOST_PARENTS = "host.parents"
 ON_DEVICE = "on_device"
@@ -179,6 +184,16 @@ MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 MAX_PENDING_FEATURES = 512
 """Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
+
+
+_KV_ROW_STEP = 16
+
+
+def kv_rows(tokens: int) -> int:
+    """Rows of a KV buffer's slot that hold so many tokens: a multiple of 16, so that every slot begins at an address
+    that TensorRT takes, if a row has 16 bytes at least.
+    """
+    return -(-tokens // _KV_ROW_STEP) * _KV_ROW_STEP
 
 
 def padded_width(nodes: int) -> int:

@@ -2,7 +2,8 @@
 
 Symbols: B sequences in the call, T tokens verified at once, R rows whose logits are wanted, C capacity of the KV
 buffers in rows, V vocabulary, n hidden size, H_kv key/value heads, D head size, K nodes of a drafter's tree with its
-root. A drafter's own graphs are in its method's file, in `redraft.methods`.
+root, S nodes that the store has space for a tree. A drafter's own graphs are in its method's file, in
+`redraft.methods`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def verifier_outputs(shape: VerifierShape, hidden_states: tuple[str, ...]) -> tu
 
 
 def step_layout_inputs() -> tuple[TensorSpec, ...]:
-    """Inputs of the layout graph: of each sequence a tree of T nodes from the host and one of K nodes from a drafter,
+    """Inputs of the layout graph: of each sequence a tree of T nodes from the host and one of S nodes from the store,
     of which the first T are taken where `on_device` is not 0.
 
     Parents come before their children, -1 is the root's; `cache_len` rows are live already.
@@ -70,8 +71,8 @@ def step_layout_inputs() -> tuple[TensorSpec, ...]:
     return (
         TensorSpec(names.HOST_TOKENS, "int64", ("B", "T")),
         TensorSpec(names.HOST_PARENTS, "int64", ("B", "T")),
-        TensorSpec(names.TREE_TOKENS, "int64", ("B", "K")),
-        TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")),
+        TensorSpec(names.STORED_TOKENS, "int64", ("B", "S")),
+        TensorSpec(names.STORED_PARENTS, "int64", ("B", "S")),
         TensorSpec(names.ON_DEVICE, "int64", ("B",)),
         TensorSpec(names.CACHE_LEN, "int64", ("B",)),
     )
@@ -147,6 +148,28 @@ def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
+def step_store_inputs() -> tuple[TensorSpec, ...]:
+    """Inputs of the storing graph: a drafter's trees of K nodes, the slots whose trees are wanted, and the store.
+
+    `drafted[b]` is not 0 where tree b takes the place of the one in the store. S is K at least.
+    """
+    return (
+        TensorSpec(names.TREE_TOKENS, "int64", ("B", "K")),
+        TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")),
+        TensorSpec(names.DRAFTED, "int64", ("B",)),
+        *_store(),
+    )
+
+
+def step_store_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of the storing graph: the store, in place. Entries from K on stay what they were."""
+    return move_outputs(_store())
+
+
+def _store() -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, "int64", ("B", "S")) for name in (names.STORED_TOKENS, names.STORED_PARENTS))
+
+
 Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 """Inputs and outputs of a graph."""
 
@@ -161,6 +184,7 @@ def step_signatures(shape: VerifierShape, gathers: bool) -> dict[str, Signature]
     }
     if gathers:
         found[names.STEP_GATHER_FEATURES] = (step_collect_inputs(shape), step_collect_outputs(shape))
+        found[names.STEP_STORE_TREES] = (step_store_inputs(), step_store_outputs())
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,10 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be drafted: `nodes` to verify beside the root, at most `depth` deep and `width` wide a level.
+    """How much may be drafted: `nodes` to verify besides the root, at most `depth` deep and `width` wide a level.
 
-    `nodes = 0` means: do not speculate now.
+    `nodes = 0` means: do not speculate now. On a device, a drafter's trees are copied to the host and cut there if
+    `depth` or `width` is smaller than what it makes, which makes a step slower; `nodes` alone needs no copy.
     """
 
     nodes: int
@@ -55,27 +56,47 @@ class OfferKind(StrEnum):
     FRESH = "fresh"
 
 
+class Tree(Protocol):
+    """A tree of n candidate continuations of one sequence. Node 0 is the root, the last committed token."""
+
+    @property
+    def tokens(self) -> IntArray:
+        """Full-vocabulary ids, int64[n]."""
+
+    @property
+    def parents(self) -> IntArray:
+        """The parent of each node, int64[n]: -1 for the root; a parent comes before its children."""
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """Joint log probability under the drafter, float32[n]: its estimate if it has no model; 0 for the root."""
+
+    @property
+    def on_device(self) -> bool:
+        """True if the fields lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
+
+    def __len__(self) -> int:
+        """n."""
+
+    def first(self, nodes: int) -> Tree:
+        """The root and the `nodes` nodes after it."""
+
+
 @dataclass(frozen=True)
 class DraftTree:
-    """A tree of candidate continuations of one sequence. Node 0 is the root, the last committed token.
-
-    tokens:      int64[n], full-vocabulary ids.
-    parents:     int64[n], -1 for the root; a parent comes before its children.
-    log_probs:   float32[n], joint log probability under the drafter (its estimate where it has no model), root 0.
-    """
+    """A tree on the host. See `Tree` for its fields."""
 
     tokens: IntArray
     parents: IntArray
     log_probs: FloatArray
 
     on_device: ClassVar[bool] = False
-    """Whether the fields still lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, nodes: int) -> DraftTree:
-        """The root and the `nodes` nodes after it."""
+        """See `Tree.first`."""
         end = nodes + 1
         return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end])
 
@@ -97,8 +118,8 @@ class Choice:
     rate: float
     gains: Mapping[OfferKind, float]
     tried: bool
-    found: DraftTree
-    whole: DraftTree
+    found: Tree
+    whole: Tree
     shares: Sequence[float] | None = None
     table_ms: Sequence[float] = ()
     probed: bool = False

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Array, Buffer, Device, Program, Run, sized
+from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
-from redraft.runtime.device_tree import DeviceTrees
-from redraft.runtime.sampler import OverTokens, accept
+from redraft.runtime.device_tree import DeviceTree, TreeStore
+from redraft.runtime.sampler import Greedy, OverTokens, accept
 from redraft.runtime.sequence import Sequence as Request
-from redraft.types import DraftTree, IntArray, Outcome
+from redraft.runtime.tree import root_only
+from redraft.types import IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -26,15 +27,19 @@ KV_RANK = 4
 
 
 class StepBuffers:
-    """What all steps of a verifier share: programs, the KV buffers of all slots, and memory for a call's own values.
+    """What all steps of a verifier share: programs, the KV buffers and drafted trees of all slots, and memory for a
+    call's own values.
 
     Calls never run at once, so that the largest one's logits and features have space for those of any other.
     """
 
-    def __init__(self, device: Device, programs: dict[str, Program], state: Mapping[str, Buffer]) -> None:
+    def __init__(
+        self, device: Device, programs: dict[str, Program], state: Mapping[str, Buffer], store: TreeStore
+    ) -> None:
         self.device = device
         self.programs = programs
         self.state = state
+        self.store = store
         self.readers: list[FeatureReader] = []
         self._largest: dict[str, Buffer] = {}
 
@@ -54,17 +59,20 @@ class StepBuffers:
 
 
 class BoundStep:
-    """Buffers for `sequences` sequences (B) of `width` tokens each (T), `rows` of whose logits are wanted (R: 1 or T).
+    """Buffers for the sequences (B) in `slots`, of `width` tokens each (T), `rows` of whose logits are wanted (R: 1 or
+    T).
 
     fields: shapes of what the host sends besides lengths.   given: buffers that others own.
     """
 
     def __init__(
-        self, buffers: StepBuffers, sequences: int, width: int, rows: int, fields: Mapping[str, tuple[int, ...]],
+        self, buffers: StepBuffers, slots: range, width: int, rows: int, fields: Mapping[str, tuple[int, ...]],
         given: Mapping[str, Buffer],
     ) -> None:  # fmt: skip
         self.width = width
         self._shared = buffers
+        self._slots = slots
+        sequences = len(slots)
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
         several = (sequences,)
         self._offsets = tuple(map(_offset, range(len(buffers.readers))))
@@ -72,7 +80,7 @@ class BoundStep:
         self.host_inputs = buffers.device.host_inputs(**{
             names.CACHE_LEN: several, names.KV_LEN: (1,), names.OUTPUT_ROWS: (sequences, rows), **offsets, **fields,
         })  # fmt: skip
-        state = {name: leading(buffer, sequences) for name, buffer in buffers.state.items()}
+        state = {name: slots_of(buffer, slots) for name, buffer in buffers.state.items()}
         self._buffers: dict[str, Buffer] = {**state, **self.host_inputs.buffers, **given}
         verifier = buffers.programs[names.VERIFIER]
         for spec in (*verifier.inputs, *verifier.outputs):
@@ -87,7 +95,7 @@ class BoundStep:
         }
         self.logits = self._buffers[names.LOGITS]
 
-    def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
+    def _accepted(self, nodes: Sequence[int]) -> list[Outcome]:
         """What accept_output says of trees of so many nodes, once the device has been waited for."""
         accept_output = self._accept_output.values
         width = (accept_output.shape[1] - 1) // 2
@@ -109,9 +117,9 @@ class BoundStep:
     def _gathering(self, path: Buffer) -> list[Run]:
         """Copies of the feature rows at `path` [B, T] to where each reader keeps those that are pending."""
         runs = []
-        sequences, rows = path.shape
+        rows = path.shape[1]
         for place, reader in enumerate(self._shared.readers):
-            for state, pending in reader.pending_features(sequences).items():
+            for state, pending in reader.pending_features(self._slots).items():
                 if rows > (most := pending.shape[1] - names.CATCH_UP_ROWS):
                     raise UsageError(
                         f"a tree of {rows} nodes is too large, at most {most} can be", "lower the budget's nodes"
@@ -145,16 +153,14 @@ class BoundStep:
 
 
 class BoundTreeStep(BoundStep):
-    """A step over trees of `width` nodes: of the host's, and where there are, of those `made` on the device."""
+    """A step over trees of `width` nodes in the first slots, each from the host or from the store."""
 
-    def __init__(self, buffers: StepBuffers, sequences: int, width: int, made: DeviceTrees | None) -> None:
+    def __init__(self, buffers: StepBuffers, sequences: int, width: int) -> None:
         tree, several = (sequences, width), (sequences,)
         fields = {names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree}
-        given = {names.TREE_TOKENS: made.tokens, names.TREE_PARENTS: made.parents} if made else {}
-        super().__init__(buffers, sequences, width, width, fields, given)
-        if not made:
-            self._buffers[names.TREE_TOKENS] = self._buffers[names.HOST_TOKENS]
-            self._buffers[names.TREE_PARENTS] = self._buffers[names.HOST_PARENTS]
+        tokens, parents = buffers.store.of(sequences)
+        given = {names.STORED_TOKENS: tokens, names.STORED_PARENTS: parents}
+        super().__init__(buffers, range(sequences), width, width, fields, given)
         self.host_inputs.open()[names.OUTPUT_ROWS][:] = np.arange(width)
         runs = [
             self.host_inputs.send,
@@ -165,13 +171,12 @@ class BoundTreeStep(BoundStep):
         after = [self._bind(names.STEP_COMPACT_KV)] if width > 1 else []
         after += self._gathering(self._buffers[names.PATH])
         chain, fetch = buffers.device.chain, self._accept_output.fetch
-        self.verify = chain([*runs, fetch])
-        self.run = chain([*runs, fetch, *after])
+        self._verify = chain([*runs, fetch])
+        self._whole = chain([*runs, fetch, *after])
         self._settle = chain(after)
+        self._latest = self._whole
 
-    def fill(
-        self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Sequence[Sequence[int] | None]
-    ) -> None:
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
         """See `redraft.runtime.verifier.TreeStep.fill`."""
         values = self.host_inputs.open()
         values[names.KV_LEN][0] = max(cache_len) + self.width
@@ -180,17 +185,31 @@ class BoundTreeStep(BoundStep):
             lengths[slot] = cache_len[slot]
             counts[slot] = len(tree)
             on_device[slot] = tree.on_device
-            if not tree.on_device:
+            if not isinstance(tree, DeviceTree):
                 place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])
+            elif tree.slot != slot:
+                raise ValueError(f"the tree of sequence {slot} was drafted for slot {tree.slot}")
         self._set_offsets(values, pending)
 
-    def seconds(self, whole: bool) -> float:
-        """See `redraft.runtime.verifier.TreeStep.seconds`."""
-        return (self.run if whole else self.verify).seconds()
+    def run(self, greedy: bool) -> None:
+        """See `redraft.runtime.verifier.TreeStep.run`: all five parts as one if `greedy`."""
+        self._latest = self._whole if greedy else self._verify
+        self._latest()
 
-    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-        """See `redraft.runtime.verifier.TreeStep.accept`. Logits are copied for samplers that need more than tokens."""
-        said = [outcome.target_token_ids for outcome in self.outcomes(list(map(len, trees)))]
+    def seconds(self) -> float:
+        """See `redraft.runtime.verifier.TreeStep.seconds`."""
+        return self._latest.seconds()
+
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+        """See `redraft.runtime.verifier.TreeStep.outcomes`. Logits are copied for samplers that need more than tokens,
+        and after a run that was not greedy the rows are compacted and gathered here.
+        """
+        accepted = self._accepted(list(map(len, trees)))
+        return accepted if self._latest is self._whole else self._settled(accepted, batch, trees)
+
+    def _settled(self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+        """Let the samplers decide, then compact the rows of the accepted paths and gather their features."""
+        said = [outcome.target_token_ids for outcome in accepted]
         outcomes, logits = [], None
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
             if isinstance(seq.sampler, OverTokens):
@@ -206,7 +225,7 @@ class BoundTreeStep(BoundStep):
         return outcomes
 
 
-def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
+def place(tree: Tree, tokens: IntArray, parents: IntArray) -> None:
     """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
     count = len(tree)
     tokens[:count] = tree.tokens
@@ -216,11 +235,12 @@ def place(tree: DraftTree, tokens: IntArray, parents: IntArray) -> None:
 
 
 class BoundPrefill(BoundStep):
-    """A chunk of a prompt in slot 0, whose last token's logits are wanted."""
+    """A chunk of a prompt in one slot, whose last token's logits are wanted."""
 
-    def __init__(self, buffers: StepBuffers, width: int) -> None:
+    def __init__(self, buffers: StepBuffers, width: int, slot: int) -> None:
         chunk = (1, width)
-        super().__init__(buffers, 1, width, 1, {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}, {})
+        fields = {names.TOKEN_IDS: chunk, names.POSITIONS: chunk}
+        super().__init__(buffers, range(slot, slot + 1), width, 1, fields, {})
         device = buffers.device
         verifier = self._bind(names.VERIFIER)
         self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
@@ -242,6 +262,12 @@ class BoundPrefill(BoundStep):
         values[names.OUTPUT_ROWS][0, 0] = count - 1
         self._set_offsets(values, pending)
 
+    def outcome(self, seq: Request) -> Outcome:
+        """See `redraft.runtime.verifier.PrefillStep.outcome`."""
+        if is_greedy(seq):
+            return self._accepted([1])[0]
+        return seq.sampler.verify(self.logits.read()[0], root_only(seq.tokens[-1]), seq.tokens)
+
     def _root(self) -> dict[str, Buffer]:
         """What the accepting graph is given: a tree of the root alone, whose token does not matter."""
         empty = self._shared.device.empty
@@ -254,6 +280,11 @@ class BoundPrefill(BoundStep):
         root[names.TREE_MASK].write(np.array([[[True]]]))
         root[names.NODES].write(np.array([1]))
         return root
+
+
+def is_greedy(seq: Request) -> bool:
+    """True if the accepting graph says what the request's sampler would."""
+    return type(seq.sampler) is Greedy and seq.sampler.logit_margins is None
 
 
 def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Callable[[int, int, int], None]:
@@ -295,8 +326,3 @@ def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, 
 def _offset(reader: int) -> str:
     """The host's input that says where the rows of a reader begin."""
     return f"{names.PENDING_OFFSET}.{reader}"
-
-
-def leading(buffer: Buffer, count: int) -> Buffer:
-    """The first `count` entries of axis 0."""
-    return buffer.part(count, *buffer.shape[1:])

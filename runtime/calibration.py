@@ -6,7 +6,7 @@ from math import exp, log
 
 import numpy as np
 
-from redraft.types import DraftTree
+from redraft.types import DraftTree, Tree
 
 FAST, SLOW = 1 / 32, 1 / 128
 """Weights of one observation in running means: of one sequence's, and of what all of them share."""
@@ -29,7 +29,7 @@ class DepthCalibration:
         shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
         self._shares = [list(shares) for _ in range(_DEPTHS)]
 
-    def observe(self, tree: DraftTree, tokens: tuple[int, ...]) -> None:
+    def observe(self, tree: Tree, tokens: tuple[int, ...]) -> None:
         """Compare the tree with what was said, down to where it does not follow."""
         ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
         node = 0
@@ -47,7 +47,7 @@ class DepthCalibration:
                 return
             node = next_node
 
-    def calibrated(self, tree: DraftTree) -> DraftTree:
+    def calibrated(self, tree: Tree) -> Tree:
         """The tree with, for each node's probability given its parent, the share of such nodes that came true."""
         parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
         depths, corrected = [0] * len(parents), [0.0] * len(parents)

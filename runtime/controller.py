@@ -14,7 +14,7 @@ from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, TreeLimits
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import cut, merge, root_only
-from redraft.types import NO_SPECULATION, Budget, Choice, Costs, DraftTree, FloatArray, OfferKind, Outcome
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
 
 MAX_DEPTH = 16
 MAX_WIDTH = 16
@@ -51,7 +51,7 @@ class Controller(Protocol):
     ) -> list[Plan]:
         """Return what to take of each sequence's offers."""
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
         """Return the part worth verifying of the trees at hand and of those that were made to plan.
 
         All together, since a call costs what its widest tree does. A sequence without an offer gets its root.
@@ -66,7 +66,7 @@ class Controller(Protocol):
         nodes: of the largest tree that was verified, its root included.
         """
 
-    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Tell that `tree` was verified with this outcome. Called after plain steps too."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
@@ -102,7 +102,7 @@ class FixedBudget:
                     return Plan(limits, found, kind, offer)
         return Plan(limits, found, OfferKind.LOOKUP)
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
         """See `Controller.cut`."""
         return [
             cut(_joined(plan.found, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
@@ -115,23 +115,23 @@ class FixedBudget:
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """See `Controller.timed`."""
 
-    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """See `Controller.ended`."""
 
 
-def at_hand(seq: Sequence, offers: Several[Offer]) -> DraftTree:
+def at_hand(seq: Sequence, offers: Several[Offer]) -> Tree:
     """The trees that need not be made, merged; the root alone if there are none."""
-    found: DraftTree | None = None
+    found: Tree | None = None
     for offer in offers:
         if offer.tree is not None:
             found = offer.tree if found is None else merge(found, offer.tree)
     return root_only(seq.tokens[-1]) if found is None else found
 
 
-def _joined(found: DraftTree, made: DraftTree | None) -> DraftTree:
+def _joined(found: Tree, made: Tree | None) -> Tree:
     """Two trees as one. One that stays on a device cannot be merged without a copy: then it is the one at hand."""
     if made is None or (made.on_device and len(found) > 1):
         return found
@@ -183,14 +183,14 @@ class ControllerState:
     method: MethodRecord
     gain: dict[OfferKey, float]
     found: tuple[int, float] = (0, 0.0)
-    offered: DraftTree | None = None
+    offered: Tree | None = None
     rate: float = 0.0
     gains: dict[OfferKind, float] = field(default_factory=dict)
     tried: bool = False
     probed: bool = False
     shares: Several[float] = ()
     together: tuple[float, Several[float]] | None = None
-    weighed: tuple[DraftTree, DraftTree, Several[float] | None] | None = None
+    weighed: tuple[Tree, Tree, Several[float] | None] | None = None
     waiting: int = 0
     pause: int = 0
     since_fresh: int = 0
@@ -297,7 +297,7 @@ class Adaptive:
             taken = fresh
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
         """See `Controller.cut`."""
         wholes, shares, states = [], [], []
         others = self._sequences - len(batch)
@@ -335,7 +335,7 @@ class Adaptive:
         promised = sum(state.shares[:nodes]) - state.rate * (self._table[nodes + 1] - self._table[1])
         return max(promised, 0.0)
 
-    def _weigh(self, state: ControllerState, plan: Plan, made: DraftTree | None) -> DraftTree:
+    def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
         """Return all that could be verified for a sequence. Sets how often each node is expected to be kept."""
         tree = plan.found
         if made is not None and made.on_device:
@@ -347,7 +347,7 @@ class Adaptive:
         state.weighed = plan.found, tree, None
         return tree
 
-    def _weigh_on_device(self, state: ControllerState, plan: Plan, made: DraftTree) -> DraftTree:
+    def _weigh_on_device(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
         """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
         shares = self._ranks_of(plan).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._table)
@@ -405,7 +405,7 @@ class Adaptive:
             counted_ms = self._step_ms[call] = _without_outlier(taken_ms, known_ms)
             self._made_ms[call] = known_ms + FAST * (counted_ms - known_ms)
 
-    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
         if not plan.speculates:
             return

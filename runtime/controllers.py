@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from redraft.runtime.controller import Call, Controller
 from redraft.runtime.offers import Offer, Plan, TreeLimits
 from redraft.runtime.sequence import Sequence
-from redraft.types import Budget, Choice, DraftTree, Outcome
+from redraft.types import Budget, Choice, Outcome, Tree
 
 
 class Controllers:
@@ -38,9 +38,9 @@ class Controllers:
             plans.update(zip(slots, own, strict=True))
         return [plans[slot] for slot in range(len(batch))]
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[DraftTree | None]) -> list[DraftTree]:
+    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
         """See `Controller.cut`."""
-        trees: dict[int, DraftTree] = {}
+        trees: dict[int, Tree] = {}
         for controller, slots in self._slots.items():
             own = controller.cut(*[[values[slot] for slot in slots] for values in (batch, plans, made)])  # type: ignore[arg-type]
             trees.update(zip(slots, own, strict=True))
@@ -55,7 +55,7 @@ class Controllers:
         for controller in self._slots:
             controller.timed(offers_ms, made_ms, nodes)
 
-    def observe(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """See `Controller.observe`."""
         seq.speculation.controller.observe(seq, plan, tree, outcome)
 

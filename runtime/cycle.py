@@ -14,7 +14,7 @@ from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
 from redraft.runtime.verifier import Verifier
-from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
+from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
 
 STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
 """Parts of a step in which drafters make trees."""
@@ -36,16 +36,16 @@ class Cycle:
         self.record: Recorder = no_record
         self._default = default
 
-    def begin(self, seq: Sequence) -> None:
-        """Compute the prompt of `seq` in slot 0 and commit its first token."""
+    def begin(self, seq: Sequence, slot: int) -> None:
+        """Compute the prompt of `seq` in a slot behind the batch's and commit its first token."""
         if seq.speculation is None:
             assert self._default is not None, "neither the sequence nor the cycle says how to speculate"
             seq.speculation = self._default
         drafter = seq.speculation.drafter
         drafter.begin(seq)
-        for start, tokens in self.verifier.prefill(seq):
-            drafter.prefilled(seq, start, tokens)
-        seq.begin(self.verifier.first_outcome(seq), self.clock)
+        for start, tokens in self.verifier.prefill(seq, slot):
+            drafter.prefilled(seq, slot, start, tokens)
+        seq.begin(self.verifier.first_outcome(seq, slot), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
         """One verification for all: every sequence brings a tree and gains at least one token."""
@@ -80,17 +80,19 @@ class Cycle:
         verifier = self.verifier
         rows = min(verifier.max_model_len - max([seq.cache_len for seq in batch]), verifier.largest_tree)
         branches, block_rows = verifier.branches, verifier.block_rows
+        on_device = verifier.device.step_graphs
         found = []
         for seq in batch:
-            budget = fit(controller.budget(seq), seq, rows, seq.speculation.most)
+            past_end = on_device and seq.speculation.drafter.has_engines
+            budget = fit(controller.budget(seq), seq, rows, seq.speculation.most, past_end)
             found.append(TreeLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
         return found
 
     def make(
         self, batch: Several[Sequence], plans: Several[Plan], calls: Several[tuple[TreeMaker, OfferKind]]
-    ) -> list[DraftTree | None]:
+    ) -> list[Tree | None]:
         """Return the trees that are to be made, by slot."""
-        made: list[DraftTree | None] = [None] * len(batch)
+        made: list[Tree | None] = [None] * len(batch)
         for maker, kind in calls:
             budgets = [
                 plan.limits.budget if plan.kind is kind and plan.make and plan.make.maker is maker else NO_SPECULATION
@@ -104,7 +106,7 @@ class Cycle:
         return made
 
     def commit(
-        self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[DraftTree],
+        self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[Tree],
         outcomes: Several[Outcome],
     ) -> None:  # fmt: skip
         """Give every sequence its tokens, and tell its drafter and its controller what came of its tree."""
@@ -120,7 +122,7 @@ class Cycle:
         return {(maker.name, kind): stage(f"{STAGES[kind]} {maker.name}").latest * 1e3 for maker, kind in calls}
 
     def observe(
-        self, controller: Controller, plans: Several[Plan], trees: Several[DraftTree], made_ms: Mapping[Call, float]
+        self, controller: Controller, plans: Several[Plan], trees: Several[Tree], made_ms: Mapping[Call, float]
     ) -> None:
         """Learn what the step took: the verifier's call, and the host's work around calls."""
         stage = self.ranges.stage
@@ -161,9 +163,14 @@ def methods_of(batch: Several[Sequence]) -> str:
     return " ".join(sorted({seq.speculation.method for seq in batch}))
 
 
-def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None) -> Budget:
-    """`budget` within `most`, cut to the tokens that `seq` may still commit and to the rows that its slot still has."""
+def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None, past_end: bool = False) -> Budget:
+    """`budget` within `most`, cut to the tokens that `seq` may still commit and to the rows that its slot still has.
+
+    past_end: trees may be deeper, and tokens past the last are dropped: a tree on a device is not cut for their sake.
+    """
     depth, nodes, width = seq.remaining - 1, rows - 1, budget.width
+    if past_end and depth > 0:
+        depth = budget.depth
     if most is not None:
         depth, nodes, width = min(depth, most.depth), min(nodes, most.nodes), min(width, most.width)
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:

@@ -1,84 +1,113 @@
-"""Draft trees that a drafter made on the device, and that need not come back to be verified."""
+"""Draft trees that a drafter made on the device, and that need not come back to be verified.
+
+A drafter's call writes its trees to buffers of its own. Those of the slots that it drafted for are also put into the
+verifier's `TreeStore`, which a verification reads: it may hold trees of several calls, and of several drafters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal
 
-from redraft.engines.device import Array, Buffer, Work
-from redraft.types import DraftTree
+from redraft.engines.device import Array, Buffer, Device, Work, slots_of
+from redraft.types import DraftTree, FloatArray, IntArray
 
-_FIELDS = ("tokens", "parents", "log_probs")
+Field = Literal["tokens", "parents", "log_probs"]
 
 
-@dataclass(eq=False)
-class DeviceTrees:
-    """The trees of one call for B sequences: buffers [B, width], the nodes that exist first, likeliest first.
+class TreeStore:
+    """A tree a slot on the device, for the next verification.
+
+    tokens, parents: buffers [slots, S] of int64.   nodes: S, those of the largest tree, root included.
+    """
+
+    def __init__(self, device: Device, slots: int, nodes: int) -> None:
+        self.tokens, self.parents = (device.empty("int64", slots, nodes) for _ in range(2))
+        self.nodes = nodes
+
+    def first(self, nodes: int) -> tuple[Buffer, Buffer]:
+        """Tokens and parents [1, nodes] of the first slot. Raises ValueError if a tree has space for fewer."""
+        if nodes > self.nodes:
+            raise ValueError(f"a tree of {nodes} nodes does not fit in the store, which takes {self.nodes}")
+        return self.tokens.part(1, nodes), self.parents.part(1, nodes)
+
+    def of(self, sequences: int) -> tuple[Buffer, Buffer]:
+        """Tokens and parents [B, S] of the first slots."""
+        slots = range(sequences)
+        return slots_of(self.tokens, slots), slots_of(self.parents, slots)
+
+
+@dataclass(eq=False, slots=True)
+class DeviceDrafts:
+    """What one call of a drafter made for B sequences: buffers [B, K], the likeliest nodes first.
 
     tokens, parents: int64, -1 is the root's parent.   log_probs: float32, joint, natural.
-    Good until the drafter's next call writes over them. `work` made them, in the stage `stage` of the step.
+    nodes:           how many nodes of each tree exist, root included.
+    work:            made the trees, in the stage `stage` of a step.
+    The buffers are good until the next call for the same slots writes over them.
     """
 
     tokens: Buffer
     parents: Buffer
     log_probs: Buffer
+    nodes: Sequence[int]
     work: Work
     stage: str
-    _read: dict[str, Array] = field(default_factory=dict)
+    _read: dict[Field, Array] = field(default_factory=dict)
 
-    @property
-    def width(self) -> int:
-        """Nodes that the call has room for, root included."""
-        return self.tokens.shape[1]
+    def tree(self, slot: int) -> DeviceTree:
+        """The tree of one sequence."""
+        return DeviceTree(self, slot, self.nodes[slot])
 
-    def tree(self, slot: int, nodes: int) -> DeviceTree:
-        """The tree of one sequence, of which `nodes` nodes exist."""
-        return DeviceTree(self, slot, nodes)
+    def copied(self, slot: int, nodes: int) -> DraftTree:
+        """The first nodes of a tree on the host."""
+        tokens, parents, log_probs = (self.read(name)[slot, :nodes] for name in ("tokens", "parents", "log_probs"))
+        return DraftTree(tokens, parents, log_probs)
 
-    def read(self, name: str) -> Array:
+    def read(self, name: Field) -> Array:
         """A field of all trees on the host, copied once."""
         if name not in self._read:
-            self._read[name] = getattr(self, name).read()
+            buffer: Buffer = getattr(self, name)
+            self._read[name] = buffer.read()
         return self._read[name]
 
 
-class DeviceTree(DraftTree):
-    """A tree whose length is known and whose fields are copied from the device when somebody asks."""
+class DeviceTree:
+    """See `redraft.types.Tree`: the first nodes of a slot's tree. A field is copied from the device on first use."""
+
+    __slots__ = ("_nodes", "drafts", "slot")
 
     on_device = True
 
-    def __init__(self, source: DeviceTrees, slot: int, nodes: int) -> None:
-        held = self.__dict__  # the class is frozen, and its own fields must stay unset for __getattr__ to be asked
-        held["source"], held["slot"], held["nodes"] = source, slot, nodes
+    def __init__(self, drafts: DeviceDrafts, slot: int, nodes: int) -> None:
+        self.drafts = drafts
+        self.slot = slot
+        self._nodes = nodes
 
     def __len__(self) -> int:
-        nodes: int = self.__dict__["nodes"]
-        return nodes
+        return self._nodes
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _FIELDS:
-            raise AttributeError(name)
-        held = self.__dict__
-        held[name] = values = held["source"].read(name)[held["slot"], : held["nodes"]]
-        return values
+    @property
+    def tokens(self) -> IntArray:
+        """See `Tree.tokens`."""
+        return self.drafts.read("tokens")[self.slot, : self._nodes]
+
+    @property
+    def parents(self) -> IntArray:
+        """See `Tree.parents`."""
+        return self.drafts.read("parents")[self.slot, : self._nodes]
+
+    @property
+    def log_probs(self) -> FloatArray:
+        """See `Tree.log_probs`."""
+        return self.drafts.read("log_probs")[self.slot, : self._nodes]
 
     def first(self, nodes: int) -> DeviceTree:
-        """See `DraftTree.first`; nothing is copied."""
-        held = self.__dict__
-        return DeviceTree(held["source"], held["slot"], min(nodes + 1, held["nodes"]))
+        """See `Tree.first`; nothing is copied."""
+        return DeviceTree(self.drafts, self.slot, min(nodes + 1, self._nodes))
 
 
-def one_source(trees: Sequence[DraftTree]) -> DeviceTrees | None:
-    """The call on a device that made trees of the batch, slot by slot, if all that were not made by the host are its.
-
-    Raises ValueError where two calls made them: the fields of one must be asked for first.
-    """
-    source: DeviceTrees | None = None
-    for slot, tree in enumerate(trees):
-        if isinstance(tree, DeviceTree):
-            held = tree.__dict__
-            source = source or held["source"]
-            if held["source"] is not source or held["slot"] != slot or len(trees) != source.tokens.shape[0]:
-                raise ValueError("trees of a batch were made on the device by two calls, or for other slots")
-    return source
+def calls_of(trees: Iterable[object]) -> list[DeviceDrafts]:
+    """The calls on a device that made trees of a batch."""
+    return list(dict.fromkeys([tree.drafts for tree in trees if isinstance(tree, DeviceTree)]))

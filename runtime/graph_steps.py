@@ -4,13 +4,14 @@ One step is up to five programs over the same buffers, captured as one if the ba
 ends:
 
     send            lengths and the host's trees, one block of integers
-    prepare_tree    tree -> tokens, mask, positions         verify   the engine
+    prepare_tree    the host's trees or the store's -> tokens, mask, positions
+    verify          the engine
     accept          logits -> path, accept_output           fetch    accept_output, to the host
     compact_kv      accepted rows together, in all KV buffers
     gather_features accepted feature rows -> where a drafter keeps those that are pending
 
 A draft is put in order before it in the same way, and the device works on it while the host prepares the step: one
-graph of both would begin later.
+graph of both would begin later. It leaves its trees in the `TreeStore`, so that a step is the same whoever drafted.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING
 from redraft import names, signatures
 from redraft.engines.device import Device, byte_size
 from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep, StepBuffers, slot_copy
-from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.device_tree import TreeStore
 from redraft.runtime.limits import Limits
+from redraft.runtime.recent import Recent
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree
+from redraft.types import Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV)
 MOST_STEPS = 128
 """Shapes of a step that are kept; the one that was not used for longest goes when there are more."""
+MOST_PREFILLS = 64
+"""The same of a prompt's chunks, by width and slot."""
 
 
 class GraphSteps:
@@ -44,7 +48,8 @@ class GraphSteps:
         self.fewest_rows = 1
         self._device = device
         self._limits = limits
-        rows = limits.max_num_seqs * limits.max_model_len * shape.kv_heads * shape.head_dim
+        slot_rows = names.kv_rows(limits.max_model_len)
+        rows = limits.max_num_seqs * slot_rows * shape.kv_heads * shape.head_dim
         caches = signatures.caches(shape)
         widest = names.TREE_WIDTHS[-1]
         nodes = (limits.max_num_seqs, widest)
@@ -56,15 +61,16 @@ class GraphSteps:
         device.expect(parts, GRAPHS)
         programs = {name: device.program(name) for name in GRAPHS}
         device.expect(parts)  # beside the engines' scratch memory, whose size they tell once they are loaded
-        sizes = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
+        sizes = (limits.max_num_seqs, shape.kv_heads, slot_rows, shape.head_dim)
         state = {
             spec.name: device.empty(spec.dtype, *sizes)
             for spec in programs[names.VERIFIER].inputs
             if spec.name in set(caches)
         }
-        self._buffers = StepBuffers(device, programs, state)
-        self._trees: dict[tuple[int, int, int], BoundTreeStep] = {}
-        self._chunks: dict[int, BoundPrefill] = {}
+        self.store = TreeStore(device, limits.max_num_seqs, limits.drafted_tree)
+        self._buffers = StepBuffers(device, programs, state, self.store)
+        self._trees: Recent[tuple[int, int], BoundTreeStep] = Recent(MOST_STEPS, device.wait)
+        self._prefills: Recent[tuple[int, int], BoundPrefill] = Recent(MOST_PREFILLS, device.wait)
         self._copy_slot = slot_copy(device, names.STEP_COPY_SLOT, state)
 
     def attach(self, reader: FeatureReader) -> None:
@@ -80,7 +86,7 @@ class GraphSteps:
     def forget(self) -> None:
         """See `Steps.forget`."""
         self._trees.clear()
-        self._chunks.clear()
+        self._prefills.clear()
 
     def close(self) -> None:
         """See `Steps.close`."""
@@ -94,24 +100,15 @@ class GraphSteps:
         """See `Steps.move`; all rows of the slot."""
         self._copy_slot(source, target, rows)
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int], made: DeviceTrees | None) -> BoundTreeStep:
-        """See `Steps.tree`. A step that was not used for longest goes when there are more than `MOST_STEPS`."""
-        width = self._width(len(trees), max(map(len, trees)), max(cache_len))
-        key = (len(trees), width, made.tokens.address if made else 0)
-        step = self._trees.pop(key, None)
-        if step is None:
-            if len(self._trees) >= MOST_STEPS:
-                self._device.wait()
-                del self._trees[next(iter(self._trees))]
-            step = BoundTreeStep(self._buffers, len(trees), width, made)
-        self._trees[key] = step  # the last, so that the first is the one that was not used for longest
-        return step
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
+        """See `Steps.tree`."""
+        key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
+        return self._trees.get(key) or self._trees.add(key, BoundTreeStep(self._buffers, *key))
 
-    def prefill(self, width: int) -> BoundPrefill:
+    def prefill(self, width: int, slot: int) -> BoundPrefill:
         """See `Steps.prefill`."""
-        if width not in self._chunks:
-            self._chunks[width] = BoundPrefill(self._buffers, width)
-        return self._chunks[width]
+        key = width, slot
+        return self._prefills.get(key) or self._prefills.add(key, BoundPrefill(self._buffers, *key))
 
     def _width(self, sequences: int, nodes: int, cache_len: int) -> int:
         """Nodes that a call has space for which verifies trees of so many."""

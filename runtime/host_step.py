@@ -15,18 +15,20 @@ from redraft import names
 from redraft.engines.calls import Call, Calls
 from redraft.engines.device import Array, Buffer, Device, numpy_type
 from redraft.engines.host_buffer import HostBuffer, array_of
-from redraft.runtime.device_tree import DeviceTrees
 from redraft.runtime.limits import Limits
+from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import Layout, is_chain, layout
+from redraft.runtime.tree import Layout, is_chain, layout, root_only
 from redraft.signatures import VerifierShape
-from redraft.types import BoolArray, DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import BoolArray, FloatArray, IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
 
 Pending = Sequence[Sequence[int] | None]
 """Rows that are pending already, by reader and sequence; None if a reader reads nothing."""
+MOST_PREFILLS = 64
+"""Slots of a prompt's chunk of one width whose call is kept: a few addresses each."""
 
 
 class HostSteps:
@@ -35,6 +37,8 @@ class HostSteps:
     An engine without a mask takes chains only. Trees that branch go to a second engine over the same KV buffers, which
     `take_branches` opens.
     """
+
+    store = None
 
     def __init__(self, device: Device, shape: VerifierShape, hidden_states: tuple[str, ...], limits: Limits) -> None:
         self.fewest_rows = 1
@@ -49,8 +53,8 @@ class HostSteps:
         self._trees = self._engine if _takes_trees(self._engine) else None
         self.branches = self._trees is not None
         self.prefers_chains = not self.branches
-        self._made: dict[tuple[int, int, int, bool], HostStep] = {}
-        self._latest_prefill: HostPrefill | None = None
+        self._made: dict[tuple[int, int, bool], HostStep] = {}
+        self._prefills: dict[tuple[int, int], HostPrefill] = {}
 
     def _opened(self, graph: str) -> Calls:
         engine = Calls(self._device.program(graph))
@@ -76,6 +80,7 @@ class HostSteps:
     def forget(self) -> None:
         """See `Steps.forget`."""
         self._made.clear()
+        self._prefills.clear()
 
     def close(self) -> None:
         """See `Steps.close`."""
@@ -86,27 +91,26 @@ class HostSteps:
         """See `Steps.move`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int], made: DeviceTrees | None) -> HostStep:
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
         """See `Steps.tree`."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
         branched = self._trees is not self._engine and not all(map(is_chain, trees))
-        return self._step(len(trees), width, width, branched)
-
-    def prefill(self, width: int) -> HostPrefill:
-        """See `Steps.prefill`."""
-        return HostPrefill(self._step(1, width, self.fewest_rows, False))
-
-    def _step(self, sequences: int, width: int, rows: int, branched: bool) -> HostStep:
-        key = (sequences, width, rows, branched)
+        key = (len(trees), width, branched)
         step = self._made.get(key)
         if step is None:
             engine = self._trees if branched else self._engine
             assert engine is not None, "trees that branch were not asked for: take_branches"
-            symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
-            sizes = {"B": sequences, "T": width, "R": rows}
-            call = engine.prepare(**{symbol: size for symbol, size in sizes.items() if symbol in symbols})
-            step = self._made[key] = HostStep(self, call, width, rows)
+            step = self._made[key] = HostStep(self, engine.make(_sizes(engine, len(trees), width, width)), width)
+        return step
+
+    def prefill(self, width: int, slot: int) -> HostPrefill:
+        """See `Steps.prefill`. The steps of all slots share arrays."""
+        key = (width, self.fewest_rows)
+        step = self._prefills.get(key)
+        if step is None:
+            step = self._prefills[key] = HostPrefill(self, self._engine, width, self.fewest_rows)
+        step.take(slot)
         return step
 
 
@@ -114,11 +118,17 @@ def _takes_trees(engine: Calls) -> bool:
     return any(spec.name == names.TREE_MASK for spec in engine.inputs)
 
 
-class HostStep:
-    """See `redraft.runtime.verifier.TreeStep`. A mask still there from the call before is not written again."""
+def _sizes(engine: Calls, sequences: int, width: int, rows: int) -> dict[str, int]:
+    """Sizes of the symbols that an engine's graph has: one for a single sequence lacks B."""
+    symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
+    sizes = {"B": sequences, "T": width, "R": rows}
+    return {symbol: size for symbol, size in sizes.items() if symbol in symbols}
 
-    def __init__(self, steps: HostSteps, call: Call, width: int, rows: int) -> None:
-        self.verify = call.run
+
+class _HostCall:
+    """The arrays of an engine's call, by what they are for."""
+
+    def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
         self.width = width
         self._steps = steps
         inputs = call.inputs
@@ -128,41 +138,47 @@ class HostStep:
         self._cache_len: IntArray = inputs[names.CACHE_LEN]  # [B]
         self._kv_len: IntArray = inputs[names.KV_LEN]  # [1]
         self._output_rows: IntArray = inputs[names.OUTPUT_ROWS]  # [B, R]
-        self._every_row = np.arange(rows)
-        self._output_rows[:] = self._every_row
-        self._of_chunk: Layout | None = None
         self.logits: Buffer = HostBuffer.of("float32", call.outputs[names.LOGITS])  # [B, R, V]
         self._features: dict[str, FloatArray] = {  # [B, T, n]
             state: call.outputs[names.hidden_states(state)] for state in steps.hidden_states
         }
-        self._padding = np.eye(width, dtype=np.bool_)
-        self._layouts: list[Layout | None] = [None] * len(self._ids)
         self._pending: Pending = ()
 
-    def fill(self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Pending) -> None:
+    def _gather(self, rows: Sequence[list[int] | slice], slots: range) -> None:
+        """Copy these feature rows of every sequence behind those that are pending, for every reader."""
+        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
+            if offsets is None:
+                continue
+            for state, buffer in reader.pending_features(slots).items():
+                features, pending = self._features[state], array_of(buffer)
+                for place, start in enumerate(offsets):
+                    taken = features[place, rows[place]]
+                    pending[place, start : start + len(taken)] = taken
+
+
+class HostStep(_HostCall):
+    """See `redraft.runtime.verifier.TreeStep`. A mask still there from the call before is not written again."""
+
+    def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
+        super().__init__(steps, call, width)
+        self._run = call.run
+        self._output_rows[:] = np.arange(width)
+        self._padding = np.eye(width, dtype=np.bool_)
+        self._layouts: list[Layout | None] = [None] * len(self._ids)
+
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending) -> None:
         """See `TreeStep.fill`."""
-        if self._of_chunk is not None:  # a prompt's end was computed over the same arrays
-            self._of_chunk = None
-            self._output_rows[:] = self._every_row
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
         self._pending = pending
 
-    def run(self) -> None:
-        """See `TreeStep.run`: the samplers of the host accept, so there is nothing that could run at once."""
-        raise NotImplementedError
+    def run(self, greedy: bool) -> None:
+        """See `TreeStep.run`; the samplers decide in `outcomes`, whichever they are."""
+        self._run()
 
-    def seconds(self, whole: bool) -> float:
-        """See `TreeStep.seconds`: the host is not asynchronous."""
-        raise NotImplementedError
-
-    def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
-        """See `TreeStep.outcomes`: the samplers of the host accept."""
-        raise NotImplementedError
-
-    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-        """See `TreeStep.accept`."""
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+        """See `TreeStep.outcomes`."""
         logits = array_of(self.logits)
         outcomes = []
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
@@ -170,11 +186,14 @@ class HostStep:
             if outcome.path:
                 self._compact(slot, outcome.path)
             outcomes.append(outcome)
-        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
-            if offsets is not None:
-                rows = [[0, *outcome.path] if outcome.path else slice(1) for outcome in outcomes]
-                self._gather(reader, rows, offsets)
+        if self._pending:
+            rows = [[0, *outcome.path] if outcome.path else slice(1) for outcome in outcomes]
+            self._gather(rows, range(len(outcomes)))
         return outcomes
+
+    def seconds(self) -> float:
+        """See `TreeStep.seconds`."""
+        return 0.0
 
     def _compact(self, slot: int, path: tuple[int, ...]) -> None:
         """Move the rows of the accepted path behind the root's, all layers at once; those in place stay."""
@@ -185,15 +204,7 @@ class HostStep:
             rows = self._steps.kv[:, slot, :, int(self._cache_len[slot]) :]  # [2 layers, H_kv, C - cache_len, D]
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
 
-    def _gather(self, reader: FeatureReader, rows: Sequence[list[int] | slice], offsets: Sequence[int]) -> None:
-        """Copy feature rows of every sequence behind those that are pending."""
-        for state, buffer in reader.pending_features(len(offsets)).items():
-            features, pending = self._features[state], array_of(buffer)
-            for slot, start in enumerate(offsets):
-                taken = features[slot, rows[slot]]
-                pending[slot, start : start + len(taken)] = taken
-
-    def _place(self, slot: int, tree: DraftTree, cache_len: int) -> None:
+    def _place(self, slot: int, tree: Tree, cache_len: int) -> None:
         """Put a tree into `slot`; rows past its nodes are padding, in the places that a chain's would have."""
         nodes = len(tree.tokens)
         shape = layout(tree.parents)
@@ -209,12 +220,26 @@ class HostStep:
                 self._mask[slot, :nodes, :nodes] = shape.mask
                 self._mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones: right of them is nothing
 
-    def fill_chunk(self, tokens: IntArray, start: int, pending: Pending) -> None:
-        """Put part of a prompt into slot 0; padding continues the chain, where nothing that counts can see it."""
-        if self._of_chunk is None:
-            self._of_chunk = self._layouts[0] = Layout(np.tri(self.width, dtype=np.bool_), np.arange(self.width))
-            if self._mask is not None:
-                self._mask[0] = self._of_chunk.mask
+
+class HostPrefill(_HostCall):
+    """See `redraft.runtime.verifier.PrefillStep`: a call for each slot, over the same arrays."""
+
+    def __init__(self, steps: HostSteps, engine: Calls, width: int, rows: int) -> None:
+        self._engine = engine
+        self._sizes = _sizes(engine, 1, width, rows)
+        self._call = engine.make(self._sizes)
+        self._calls: Recent[int, Call] = Recent(MOST_PREFILLS)
+        super().__init__(steps, self._call, width)
+        if self._mask is not None:
+            self._mask[0] = np.tri(width, dtype=np.bool_)
+
+    def take(self, slot: int) -> None:
+        """Compute in this slot from now on."""
+        self._slot = slot
+        self._call = self._calls.get(slot) or self._calls.add(slot, self._engine.make(self._sizes, slot, self._call))
+
+    def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
+        """See `PrefillStep.fill`; padding continues the chain, where nothing that counts can see it."""
         self._ids[0, : len(tokens)] = tokens
         self._ids[0, len(tokens) :] = 0
         self._positions[0] = np.arange(start, start + self.width)
@@ -224,19 +249,11 @@ class HostStep:
         self._pending = pending
         self._chunk = len(tokens)
 
-    def run_chunk(self) -> None:
-        """Compute the chunk and gather its features."""
-        self.verify()
-        for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
-            if offsets is not None:
-                self._gather(reader, [slice(self._chunk)], offsets)
+    def run(self) -> None:
+        """See `PrefillStep.run`."""
+        self._call.run()
+        self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
 
-
-class HostPrefill:
-    """See `redraft.runtime.verifier.PrefillStep`."""
-
-    def __init__(self, step: HostStep) -> None:
-        self.fill = step.fill_chunk
-        self.run = step.run_chunk
-        self.outcomes = step.outcomes
-        self.logits = step.logits
+    def outcome(self, seq: Request) -> Outcome:
+        """See `PrefillStep.outcome`."""
+        return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

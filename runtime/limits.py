@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Sequences at once, rows of a slot, and nodes of a tree with its root."""
+    """Sequences at once, tokens of a sequence, and nodes, root included, of a tree and of one that a drafter makes."""
 
     max_num_seqs: int
     max_model_len: int
     largest_tree: int
+    drafted_tree: int

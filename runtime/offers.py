@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind
+from redraft.types import NO_SPECULATION, Budget, OfferKind, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.controller import Controller
@@ -28,7 +28,7 @@ class Offer:
     """
 
     key: OfferKey
-    tree: DraftTree | None = None
+    tree: Tree | None = None
     maker: TreeMaker | None = None
 
 
@@ -61,7 +61,7 @@ class Plan:
     """
 
     limits: TreeLimits
-    found: DraftTree
+    found: Tree
     kind: OfferKind = OfferKind.NONE
     make: Offer | None = None
 

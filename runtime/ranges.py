@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from redraft.runtime.metrics import Clock
-from redraft.types import DraftTree, Outcome
+from redraft.types import Outcome, Tree
 
 STEP = "step"
 WAIT = "wait"
@@ -122,7 +122,7 @@ class Ranges:
         verify.add(-late)
         other.add(late)
 
-    def count(self, trees: Sequence[DraftTree], outcomes: Sequence[Outcome]) -> None:
+    def count(self, trees: Sequence[Tree], outcomes: Sequence[Outcome]) -> None:
         """Tell who watches, if anyone does, what a step verified and what it accepted."""
         if self.watcher is not None:
             self.watcher.count("tree nodes", sum(map(len, trees)))

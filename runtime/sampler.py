@@ -16,21 +16,21 @@ import numpy as np
 from redraft.errors import UsageError
 from redraft.runtime.params import LogitsProcessor, SamplingParams
 from redraft.runtime.tree import accepted_path
-from redraft.types import DraftTree, FloatArray, Outcome
+from redraft.types import FloatArray, Outcome, Tree
 
 
 class Sampler(ABC):
     """Chooses the verifier's tokens for one request."""
 
     @abstractmethod
-    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
         """Return the target token after every node of `tree`.
 
         logits: float32[n, V], a row a node; read only, overwritten by the next step.
         tokens: all committed ones; the last is the root, whose next token sits at position len(tokens).
         """
 
-    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Sample, and accept the nodes of `tree` that agree. Arguments as `sample`."""
         return accept(tree, self.sample(logits, tree, tokens))
 
@@ -39,11 +39,11 @@ class Sampler(ABC):
 class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
 
-    def sample_likeliest(self, likeliest: Sequence[int], tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+    def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
         """As `Sampler.sample`."""
 
 
-def accept(tree: DraftTree, target_token_ids: Sequence[int]) -> Outcome:
+def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
     """Accept the nodes whose tokens are the target tokens of their parents. The bonus token is the last one's."""
     path: tuple[int, ...] = ()
     if len(target_token_ids) > 1:
@@ -61,12 +61,12 @@ class Greedy(Sampler):
     def __init__(self, record_logit_margins: bool = False) -> None:
         self.logit_margins: list[float] | None = [] if record_logit_margins else None
 
-    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> list[int]:
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
         """See `Sampler.sample`."""
         likeliest: list[int] = logits.argmax(axis=-1).tolist()
         return likeliest
 
-    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """See `Sampler.verify`."""
         outcome = accept(tree, self.sample(logits, tree, tokens))
         if self.logit_margins is not None:
@@ -81,15 +81,15 @@ class Processed(Sampler):
         self.sampler = sampler
         self._processors = processors
 
-    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Sequence[int]:
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
         """See `Sampler.sample`."""
         return self.sampler.sample(self._processed(logits, tree, tokens), tree, tokens)
 
-    def verify(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> Outcome:
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """See `Sampler.verify`."""
         return self.sampler.verify(self._processed(logits, tree, tokens), tree, tokens)
 
-    def _processed(self, logits: FloatArray, tree: DraftTree, tokens: Sequence[int]) -> FloatArray:
+    def _processed(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> FloatArray:
         """Return new logits [n, V], each row's processors called with the tokens of its node's path."""
         found = logits.copy()
         ids = tree.tokens.tolist()

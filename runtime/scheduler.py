@@ -29,16 +29,12 @@ def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
 
 
 def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
-    """Compute the prompt of `seq` in slot 0, whose tenant makes room by moving behind the last."""
-    if batch:
-        cycle.move(batch[0], 0, len(batch))
-        batch.append(batch[0])
-        batch[0] = seq
-    else:
-        batch.append(seq)
+    """Compute the prompt of `seq` in the first free slot, which is the one behind the batch's."""
+    slot = len(batch)
+    batch.append(seq)
     seq.started = time.perf_counter()
     with cycle.ranges.stage("begin"):
-        cycle.begin(seq)
+        cycle.begin(seq, slot)
 
 
 def retire(cycle: Cycle, batch: list[Sequence]) -> None:

@@ -10,7 +10,7 @@ from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import Sampler
 from redraft.runtime.tokenizer import Detokenizer
-from redraft.types import DraftTree, Outcome
+from redraft.types import Outcome, Tree
 
 FinishReason = Literal["stop", "length"]
 
@@ -65,7 +65,7 @@ class Sequence:
         self.first_token = time.perf_counter()
         self.began = clock.copy()
 
-    def commit(self, tree: DraftTree, outcome: Outcome) -> None:
+    def commit(self, tree: Tree, outcome: Outcome) -> None:
         """Add a step's tokens, cut after the first that ends the text. The root and the accepted path are now live."""
         self.cache_len += 1 + len(outcome.path)
         kept = self._append(outcome.tokens)

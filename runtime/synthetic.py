@@ -11,7 +11,7 @@ from redraft.runtime.sampler import Sampler, uniform
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, FloatArray
+from redraft.types import Budget, FloatArray, Tree
 
 LABEL = "[synthetic acceptance] "
 """What the text of such a run begins with."""
@@ -40,11 +40,11 @@ class SyntheticDrafter(TreeMaker):
         super().__init__(verifier)
         self._shares = acceptance.by_depth
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """See `TreeMaker.draft`."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
-    def _tree(self, token: int, budget: Budget) -> DraftTree:
+    def _tree(self, token: int, budget: Budget) -> Tree:
         tokens, parents, probs = [token], [-1], [1.0]
         above = 0
         for share in self._shares[: budget.depth]:
@@ -67,11 +67,11 @@ class SyntheticAcceptance(Sampler):
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def sample(self, logits: FloatArray, tree: DraftTree, tokens: Several[int]) -> list[int]:
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Several[int]) -> list[int]:
         """See `Sampler.sample`."""
         return self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens)
 
-    def sample_likeliest(self, likeliest: Several[int], tree: DraftTree, tokens: Several[int]) -> list[int]:
+    def sample_likeliest(self, likeliest: Several[int], tree: Tree, tokens: Several[int]) -> list[int]:
         """See `OverTokens.sample_likeliest`. After the last accepted node it is a token that no child has."""
         said = list(likeliest)
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()

@@ -31,13 +31,13 @@ from redraft.runtime.controller import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path
-from redraft.types import Choice, DraftTree, OfferKind, Outcome
+from redraft.types import Choice, OfferKind, Outcome, Tree
 
 _ROUNDING = 1e-6
-Recorder = Callable[[Sequence, Plan, DraftTree, Outcome], None]
+Recorder = Callable[[Sequence, Plan, Tree, Outcome], None]
 
 
-def no_record(seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+def no_record(seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
     """Keeps nothing."""
 
 
@@ -53,7 +53,7 @@ class TraceWriter:
         self._numbers: dict[int, int] = {}
         self._count = itertools.count()
 
-    def __call__(self, seq: Sequence, plan: Plan, tree: DraftTree, outcome: Outcome) -> None:
+    def __call__(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Write the step that is about to be committed."""
         if id(seq) not in self._numbers or len(seq.tokens) == seq.prompt_length + 1:
             self._numbers[id(seq)] = next(self._count)
@@ -82,7 +82,7 @@ class TraceWriter:
         self._file.write(json.dumps(values, separators=(",", ":")) + "\n")
 
 
-def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
+def _choice(choice: Choice, tree: Tree) -> dict[str, Any]:
     known, paths = set(_paths(choice.found)), _paths(tree)
     return {
         "rate": choice.rate,
@@ -96,7 +96,7 @@ def _choice(choice: Choice, tree: DraftTree) -> dict[str, Any]:
     }
 
 
-def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
+def _paths(tree: Tree) -> list[tuple[int, ...]]:
     """The tokens from the root to each node."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from redraft.runtime.offers import TreeLimits
-from redraft.types import BoolArray, DraftTree, IntArray
+from redraft.types import BoolArray, DraftTree, IntArray, Tree
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
@@ -82,7 +82,7 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_id
     return tuple(path)
 
 
-def prune(tree: DraftTree, nodes: int) -> DraftTree:
+def prune(tree: Tree, nodes: int) -> Tree:
     """The `nodes` likeliest nodes of `tree` beside its root, in their old order.
 
     A child is never likelier than its parent and comes after it, so what is kept is a tree.
@@ -102,7 +102,7 @@ def prune(tree: DraftTree, nodes: int) -> DraftTree:
     return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
-def merge(first: DraftTree, second: DraftTree) -> DraftTree:
+def merge(first: Tree, second: Tree) -> Tree:
     """Both trees under their common root: a node of the same path is one, as likely as the likelier of the two.
 
     Nodes of `second` that `first` lacks come after all of `first`; a child is still never likelier than its parent.
@@ -131,12 +131,12 @@ def merge(first: DraftTree, second: DraftTree) -> DraftTree:
     return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
 
 
-def is_chain(tree: DraftTree) -> bool:
+def is_chain(tree: Tree) -> bool:
     """Whether every node but the first follows the one before it."""
     return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
-def cut(tree: DraftTree, limits: TreeLimits, nodes: int) -> DraftTree:
+def cut(tree: Tree, limits: TreeLimits, nodes: int) -> Tree:
     """The `nodes` likeliest nodes of `tree` beside its root that a step can verify, at most those that `limits` allow.
 
     The only place where the part of a tree is chosen that is verified.
@@ -146,7 +146,7 @@ def cut(tree: DraftTree, limits: TreeLimits, nodes: int) -> DraftTree:
     )
 
 
-def exact_part(tree: DraftTree, cache_len: int, branches: bool, block_rows: int | None) -> DraftTree:
+def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:
     """The part of a tree that a verifier computes to the bit as it would a chain: all of it, unless it branches.
 
     branches: whether the verifier takes such trees; otherwise the likeliest chain is left.
@@ -169,12 +169,12 @@ def exact_part(tree: DraftTree, cache_len: int, branches: bool, block_rows: int 
     return max(prune(tree, block_rows - cache_len % block_rows - 1), longest, key=_promised)
 
 
-def _promised(tree: DraftTree) -> float:
+def _promised(tree: Tree) -> float:
     """Tokens expected of a tree, the bonus included."""
     return float(np.exp(tree.log_probs).sum())
 
 
-def likeliest_chain(tree: DraftTree) -> DraftTree:
+def likeliest_chain(tree: Tree) -> DraftTree:
     """The root, its likeliest child, the likeliest child of that one, and so on."""
     parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
     path = [0]

@@ -20,53 +20,54 @@ import numpy as np
 from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device
-from redraft.runtime.device_tree import DeviceTrees, one_source
+from redraft.runtime.bound_step import is_greedy
+from redraft.runtime.device_tree import TreeStore, calls_of
 from redraft.runtime.limits import Limits
 from redraft.runtime.metrics import Clock
 from redraft.runtime.ranges import WAIT, Ranges
-from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.tree import chain, root_only
+from redraft.runtime.tree import chain
 from redraft.signatures import VerifierShape
-from redraft.types import DraftTree, FloatArray, IntArray, Outcome
+from redraft.types import FloatArray, IntArray, Outcome, Tree
 
 PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
 PREFILL_STEP = 16
+WARM_SLOTS = 8
+"""Slots whose chunks are run before the first request; the steps of as many are kept."""
 
 
 class FeatureReader(Protocol):
     """A drafter that reads hidden states: rows of accepted tokens are gathered in buffers of its own."""
 
-    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
-        """Buffers [B, W, n] of the first sequences, by hidden state."""
+    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
+        """Buffers [B, W, n] of these slots, by hidden state."""
 
-    def pending(self, batch: Sequence[Request], rows: int) -> list[int] | None:
-        """How many rows of each sequence are pending, with space for so many more; None if it reads nothing now."""
+    def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
+        """How many rows of each sequence in these slots are pending, with space for so many more; 0 for one that
+        another drafter drafts for. None if it reads nothing now.
+        """
 
 
 class TreeStep(Protocol):
     """A step over trees of one set of sizes, bound to its buffers."""
 
-    def fill(
-        self, cache_len: Sequence[int], trees: Sequence[DraftTree], pending: Sequence[Sequence[int] | None]
-    ) -> None:
-        """Set what the next run is over: rows of the sequences, their trees, pending rows by reader."""
+    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
+        """Set what the next run is over: rows of the sequences, their trees, pending rows by reader.
 
-    def verify(self) -> None:
-        """Run the engine, and what prepares its inputs."""
+        Raises ValueError for a tree on the device that was drafted for another slot.
+        """
 
-    def run(self) -> None:
-        """Run all parts of the step."""
+    def run(self, greedy: bool) -> None:
+        """Run the engine, and what prepares its inputs; all parts of the step, on a device that has programs for them,
+        if all samplers are `greedy`.
+        """
 
-    def seconds(self, whole: bool) -> float:
-        """How long the latest `run`, or `verify` if not `whole`, took on an asynchronous device."""
+    def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+        """Return what is accepted, once the device has been waited for, and do the parts that `run` did not."""
 
-    def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
-        """Return what `run` accepted of trees of so many nodes, once the device has been waited for."""
-
-    def accept(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
-        """Let the samplers decide after `verify`, compact the rows of the accepted paths, and gather their features."""
+    def seconds(self) -> float:
+        """How long the latest run took on an asynchronous device, once it has been waited for; 0 on any other."""
 
     @property
     def logits(self) -> Buffer:
@@ -74,7 +75,7 @@ class TreeStep(Protocol):
 
 
 class PrefillStep(Protocol):
-    """A chunk of a prompt in slot 0, of one width. Its last token's logits are wanted."""
+    """A chunk of a prompt in one slot, of one width. Its last token's logits are wanted."""
 
     def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
         """Set what the next run is over: tokens from position `start` on."""
@@ -82,12 +83,12 @@ class PrefillStep(Protocol):
     def run(self) -> None:
         """Run the engine and gather features."""
 
-    def outcomes(self, nodes: Sequence[int]) -> list[Outcome]:
-        """Return what was accepted, with nodes [1], once the device has been waited for."""
+    def outcome(self, seq: Request) -> Outcome:
+        """Return what the sampler of `seq` says after the chunk, once the device has been waited for."""
 
     @property
     def logits(self) -> Buffer:
-        """Logits [1, 1, V]."""
+        """Logits [1, R, V], the same row R times."""
 
 
 class Steps(Protocol):
@@ -100,11 +101,15 @@ class Steps(Protocol):
     prefers_chains: bool
     """True if trees that branch take another engine: a method without engines of its own then drafts chains."""
 
-    def tree(self, trees: Sequence[DraftTree], cache_len: Sequence[int], made: DeviceTrees | None) -> TreeStep:
-        """The step for such trees, some of which may be `made` on the device."""
+    @property
+    def store(self) -> TreeStore | None:
+        """Where drafters leave trees on the device; None if they copy them to the host."""
 
-    def prefill(self, width: int) -> PrefillStep:
-        """The step for chunks of so many tokens."""
+    def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> TreeStep:
+        """The step for such trees, whoever made them. It is good until another one is asked for."""
+
+    def prefill(self, width: int, slot: int) -> PrefillStep:
+        """The step for chunks of so many tokens in a slot. It is good until another one is asked for."""
 
     def attach(self, reader: FeatureReader) -> None:
         """Gather features for a reader from now on."""
@@ -134,12 +139,12 @@ class Verifier:
 
     def __init__(
         self, device: Device, shape: VerifierShape, max_model_len: int, max_num_seqs: int = 1,
-        hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize,
+        hidden_states: tuple[str, ...] = (), largest_tree: int = sys.maxsize, drafted_tree: int = 1,
     ) -> None:  # fmt: skip
         """Load the verifier's programs. Raises BundleError, and BackendError if they do not fit the device.
 
         largest_tree: nodes of a tree that a call takes at most, root included; what `max_model_len` leaves is another
-        limit.
+        limit.   drafted_tree: nodes of the largest tree, root included, that a drafter leaves on the device.
         """
         from redraft.runtime.graph_steps import GraphSteps
         from redraft.runtime.host_step import HostSteps
@@ -155,7 +160,8 @@ class Verifier:
         self._readers: list[FeatureReader] = []
         kind = GraphSteps if device.step_graphs else HostSteps
         self.largest_tree = largest_tree
-        self.steps: Steps = kind(device, shape, hidden_states, Limits(max_num_seqs, max_model_len, largest_tree))
+        limits = Limits(max_num_seqs, max_model_len, largest_tree, min(drafted_tree, largest_tree))
+        self.steps: Steps = kind(device, shape, hidden_states, limits)
         self._warm = False
 
     @property
@@ -210,74 +216,82 @@ class Verifier:
             return
         self._warm = True
         for sequences in sorted({1, self.max_num_seqs}, reverse=True):  # the largest first: its memory does for others
-            self.warm_trees(sequences)
-        for width in range(PREFILL_STEP, min(PREFILL_CHUNK, self.max_model_len) + 1, PREFILL_STEP):
-            step = self.steps.prefill(width)
-            for _ in range(2):
-                step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self._readers))
-                step.run()
-                self.device.wait()
+            self._warm_trees(sequences)
+        widths = range(PREFILL_STEP, min(PREFILL_CHUNK, self.max_model_len) + 1, PREFILL_STEP)
+        for slot in range(min(self.max_num_seqs, WARM_SLOTS)):
+            for width in widths:
+                step = self.steps.prefill(width, slot)
+                for _ in range(2):
+                    step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self._readers))
+                    step.run()
+                    self.device.wait()
 
-    def warm_trees(self, sequences: int, made: DeviceTrees | None = None) -> None:
-        """Run a step of every width twice, over the trees of a drafter's call if one `made` them."""
+    def _warm_trees(self, sequences: int) -> None:
+        """Run a step of every width twice."""
         widest = min(self.largest_tree, self.max_model_len)
         for width in [width for width in reversed(names.TREE_WIDTHS) if width <= widest]:
-            trees = [made.tree(slot, min(width, made.width)) if made else blank(width) for slot in range(sequences)]
-            step = self.steps.tree([blank(width)] * sequences, [0] * sequences, made)
+            trees = [blank(width)] * sequences
+            step = self.steps.tree(trees, [0] * sequences)
             for _ in range(2):
                 step.fill([0] * sequences, trees, [[0] * sequences] * len(self._readers))
-                step.run()
+                step.run(True)
                 self.device.wait()
 
-    def verify(self, batch: Sequence[Request], trees: Sequence[DraftTree]) -> list[Outcome]:
+    def verify(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
-        Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that a drafter left
-        on the device stay there. Raises ValueError if two calls of a drafter made them.
+        Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that drafters left
+        on the device stay there, whichever calls made them. Raises ValueError for one that was drafted for another
+        slot.
         """
         stage = self.ranges.stage
-        made = one_source(trees) if self._waits else None
         cache_len = [seq.cache_len for seq in batch]
-        pending = [reader.pending(batch, max(map(len, trees))) for reader in self._readers]
-        fused = self._waits and _are_greedy(batch)
+        slots = range(len(batch))
+        pending = [reader.pending(batch, max(map(len, trees)), slots) for reader in self._readers]
+        greedy = self._waits and all([is_greedy(seq) for seq in batch])
         with stage("fill"):
-            step = self.steps.tree(trees, cache_len, made)
+            step = self.steps.tree(trees, cache_len)
             step.fill(cache_len, trees, pending)
         with stage("verify"), self.ranges.call(names.VERIFIER):
-            (step.run if fused else step.verify)()
+            step.run(greedy)
             if self._waits:
                 with stage(WAIT):
                     self.device.wait()
-            outcomes = step.outcomes(list(map(len, trees))) if fused else None
-        if outcomes is None:
-            with stage("accept"):
-                outcomes = step.accept(batch, trees)
-        if made is not None and self.device.asynchronous:
-            self.ranges.waited_for(made.stage, made.work.seconds(), step.seconds(fused))
+        with stage("accept"):
+            outcomes = step.outcomes(batch, trees)
+        if self.device.asynchronous and (calls := calls_of(trees)):
+            own = step.seconds()
+            for call in calls:
+                self.ranges.waited_for(call.stage, call.work.seconds(), own)
         return outcomes
 
-    def prefill(self, seq: Request) -> Iterator[tuple[int, int]]:
-        """Compute the prompt of `seq` in slot 0, chunk by chunk, in calls of a few widths.
+    def prefill(self, seq: Request, slot: int) -> Iterator[tuple[int, int]]:
+        """Compute the prompt of `seq` in a slot that no other sequence has, chunk by chunk, in calls of a few widths.
 
         Yields each chunk's first position and its tokens; `first_outcome` then verifies the prompt's last position.
         """
+        slots = range(slot, slot + 1)
         prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
         for start in range(0, len(prompt), PREFILL_CHUNK):
             chunk = prompt[start : start + PREFILL_CHUNK]
             width = min(-(-len(chunk) // PREFILL_STEP) * PREFILL_STEP, self.max_model_len - start)
-            self._latest = step = self.steps.prefill(width)
-            step.fill(chunk, start, [reader.pending([seq], width) for reader in self._readers])
+            step = self.steps.prefill(width, slot)
+            self._latest = slot, step
+            step.fill(chunk, start, [reader.pending([seq], width, slots) for reader in self._readers])
             with self.ranges.stage("prefill"):
                 step.run()
             yield start, len(chunk)
 
-    def first_outcome(self, seq: Request) -> Outcome:
-        """Return what the verifier says after the prompt that was just computed."""
+    def first_outcome(self, seq: Request, slot: int) -> Outcome:
+        """Return what the verifier says after the prompt that was just computed in this slot.
+
+        Raises ValueError if another slot's prompt was computed since.
+        """
+        latest, step = self._latest
+        if latest != slot:
+            raise ValueError(f"the prompt in slot {latest} was computed last, not that in slot {slot}")
         self.device.wait()
-        if self.device.step_graphs and _are_greedy([seq]):
-            return self._latest.outcomes([1])[0]
-        logits = logits_of(self._latest)[0]
-        return seq.sampler.verify(logits, root_only(seq.tokens[-1]), seq.tokens)
+        return step.outcome(seq)
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copy at least the first `rows` rows of slot `source` to slot `target`."""
@@ -290,26 +304,25 @@ class Verifier:
         """
         cache_len = min(kv_len, self.max_model_len - max(nodes, 2))  # a graph for one sequence takes a single row twice
         trees = [blank(nodes)] * sequences
-        step = self.steps.tree(trees, [cache_len] * sequences, None)
+        step = self.steps.tree(trees, [cache_len] * sequences)
         step.fill([cache_len] * sequences, trees, [[0] * sequences] * len(self._readers))
-        work = step.run if self.device.step_graphs else step.verify
         self.device.wait()
         start = time.perf_counter()
-        work()
+        step.run(True)
         self.device.wait()
         return (time.perf_counter() - start) * 1e3
 
-    def logits(self, trees: Sequence[DraftTree], cache_lens: Sequence[int]) -> list[FloatArray]:
+    def logits(self, trees: Sequence[Tree], cache_lens: Sequence[int]) -> list[FloatArray]:
         """Logits [nodes, V] of one tree a slot, from slot 0 on, after so many rows. Rows of KV are overwritten."""
-        step = self.steps.tree(trees, cache_lens, None)
+        step = self.steps.tree(trees, cache_lens)
         step.fill(cache_lens, trees, [None] * len(self._readers))
-        step.verify()
+        step.run(False)
         self.device.wait()
         return [logits[: len(tree)].copy() for logits, tree in zip(logits_of(step), trees, strict=False)]
 
     def chunk_logits(self, tokens: IntArray, start: int, width: int) -> FloatArray:
         """Logits [1, V] after part of a prompt, computed as `prefill` does."""
-        step = self.steps.prefill(width)
+        step = self.steps.prefill(width, 0)
         step.fill(tokens, start, [None] * len(self._readers))
         step.run()
         self.device.wait()
@@ -323,10 +336,11 @@ def open_verifier(
     """The bundle's verifier on a device, with rows for its context or for `max_model_len` tokens."""
     manifest = bundle.manifest
     rows = max_model_len or manifest.max_model_len
-    return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states, largest_tree)
+    drafted_tree = 1 + max([drafter.limits.nodes for drafter in manifest.drafters.values()], default=0)
+    return Verifier(device, manifest.shape, rows, max_num_seqs, manifest.hidden_states, largest_tree, drafted_tree)
 
 
-def blank(nodes: int) -> DraftTree:
+def blank(nodes: int) -> Tree:
     """A chain of token 0."""
     return chain(np.zeros(nodes, np.int64))
 
@@ -335,8 +349,3 @@ def logits_of(step: TreeStep | PrefillStep) -> FloatArray:
     """Logits [B, R, V] on the host, where they lie or as a copy."""
     buffer = step.logits
     return buffer.host if buffer.host is not None else buffer.read()
-
-
-def _are_greedy(batch: Sequence[Request]) -> bool:
-    """True if the accepting graph says what the samplers would."""
-    return all([type(seq.sampler) is Greedy and seq.sampler.logit_margins is None for seq in batch])

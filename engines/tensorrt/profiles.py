@@ -106,7 +106,7 @@ def verifier_symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Si
 
 def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context."""
-    rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len + spare_rows)}
+    rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len + spare_rows))}
     return {name: {**_batch(limits), **rows, **own} for name, own in graph.profiles.items()}
 
 
@@ -137,10 +137,15 @@ def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
 
 
+def _storing(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+    """After every draft for several sequences."""
+    return {TREE: _trees(limits)}
+
+
 _SYMBOLS = {
     names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _judging, names.STEP_ACCEPT: _judging,
     names.STEP_COMPACT_KV: _keeping,
-    names.STEP_GATHER_FEATURES: _collecting,
+    names.STEP_GATHER_FEATURES: _collecting, names.STEP_STORE_TREES: _storing,
 }  # fmt: skip
 
 
@@ -150,13 +155,13 @@ def _batch(limits: Limits) -> dict[str, Sizes]:
 
 
 def _buffers(limits: Limits) -> dict[str, Sizes]:
-    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len)}
+    return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len))}
 
 
 def _trees(limits: Limits) -> dict[str, Sizes]:
-    """T nodes of a call, of a drafter's tree that has K."""
+    """T nodes of a call, K of a drafter's tree, S of a tree in the store."""
     tuned, widest = limits.tuned, limits.widest
-    return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest)}
+    return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest), "S": (1, tuned, widest)}
 
 
 def _range(spec: TensorSpec, sizes: Mapping[str, Sizes]) -> Range:

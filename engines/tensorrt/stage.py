@@ -23,11 +23,17 @@ from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
-GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
+GRAPHS = (
+    names.VERIFIER,
+    names.STEP_PREPARE_TREE,
+    names.STEP_ACCEPT,
+    names.STEP_GATHER_FEATURES,
+    names.STEP_STORE_TREES,
+)
 """Graphs of the verifier and of a step that engines are built of, whoever computes attention.
 
-TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting engine writes is
-copied to where it belongs, and slots are copied without an engine.
+TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting and the storing
+engine write is copied to where it belongs, and slots are copied without an engine.
 """
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]

@@ -176,6 +176,11 @@ def tree_size(steps: int, width: int) -> int:
     return 1 + width + (steps - 1) * width * width if steps else 1
 
 
+def level_width(shape: LyannaShape) -> int:
+    """Return the nodes of a level at most: all levels but the first have `width` children of `width` nodes."""
+    return min(shape.width if shape.steps == 1 else shape.width**2, max(shape.nodes - 1, 1))
+
+
 def resample_nodes(shape: LyannaShape) -> int:
     """Return the nodes that a resampled tree is cut to: it has at least one step fewer than a fresh one."""
     return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
@@ -217,7 +222,7 @@ METHOD: Method[LyannaShape] = Method(
     state=slot_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
     tables=token_info_tables,
-    limits=lambda shape: Limits(shape.steps, shape.width, shape.nodes - 1),
+    limits=lambda shape: Limits(shape.steps, level_width(shape), shape.nodes - 1),
     describe=lambda shape: (
         f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, "
         f"token information of {shape.hot} tokens in {shape.token_info}"

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, OfferKind, Outcome
+from redraft.types import Budget, OfferKind, Outcome, Tree
 
 
 class Drafter(ABC):
@@ -23,7 +23,7 @@ class Drafter(ABC):
     hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
     """
 
-    has_engines: ClassVar[bool] = False
+    has_engines: bool = False
     """True if it runs engines of its own."""
     name: str = ""
     """The drafter's id in the bundle, or its method's."""
@@ -46,8 +46,8 @@ class Drafter(ABC):
     def begin(self, seq: Sequence) -> None:  # noqa: B027 (only some methods need it)
         """`seq` is admitted: its prompt is known, nothing is computed yet."""
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:  # noqa: B027 (as above)
-        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed."""
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
+        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed in this slot."""
 
     @abstractmethod
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
@@ -56,15 +56,15 @@ class Drafter(ABC):
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
         """`seq` moves from one slot to another."""
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:  # noqa: B027 (as above)
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
         """`tree` was verified and `outcome` committed, also in plain steps."""
 
 
 class TreeMaker(Drafter):
     """A drafter that makes trees for a batch in one call: fresh ones, and some methods from what their last draft left.
 
-    Sequence i of a batch sits in slot i. The tree of a sequence whose budget has no nodes is not looked at: another
-    drafter may be drafting for it.
+    Sequence i of a batch sits in slot i. A sequence whose budget has no nodes is not drafted for: what is kept for
+    it stays as it is, and its tree is not looked at. It may be another drafter's.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -87,14 +87,14 @@ class TreeMaker(Drafter):
         return OfferKey(self.name, OfferKind.FRESH)
 
     @abstractmethod
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[DraftTree]:
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
         """Return a tree for each sequence within its budget, rooted at its last token."""
 
     def remaining(self, seq: Sequence) -> int:
         """Return how many steps of the last draft of `seq` `resample` could still use."""
         return 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[DraftTree]:
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
         """As `draft`, from what the last drafts left over. Called only if steps remain."""
         raise NotImplementedError
 

@@ -4,6 +4,10 @@ The drafter has its own KV. Its rows are pairs of the verifier's feature at a po
 tokens committed since the last draft are pending, and go in with the next one, in chunks if there are many. The
 verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only how many nodes they
 have.
+
+A call computes all slots of a batch, also those that it does not draft for. It leaves these as they were: it writes
+their KV behind the rows that count, puts only the trees that are wanted into the verifier's `TreeStore`, and what else
+it would overwrite is copied aside before.
 """
 
 from __future__ import annotations
@@ -19,24 +23,30 @@ import numpy as np
 
 from redraft import names
 from redraft.engines.bundle import Bundle
-from redraft.engines.device import Array, Buffer, Device, Program, byte_size, sized
+from redraft.engines.device import Array, Buffer, Device, Program, Run, byte_size, sized, slots_of
 from redraft.engines.host_buffer import array_of
 from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
 from redraft.methods import Method
 from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
-from redraft.runtime.bound_step import gathered, leading, slot_copy
-from redraft.runtime.device_tree import DeviceTrees
+from redraft.runtime.bound_step import gathered, slot_copy
+from redraft.runtime.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.ranges import WAIT
+from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
-from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.runtime.verifier import WARM_SLOTS, Verifier
+from redraft.types import Budget, DraftTree, Outcome, Tree
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """More rows than this are padded to a multiple of it on the host, so that few shapes are prepared."""
+_TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
+_TAKE_IN = "take_in"
+"""A call of the draft graph that takes in rows and drafts nothing."""
+MOST_CALLS = 128
+"""Shapes of a call that are kept, of which the ones that take in a prompt's rows have a slot each."""
 
 
 @dataclass(slots=True)
@@ -63,29 +73,35 @@ class HiddenStateDrafter(TreeMaker):
         self.options = options
         self.name = name
         self.shape = shape
+        self.limits = self.method.limits(shape)
         device = self._device = verifier.device
-        self.for_all = device.step_graphs
+        self._store = verifier.steps.store if device.step_graphs else None
         sizes = {
             "B": verifier.max_num_seqs,
-            "C": verifier.max_model_len + CATCH_UP + shape.steps,
+            "C": names.kv_rows(verifier.max_model_len + CATCH_UP + shape.steps),
             "W": names.MAX_PENDING_FEATURES,
         }
         state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in self.method.state(shape)}
+        several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
         graphs = tuple(self.method.roles(shape))
+        step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         device.expect({
             "drafter's KV and pending rows": sum(state.values()),
+            "drafter's chains aside": state.get(names.CHAIN_LOGITS, 0) if several else 0,
             "drafter's tables": sum(table.nbytes for table in tables.values()),
-        }, (*(drafter_graph(name, role) for role in graphs), names.STEP_GATHER_FEATURES))  # fmt: skip
+        }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
         self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
-        self._gather = device.program(names.STEP_GATHER_FEATURES)
+        self._step_programs = {graph: device.program(graph) for graph in step_graphs}
         self._state = {
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._positions = np.arange(sizes["C"])
-        self._calls: dict[tuple[str, int, int], _Call] = {}
-        self._trees: dict[tuple[str, int], dict[str, Buffer]] = {}
-        self._shifts: dict[int, _Shift] = {}
+        self._calls: Recent[tuple[str, int, int], _Call] = Recent(MOST_CALLS, device.wait)
+        self._lost_chain: Buffer | None = None
+        self._shifts: Recent[int, _Shift] = Recent(MOST_CALLS, device.wait)
+        chains = self._state.get(names.CHAIN_LOGITS) if several else None
+        self._chains = [_Aside(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
         if device.asynchronous:
@@ -101,15 +117,15 @@ class HiddenStateDrafter(TreeMaker):
         check_tree(verifier.largest_tree, built.shape.nodes)
         return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)
 
-    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
+    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
         """See `FeatureReader.pending_features`."""
         (state,) = self.method.hidden_states
-        return {state: leading(self._state[names.PENDING_FEATURES], sequences)}
+        return {state: slots_of(self._state[names.PENDING_FEATURES], slots)}
 
-    def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
-        """See `FeatureReader.pending`. What is pending while other methods draft is not kept."""
-        states: list[Any] = [seq.drafting.get(self) for seq in batch]
-        if not all(states):
+    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+        """See `FeatureReader.pending`."""
+        states = [self._state_of(seq) for seq in batch]
+        if not any(states):
             return None
         space = names.MAX_PENDING_FEATURES - rows
         if space < CATCH_UP:
@@ -117,59 +133,75 @@ class HiddenStateDrafter(TreeMaker):
                 f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
                 "lower the budget's nodes",
             )
-        found = [state.pending for state in states]
-        most = CATCH_UP if self.for_all else space  # sequences that draft at once take in their rows at once
-        while max(found) > most:
-            self._catch_up(batch)
-            found = [state.pending for state in states]
-        return found
+        for slot, seq, state in zip(slots, batch, states, strict=True):
+            while state and state.pending > space:
+                self._take_in(seq, slot)
+        return [state.pending if state else 0 for state in states]
+
+    def _state_of(self, seq: Sequence) -> Drafting | None:
+        """What is kept for `seq`; None if another method drafts for it."""
+        return seq.drafting.get(self)
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
         """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
-            self._catch_up([seq])
+            self._take_in(seq, slot)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """See `Drafter.accept`; the rows are there already."""
         drafting: Drafting = seq.drafting[self]
         drafting.pending += 1 + len(outcome.path)
         drafting.used += 1 + len(outcome.path)
 
-    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.draft`. Raises ValueError if nothing was committed since the last draft of a sequence.
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        """See `TreeMaker.draft`. Raises ValueError if nothing was committed since the last draft of a sequence.
 
-        Trees on a GPU are as deep and wide as they are made: the budget says how many of their nodes.
+        Trees stay on a GPU, of which the host says only how many nodes are wanted, unless a budget is less deep or less
+        wide than they are made: such a tree is copied to the host and cut there.
         """
-        wanted = [budget.nodes > 0 or self.for_all for budget in budgets]
-        drafted = [seq for seq, yes in zip(batch, wanted, strict=True) if yes]
-        if not all(seq.drafting[self].pending for seq in drafted):
-            raise ValueError("nothing was committed since the last draft of a sequence")
-        while max(seq.drafting[self].pending for seq in drafted) > CATCH_UP:
-            self._catch_up(batch, wanted)
-        rows = [seq.drafting[self].pending if yes else 0 for seq, yes in zip(batch, wanted, strict=True)]
-        call = self._draft(batch, rows)
-        for seq in drafted:
-            seq.drafting[self].used = 0
-        return call.trees(batch, budgets, [self.shape.nodes] * len(batch), f"draft {self.name}")
+        rows = [0] * len(batch)
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if not budget.nodes:
+                continue
+            drafting: Drafting = seq.drafting[self]
+            if not drafting.pending:
+                raise ValueError("nothing was committed since the last draft of a sequence")
+            while drafting.pending > CATCH_UP:
+                self._take_in(seq, slot)
+            rows[slot] = drafting.pending
+        if not any(rows):
+            return [root_only(seq.tokens[-1]) for seq in batch]
+        call = self._call(DRAFT, range(len(batch)), self._width(max(rows)))
+        kept = self._kept_chains(batch, rows)
+        for aside in kept:
+            aside.save()
+        self._fill(call, batch, rows)
+        self._run(DRAFT, call)
+        for aside in kept:
+            aside.restore()
+        for seq, count in zip(batch, rows, strict=True):
+            if count:
+                seq.drafting[self].used = 0
+        return self._made(call, batch, budgets, [self.shape.nodes] * len(batch), f"draft {self.name}")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """See `Drafter.measure_ms`."""
+        """See `TreeMaker.measure_ms`."""
         width = self._width(rows)
-        call = self._call(DRAFT, 1, width)
+        call = self._call(DRAFT, range(1), width)
         self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - width)])
         drafted = self._measured(call)
         if RESAMPLE not in self._programs:
             return drafted, 0.0
-        again = self._call(RESAMPLE, 1, 0)
+        again = self._call(RESAMPLE, range(1), 0)
         again.host_inputs.open()[names.FIRST_STEP][:] = 1
         return drafted, self._measured(again)
 
@@ -182,39 +214,37 @@ class HiddenStateDrafter(TreeMaker):
         return (time.perf_counter() - started) * 1e3
 
     def _warm(self) -> None:
-        """Run every call, and the verification of what it makes, until it is replayed as a graph."""
+        """Run every call until it is replayed as a graph."""
         self.verifier.warm()
-        for sequences in sorted({1, self.verifier.max_num_seqs}, reverse=True):
-            calls = [(DRAFT, width) for width in names.DRAFT_WIDTHS]
-            calls += [(RESAMPLE, 0)] if RESAMPLE in self._programs else []
-            for graph, width in calls:
-                call = self._call(graph, sequences, width)
-                for _ in range(2):
-                    if graph == DRAFT:
-                        self._fill_rows(call, [1] * sequences, [0] * sequences)
-                    else:
-                        call.host_inputs.open()[names.FIRST_STEP][:] = 1
-                    call.work()
-                    self._device.wait()
-                if width != CATCH_UP:
-                    self.verifier.warm_trees(sequences, call.made(""))
+        slots = self.verifier.max_num_seqs
+        calls = [(_TAKE_IN, range(slot, slot + 1), CATCH_UP) for slot in range(min(slots, WARM_SLOTS))]
+        for sequences in sorted({1, slots}, reverse=True):
+            calls += [(DRAFT, range(sequences), width) for width in names.DRAFT_WIDTHS]
+            calls += [(RESAMPLE, range(sequences), 0)] if RESAMPLE in self._programs else []
+        for kind, taken, width in calls:
+            call = self._call(kind, taken, width)
+            for _ in range(2):
+                if kind == RESAMPLE:
+                    call.host_inputs.open()[names.FIRST_STEP][:] = 1
+                else:
+                    self._fill_rows(call, [1] * len(taken), [0] * len(taken))
+                call.work()
+                self._device.wait()
 
-    def _catch_up(self, batch: Several[Sequence], wanted: Several[bool] | None = None) -> None:
-        """Take in at most CATCH_UP rows of every sequence, and bring the rest forward. Their chains are lost."""
-        rows = [min(seq.drafting[self].pending, CATCH_UP) for seq in batch]
-        if wanted is not None and not self.for_all:
-            rows = [
-                count if yes and seq.drafting[self].pending > CATCH_UP else 0
-                for seq, yes, count in zip(batch, wanted, rows, strict=True)
-            ]
-        self._draft(batch, rows)
-        for seq, count in zip(batch, rows, strict=True):
-            if count:
-                seq.drafting[self].used = self.shape.steps
-        if len(batch) not in self._shifts:
-            pending = leading(self._state[names.PENDING_FEATURES], len(batch))
-            self._shifts[len(batch)] = _Shift(self._device, self._gather, pending)
-        self._shifts[len(batch)](rows)
+    def _take_in(self, seq: Sequence, slot: int) -> None:
+        """Take in CATCH_UP rows of a sequence that has more, and bring the rest forward. Its chain is lost."""
+        drafting: Drafting = seq.drafting[self]
+        call = self._call(_TAKE_IN, range(slot, slot + 1), self._width(CATCH_UP))
+        self._fill(call, [seq], [CATCH_UP])
+        self._run(DRAFT, call)
+        drafting.used = self.shape.steps
+        pending = slots_of(self._state[names.PENDING_FEATURES], range(slot, slot + 1))
+        shift = self._shifts.get(slot) or self._shifts.add(slot, _Shift(self._device, self._gather, pending))
+        shift()
+
+    @property
+    def _gather(self) -> Program:
+        return self._step_programs[names.STEP_GATHER_FEATURES]
 
     def _width(self, rows: int) -> int:
         """Rows that a draft call has space for which takes in so many."""
@@ -222,44 +252,40 @@ class HiddenStateDrafter(TreeMaker):
             return names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, rows)]
         return rows if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
 
-    def _draft(self, batch: Several[Sequence], rows: Several[int]) -> _Call:
-        """One call that takes in the first rows[i] pending rows of sequence i. On the host, 0 keeps its state."""
-        call = self._call(DRAFT, len(batch), self._width(max(rows)))
-        states: list[Drafting] = [seq.drafting[self] for seq in batch]
-        kept = {} if self._device.step_graphs else self._chains(states, rows)
-        values = self._fill_rows(call, rows, [state.cache_len for state in states])
+    def _fill(self, call: _Call, batch: Several[Sequence], rows: Several[int]) -> None:
+        """Let the next run of a call take in the first rows[i] pending rows of sequence i, and draft for those."""
+        states = [self._state_of(seq) for seq in batch]
+        values = self._fill_rows(call, rows, [state.cache_len if state else 0 for state in states])
         tokens = values[names.TOKENS]
-        for slot, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
-            start = state.cache_len + 1
-            tokens[slot, :count] = seq.tokens[start : start + count]
-            state.cache_len += count
-            state.pending -= count
-        self._run(DRAFT, call)
-        for slot, logits in kept.items():
-            array_of(self._state[names.CHAIN_LOGITS])[slot] = logits
-        return call
-
-    def _chains(self, states: Several[Drafting], rows: Several[int]) -> dict[int, Array]:
-        """Copies of the chains that a draft writes over although it takes in no row, by slot."""
-        logits = self._state.get(names.CHAIN_LOGITS)
-        if logits is None:
-            return {}
-        return {
-            slot: array_of(logits)[slot].copy()
-            for slot, (state, count) in enumerate(zip(states, rows, strict=True))
-            if not count and state.used < self.shape.steps
-        }
+        for place, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
+            if state and count:
+                start = state.cache_len + 1
+                tokens[place, :count] = seq.tokens[start : start + count]
+                state.cache_len += count
+                state.pending -= count
 
     def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Mapping[str, Array]:
         """Set where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
         values = call.host_inputs.open()
         positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
-        for slot, start in enumerate(cache_len):
-            positions[slot] = self._positions[start : start + call.width]
-            pending[slot] = rows[slot] or 1
-            lengths[slot] = start
+        for place, start in enumerate(cache_len):
+            positions[place] = self._positions[start : start + call.width]
+            pending[place] = rows[place] or 1
+            lengths[place] = start
         values[names.KV_LEN][0] = max(cache_len) + call.width
+        if call.stores:
+            values[names.DRAFTED][:] = rows
         return values
+
+    def _kept_chains(self, batch: Several[Sequence], rows: Several[int]) -> list[_Aside]:
+        """Chains that a draft writes over although it takes in no row of theirs."""
+        if 0 not in rows or not self._chains:
+            return []
+        return [
+            self._chains[slot]
+            for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
+            if not count and (state := self._state_of(seq)) and state.used < self.shape.steps
+        ]
 
     def _run(self, graph: str, call: _Call) -> None:
         ranges = self.verifier.ranges
@@ -269,105 +295,133 @@ class HiddenStateDrafter(TreeMaker):
                 with ranges.stage(WAIT):
                     self._device.wait()
 
-    def _call(self, graph: str, sequences: int, width: int) -> _Call:
-        key = (graph, sequences, width)
-        call = self._calls.get(key)
-        if call is None:
-            held = {
-                name: leading(buffer, sequences)
-                for name, buffer in self._state.items()
-                if name != names.PENDING_FEATURES
-            }
-            trees = self._trees.setdefault((graph, sequences), {})
-            sizes = {"B": sequences, "M": width}
-            call = _Call(self._device, self._programs[graph], sizes, {**held, **self._tables, **trees})
-            trees.update(call.tree_buffers)  # of calls of all widths, so that one verification does for them
-            if graph == DRAFT:
-                call.gather(self._gather, leading(self._state[names.PENDING_FEATURES], sequences))
-            self._calls[key] = call
-        return call
+    def _made(
+        self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
+    ) -> list[Tree]:
+        """The trees of a call's latest run within the budgets, of which `nodes` nodes exist."""
+        if self._store is None:
+            return [
+                within(call.copied(slot, count), budget) if budget.nodes else root_only(seq.tokens[-1])
+                for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=True))
+            ]
+        counts = [min(count, 1 + budget.nodes) for count, budget in zip(nodes, budgets, strict=True)]
+        drafts = call.drafts(counts, stage)
+        trees: list[Tree] = []
+        for slot, (seq, budget, count) in enumerate(zip(batch, budgets, counts, strict=True)):
+            if count == 1:
+                trees.append(root_only(seq.tokens[-1]))
+            elif budget.depth < min(self.limits.depth, count - 1) or budget.width < min(self.limits.width, count - 1):
+                trees.append(within(drafts.copied(slot, nodes[slot]), budget))
+            else:
+                trees.append(drafts.tree(slot))
+        return trees
+
+    def _call(self, kind: str, slots: range, width: int) -> _Call:
+        key = (kind, slots.stop, width)
+        return self._calls.get(key) or self._calls.add(key, self._bound(kind, slots, width))
+
+    def _bound(self, kind: str, slots: range, width: int) -> _Call:
+        """A call over the slots' state, bound to buffers."""
+        program = self._programs[RESAMPLE if kind == RESAMPLE else DRAFT]
+        given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
+        pending = given.pop(names.PENDING_FEATURES) if kind != RESAMPLE else None
+        store = self._store
+        if kind == _TAKE_IN:
+            store = None
+            if names.CHAIN_LOGITS in given:
+                chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
+                given[names.CHAIN_LOGITS] = chain
+        sizes = {"B": len(slots), "M": width}
+        return _Call(self._device, program, self._step_programs, sizes, {**given, **self._tables}, pending, store)
 
 
 class _Call:
-    """One shape of a drafter's program: buffers of its own next to those `given`, and the work that runs it."""
+    """One shape of a drafter's program: buffers of its own next to those `given`, and the work that runs it.
 
-    def __init__(self, device: Device, program: Program, sizes: Mapping[str, int], given: Mapping[str, Buffer]) -> None:
+    pending: where rows are taken from before every run.   store: where trees go after it, those of the slots that
+    `names.DRAFTED` marks if there are several.
+    """
+
+    def __init__(
+        self, device: Device, program: Program, step_programs: Mapping[str, Program], sizes: Mapping[str, int],
+        given: Mapping[str, Buffer], pending: Buffer | None, store: TreeStore | None,
+    ) -> None:  # fmt: skip
+        self.width = sizes["M"]
+        self.stores = store is not None and sizes["B"] > 1
         self._device = device
+        self._step_programs = step_programs
         known = dict(given)
+        if store is not None and not self.stores:  # of one sequence, the trees are written to the store at once
+            tree = next(spec.shape for spec in program.outputs if spec.name == names.TREE_TOKENS)
+            known[names.TREE_TOKENS], known[names.TREE_PARENTS] = store.first(sized(tree, sizes)[1])
         shapes = {
             spec.name: sized(spec.shape, sizes)
             for spec in program.inputs
-            if spec.dtype == "int64" and spec.name not in given
+            if spec.dtype == "int64" and spec.name not in known
         }
-        self.host_inputs = device.host_inputs(**shapes)
-        self.width = sizes["M"]
+        drafted = {names.DRAFTED: (sizes["B"],)} if self.stores else {}
+        self.host_inputs = device.host_inputs(**shapes, **drafted)
         known |= self.host_inputs.buffers
         for spec in (*program.inputs, *program.outputs):
             if spec.name not in known:
                 other = known.get(spec.in_place_of) if spec.in_place_of else None
                 known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
-        self._buffers = {spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}
-        self._run = program.bind(self._buffers)
-        self.work = device.chain([self.host_inputs.send, self._run])
-        self._tokens, self._parents, self._log_probs = (self._buffers[name] for name in _TREE)
+        runs = [program.bind({spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)})]
+        if pending is not None:
+            runs.insert(0, self._taking(pending, known[names.FEATURE_ROWS]))
+        self._tokens, self._parents, self._log_probs = (known[name] for name in _TREE)
+        if store is not None and self.stores:
+            runs.append(self._storing(store, known[names.DRAFTED]))
+        self.work = device.chain([self.host_inputs.send, *runs])
 
-    @property
-    def tree_buffers(self) -> dict[str, Buffer]:
-        """Where the program writes trees."""
-        return {name: self._buffers[name] for name in _TREE}
-
-    def gather(self, program: Program, pending: Buffer) -> None:
-        """Take the first pending rows before every run."""
-        rows = self._buffers[names.FEATURE_ROWS]
+    def _taking(self, pending: Buffer, rows: Buffer) -> Run:
+        """The first pending rows, brought to where the program reads them."""
         sequences, width = rows.shape[:2]
         path, start = self._device.empty("int64", sequences, width), self._device.empty("int64", sequences)
         path.write(np.tile(np.arange(width), (sequences, 1)))
-        taken = gathered(program, pending, path, rows, start)
-        self.work = self._device.chain([self.host_inputs.send, taken, self._run])
+        return gathered(self._step_programs[names.STEP_GATHER_FEATURES], pending, path, rows, start)
 
-    def made(self, stage: str) -> DeviceTrees:
-        """The trees of the latest run, made in this stage of a step."""
-        return DeviceTrees(self._tokens, self._parents, self._log_probs, self.work, stage)
+    def _storing(self, store: TreeStore, drafted: Buffer) -> Run:
+        """The trees of the slots that are `drafted`, put into the store."""
+        tokens, parents = store.of(drafted.shape[0])
+        return self._step_programs[names.STEP_STORE_TREES].bind({
+            names.TREE_TOKENS: self._tokens, names.TREE_PARENTS: self._parents, names.DRAFTED: drafted,
+            names.STORED_TOKENS: tokens, names.STORED_PARENTS: parents,
+            names.present(names.STORED_TOKENS): tokens, names.present(names.STORED_PARENTS): parents,
+        })  # fmt: skip
 
-    def trees(
-        self, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
-    ) -> list[DraftTree]:
-        """The trees of the latest run, of which `nodes` nodes exist, within the budgets. The host gets copies."""
-        if self._device.step_graphs:
-            made = self.made(stage)
-            return [
-                made.tree(slot, min(count, 1 + budget.nodes))
-                for slot, (budget, count) in enumerate(zip(budgets, nodes, strict=True))
-            ]
+    def drafts(self, nodes: Several[int], stage: str) -> DeviceDrafts:
+        """The trees of the latest run, made in this stage of a step, of each of which so many nodes count."""
+        return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage)
+
+    def copied(self, slot: int, nodes: int) -> Tree:
+        """The first nodes of a tree of the latest run, on the host."""
         tokens, parents, log_probs = map(array_of, (self._tokens, self._parents, self._log_probs))
-        return [
-            within(DraftTree(tokens[slot, :n].copy(), parents[slot, :n].copy(), log_probs[slot, :n].copy()), budget)
-            if budget.nodes
-            else root_only(seq.tokens[-1])
-            for slot, (seq, budget, n) in enumerate(zip(batch, budgets, nodes, strict=True))
-        ]
-
-
-_TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
+        return DraftTree(tokens[slot, :nodes].copy(), parents[slot, :nodes].copy(), log_probs[slot, :nodes].copy())
 
 
 class _Shift:
-    """Brings the rows that are still pending to the front."""
+    """Brings the rows of a slot that are still pending to the front, after CATCH_UP went in."""
 
     def __init__(self, device: Device, gather: Program, pending: Buffer) -> None:
-        sequences, space = pending.shape[0], pending.shape[1] - CATCH_UP
-        self._columns = np.arange(space)
-        self._host_inputs = device.host_inputs(**{names.PATH: (sequences, space), names.PENDING_OFFSET: (sequences,)})
-        path, start = (self._host_inputs.buffers[name] for name in (names.PATH, names.PENDING_OFFSET))
-        self._work = device.chain([self._host_inputs.send, gathered(gather, pending, path, pending, start)])
+        space = pending.shape[1] - CATCH_UP
+        path, start = device.empty("int64", 1, space), device.empty("int64", 1)
+        path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])
+        self._run = device.chain([gathered(gather, pending, path, pending, start)])
 
-    def __call__(self, gone: Several[int]) -> None:
-        """The first gone[i] rows of sequence i went in."""
-        self._host_inputs.open()[names.PATH][:] = self._columns + np.array(gone)[:, None]
-        self._work()
+    def __call__(self) -> None:
+        self._run()
 
 
-def within(tree: DraftTree, budget: Budget) -> DraftTree:
+class _Aside:
+    """A copy of a buffer, beside which it may be overwritten."""
+
+    def __init__(self, device: Device, buffer: Buffer) -> None:
+        copy = _like(device, buffer)
+        self.save, self.restore = device.copy(copy, buffer), device.copy(buffer, copy)
+
+
+def within(tree: Tree, budget: Budget) -> Tree:
     """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
@@ -392,3 +446,8 @@ def _placed(device: Device, table: Array) -> Buffer:
     buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
     buffer.write(table)
     return buffer
+
+
+def _like(device: Device, buffer: Buffer) -> Buffer:
+    """A new buffer of the same type and shape."""
+    return device.empty(buffer.dtype, *buffer.shape)

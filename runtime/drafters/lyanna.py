@@ -13,7 +13,7 @@ from redraft.methods.lyanna import METHOD, resample_nodes, tree_size
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 from redraft.runtime.sequence import Sequence
-from redraft.types import Budget, DraftTree
+from redraft.types import Budget, Tree
 
 
 class LyannaDrafter(HiddenStateDrafter):
@@ -22,23 +22,26 @@ class LyannaDrafter(HiddenStateDrafter):
     method = METHOD
 
     def remaining(self, seq: Sequence) -> int:
-        """See `Drafter.remaining`."""
+        """See `TreeMaker.remaining`."""
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
-    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
-        """See `Drafter.resample`."""
-        call = self._call(RESAMPLE, len(batch), 0)
-        used = [seq.drafting[self].used if budget.nodes else 1 for seq, budget in zip(batch, budgets, strict=True)]
+    def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        """See `TreeMaker.resample`."""
+        call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
-        for slot, seq in enumerate(batch):
-            first_step[slot] = used[slot]
+        drafted = values[names.DRAFTED] if call.stores else None
+        nodes, largest = [1] * len(batch), resample_nodes(self.shape)
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            used = seq.drafting[self].used if budget.nodes else 1
+            first_step[slot] = used
             tokens[slot] = seq.tokens[-1]
+            nodes[slot] = min(tree_size(self.shape.steps - used, self.shape.width), largest)
+            if drafted is not None:
+                drafted[slot] = budget.nodes
         self._run(RESAMPLE, call)
-        nodes = resample_nodes(self.shape)
-        left = [min(tree_size(self.shape.steps - steps, self.shape.width), nodes) for steps in used]
-        return call.trees(batch, budgets, left, f"resample {self.name}")
+        return self._made(call, batch, budgets, nodes, f"resample {self.name}")
 
 
 DRAFTER = LyannaDrafter

@@ -20,7 +20,7 @@ from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, OfferKind, Outcome
+from redraft.types import Budget, OfferKind, Outcome, Tree
 
 MOST_BRANCHES = 4
 """Continuations at most of one tree."""
@@ -158,7 +158,7 @@ class NgramDrafter(Drafter):
         index.draft = draft
         return (Offer(self._key, prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)),)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
         index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
-from redraft.types import Budget, DraftTree, Outcome
+from redraft.types import Budget, Outcome, Tree
 
 
 class Pair(Drafter):
@@ -17,16 +17,17 @@ class Pair(Drafter):
         super().__init__(first.verifier)
         self.first = first
         self.second = second
+        self.has_engines = first.has_engines or second.has_engines
 
     def begin(self, seq: Sequence) -> None:
         """See `Drafter.begin`."""
         self.first.begin(seq)
         self.second.begin(seq)
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
         """See `Drafter.prefilled`."""
-        self.first.prefilled(seq, start, tokens)
-        self.second.prefilled(seq, start, tokens)
+        self.first.prefilled(seq, slot, start, tokens)
+        self.second.prefilled(seq, slot, start, tokens)
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
         """See `Drafter.offers`."""
@@ -37,7 +38,7 @@ class Pair(Drafter):
         self.first.move(seq, source, target)
         self.second.move(seq, source, target)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """See `Drafter.accept`."""
         self.first.accept(seq, tree, outcome)
         self.second.accept(seq, tree, outcome)

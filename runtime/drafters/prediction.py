@@ -18,7 +18,7 @@ from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, DraftTree, OfferKind, Outcome
+from redraft.types import Budget, OfferKind, Outcome, Tree
 
 NEAR = 24
 """Tokens from the place in the text within which a single token that agrees is enough to go on from there."""
@@ -106,7 +106,7 @@ class PredictionDrafter(Drafter):
             return ()
         return (Offer(self._key, make_tree(tokens, list(range(-1, len(tokens) - 1)), probs)),)
 
-    def accept(self, seq: Sequence, tree: DraftTree, outcome: Outcome) -> None:
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """Learn from the draft: its tokens came true or did not, verified or not."""
         found: PredictedText = seq.drafting[self]
         drafted, found.drafted = found.drafted, []

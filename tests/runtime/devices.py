@@ -21,7 +21,10 @@ from tests.engines.fake_cuda import FakeCuda
 from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
 
 UPDATING = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
-GRAPHS = (*UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
+GRAPHS = (
+    *UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES,
+    names.STEP_STORE_TREES,
+)  # fmt: skip
 
 
 @dataclass

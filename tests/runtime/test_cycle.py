@@ -8,10 +8,9 @@ from collections.abc import Sequence as Several
 
 import pytest
 
-from redraft.engines.device import Buffer
+from redraft.engines.device import Buffer, slots_of
 from redraft.engines.host_buffer import HostBuffer
 from redraft.runtime import scheduler
-from redraft.runtime.bound_step import leading
 from redraft.runtime.controller import Adaptive, Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
@@ -42,16 +41,17 @@ class Recorder(TreeMaker):
         self.resampled = self.drafted = 0
         verifier.attach(self)
 
-    def pending_features(self, sequences: int) -> Mapping[str, Buffer]:
-        return {"last": leading(self.rows, sequences)}
+    def pending_features(self, slots: range) -> Mapping[str, Buffer]:
+        return {"last": slots_of(self.rows, slots)}
 
-    def pending(self, batch: Several[Sequence], rows: int) -> list[int] | None:
+    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
         return [self.seen[id(seq)] for seq in batch]
 
     def begin(self, seq: Sequence) -> None:
-        self.seen[id(seq)] = self.slots[id(seq)] = 0
+        self.seen[id(seq)] = 0
 
-    def prefilled(self, seq: Sequence, start: int, tokens: int) -> None:
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+        self.slots[id(seq)] = slot
         assert self.seen[id(seq)] == start
         self.seen[id(seq)] += tokens
 

@@ -206,8 +206,8 @@ def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> 
     for slot, seq in enumerate(batch):
         fresh = Sequence(seq.tokens[:-1], len(seq.tokens) - 1, CONTEXT, frozenset(), Greedy())
         other.begin(fresh)
-        for start, tokens in reference.verifier.prefill(fresh):
-            other.prefilled(fresh, start, tokens)
+        for start, tokens in reference.verifier.prefill(fresh, 0):
+            other.prefilled(fresh, 0, start, tokens)
         fresh.tokens.append(seq.tokens[-1])
         (expected,) = other.draft([fresh], [FULL])
         rows = fresh.drafting[other].cache_len
