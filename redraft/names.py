@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from redraft.config import Precision
@@ -196,6 +197,7 @@ def kv_rows(tokens: int) -> int:
     return -(-tokens // _KV_ROW_STEP) * _KV_ROW_STEP
 
 
+@lru_cache
 def padded_width(nodes: int) -> int:
     """Nodes that a tree is padded to: the next of TREE_WIDTHS, beyond which there is one for every 32."""
     place = bisect_left(TREE_WIDTHS, nodes)

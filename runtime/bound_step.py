@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
+from redraft.engines.device import Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
@@ -75,11 +75,12 @@ class BoundStep:
         sequences = len(slots)
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
         several = (sequences,)
-        self._offsets = tuple(map(_offset, range(len(buffers.readers))))
-        offsets = dict.fromkeys(self._offsets, several)
+        offsets = {_offset(place): several for place in range(len(buffers.readers))}
         self.host_inputs = buffers.device.host_inputs(**{
             names.CACHE_LEN: several, names.KV_LEN: (1,), names.OUTPUT_ROWS: (sequences, rows), **offsets, **fields,
         })  # fmt: skip
+        self._values = self.host_inputs.open()
+        self._offsets = [self._values[name] for name in offsets]
         state = {name: slots_of(buffer, slots) for name, buffer in buffers.state.items()}
         self._buffers: dict[str, Buffer] = {**state, **self.host_inputs.buffers, **given}
         verifier = buffers.programs[names.VERIFIER]
@@ -95,14 +96,15 @@ class BoundStep:
         }
         self.logits = self._buffers[names.LOGITS]
 
-    def _accepted(self, nodes: Sequence[int]) -> list[Outcome]:
+    def _accepted(self, nodes: Iterable[int]) -> list[Outcome]:
         """What accept_output says of trees of so many nodes, once the device has been waited for."""
         accept_output = self._accept_output.values
-        width = (accept_output.shape[1] - 1) // 2
+        first = (accept_output.shape[1] + 1) // 2
         outcomes = []
         for row, count in zip(accept_output.tolist(), nodes, strict=True):
-            path, said = tuple(row[2 : 1 + row[0]]), row[1 + width : 1 + width + count]
-            tokens = (said[0], *[said[node] for node in path])
+            said, kept = row[first : first + count], row[0]
+            path = tuple(row[2 : 1 + kept])
+            tokens = (said[0], *[said[node] for node in path]) if path else (said[0],)
             outcomes.append(Outcome(said, path, tokens[-1], tokens))
         return outcomes
 
@@ -129,12 +131,11 @@ class BoundStep:
                 runs.append(gathered(self._shared.program(names.STEP_GATHER_FEATURES), features, path, pending, offset))
         return runs
 
-    def _set_offsets(self, values: Mapping[str, Array], pending: Sequence[Sequence[int] | None]) -> None:
+    def _set_offsets(self, pending: Sequence[Sequence[int] | None]) -> None:
         """Fill in where the rows that are gathered for each reader begin; what nobody reads goes to the front."""
-        for name, offsets in zip(self._offsets, pending, strict=True):
-            of_reader = values[name]
-            for slot in range(len(of_reader)):  # one by one, which is faster than from a list
-                of_reader[slot] = offsets[slot] if offsets is not None else 0
+        for of_reader, offsets in zip(self._offsets, pending, strict=True):
+            for place in range(len(of_reader)):  # one by one, which is faster than from a list
+                of_reader[place] = offsets[place] if offsets is not None else 0
 
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
         """A program over the step's buffers and `over`, new ones for what nothing has named yet."""
@@ -161,7 +162,9 @@ class BoundTreeStep(BoundStep):
         tokens, parents = buffers.store.of(sequences)
         given = {names.STORED_TOKENS: tokens, names.STORED_PARENTS: parents}
         super().__init__(buffers, range(sequences), width, width, fields, given)
-        self.host_inputs.open()[names.OUTPUT_ROWS][:] = np.arange(width)
+        self._values[names.OUTPUT_ROWS][:] = np.arange(width)
+        self._fields = [self._values[name] for name in (names.CACHE_LEN, names.NODES, names.ON_DEVICE, names.KV_LEN)]
+        self._rows = list(zip(self._values[names.HOST_TOKENS], self._values[names.HOST_PARENTS], strict=True))
         runs = [
             self.host_inputs.send,
             self._bind(names.STEP_PREPARE_TREE),
@@ -178,18 +181,18 @@ class BoundTreeStep(BoundStep):
 
     def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
         """See `redraft.runtime.verifier.TreeStep.fill`."""
-        values = self.host_inputs.open()
-        values[names.KV_LEN][0] = max(cache_len) + self.width
-        lengths, counts, on_device = values[names.CACHE_LEN], values[names.NODES], values[names.ON_DEVICE]
+        self.host_inputs.open()
+        lengths, counts, on_device, kv_len = self._fields
+        kv_len[0] = max(cache_len) + self.width
         for slot, tree in enumerate(trees):  # one by one, which is faster than from a list for the few that there are
             lengths[slot] = cache_len[slot]
             counts[slot] = len(tree)
             on_device[slot] = tree.on_device
             if not isinstance(tree, DeviceTree):
-                place(tree, values[names.HOST_TOKENS][slot], values[names.HOST_PARENTS][slot])
+                place(tree, *self._rows[slot])
             elif tree.slot != slot:
                 raise ValueError(f"the tree of sequence {slot} was drafted for slot {tree.slot}")
-        self._set_offsets(values, pending)
+        self._set_offsets(pending)
 
     def run(self, greedy: bool) -> None:
         """See `redraft.runtime.verifier.TreeStep.run`: all five parts as one if `greedy`."""
@@ -204,7 +207,7 @@ class BoundTreeStep(BoundStep):
         """See `redraft.runtime.verifier.TreeStep.outcomes`. Logits are copied for samplers that need more than tokens,
         and after a run that was not greedy the rows are compacted and gathered here.
         """
-        accepted = self._accepted(list(map(len, trees)))
+        accepted = self._accepted(map(len, trees))
         return accepted if self._latest is self._whole else self._settled(accepted, batch, trees)
 
     def _settled(self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
@@ -228,10 +231,14 @@ class BoundTreeStep(BoundStep):
 def place(tree: Tree, tokens: IntArray, parents: IntArray) -> None:
     """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
     count = len(tree)
-    tokens[:count] = tree.tokens
-    parents[:count] = tree.parents
-    tokens[count:] = 0
-    parents[count:] = 0
+    if count == 1:  # as plain decoding has it, which one entry is faster for
+        tokens[0], parents[0] = tree.tokens[0], -1
+    else:
+        tokens[:count] = tree.tokens
+        parents[:count] = tree.parents
+    if count < len(tokens):
+        tokens[count:] = 0
+        parents[count:] = 0
 
 
 class BoundPrefill(BoundStep):
@@ -260,7 +267,7 @@ class BoundPrefill(BoundStep):
         values[names.CACHE_LEN][0] = start
         values[names.KV_LEN][0] = start + self.width
         values[names.OUTPUT_ROWS][0, 0] = count - 1
-        self._set_offsets(values, pending)
+        self._set_offsets(pending)
 
     def outcome(self, seq: Request) -> Outcome:
         """See `redraft.runtime.verifier.PrefillStep.outcome`."""

@@ -56,9 +56,9 @@ class DeviceDrafts:
     stage: str
     _read: dict[Field, Array] = field(default_factory=dict)
 
-    def tree(self, slot: int) -> DeviceTree:
-        """The tree of one sequence."""
-        return DeviceTree(self, slot, self.nodes[slot])
+    def tree(self, slot: int, nodes: int) -> DeviceTree:
+        """The root and at most `nodes` nodes after it of one sequence's tree."""
+        return DeviceTree(self, slot, min(nodes + 1, self.nodes[slot]))
 
     def copied(self, slot: int, nodes: int) -> DraftTree:
         """The first nodes of a tree on the host."""
@@ -109,5 +109,9 @@ class DeviceTree:
 
 
 def calls_of(trees: Iterable[object]) -> list[DeviceDrafts]:
-    """The calls on a device that made trees of a batch."""
-    return list(dict.fromkeys([tree.drafts for tree in trees if isinstance(tree, DeviceTree)]))
+    """The calls on a device that made trees of a batch, each once."""
+    found: list[DeviceDrafts] = []
+    for tree in trees:
+        if type(tree) is DeviceTree and tree.drafts not in found:
+            found.append(tree.drafts)
+    return found

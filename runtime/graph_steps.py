@@ -112,7 +112,7 @@ class GraphSteps:
 
     def _width(self, sequences: int, nodes: int, cache_len: int) -> int:
         """Nodes that a call has space for which verifies trees of so many."""
-        nodes = max(nodes, -(-self.fewest_rows // sequences))
-        width = names.padded_width(nodes)
-        fits = width <= min(self._limits.max_model_len - cache_len, self._limits.largest_tree)
-        return width if fits else nodes
+        if nodes * sequences < self.fewest_rows:
+            nodes = -(-self.fewest_rows // sequences)
+        width, limits = names.padded_width(nodes), self._limits
+        return width if width + cache_len <= limits.max_model_len and width <= limits.largest_tree else nodes

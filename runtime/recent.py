@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -15,13 +16,13 @@ class Recent(Generic[K, V]):
     def __init__(self, most: int, before_drop: Callable[[], None] = lambda: None) -> None:
         self._most = most
         self._before_drop = before_drop
-        self._values: dict[K, V] = {}  # the one that was not used for longest comes first
+        self._values: OrderedDict[K, V] = OrderedDict()  # the one that was not used for longest comes first
 
     def get(self, key: K) -> V | None:
         """The value, which is now the one used last; None if there is none."""
-        value = self._values.pop(key, None)
+        value = self._values.get(key)
         if value is not None:
-            self._values[key] = value
+            self._values.move_to_end(key)
         return value
 
     def add(self, key: K, value: V) -> V:

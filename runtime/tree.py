@@ -28,8 +28,9 @@ class Layout:
     depths: IntArray
 
 
+@lru_cache(maxsize=4096)
 def root_only(token: int) -> DraftTree:
-    """The tree of plain decoding: nothing but the last committed token."""
+    """The tree of plain decoding: nothing but the last committed token. Tokens recur: read only."""
     return DraftTree(np.array([token], dtype=np.int64), _ROOT_PARENT, _ROOT_LOG_PROB)
 
 

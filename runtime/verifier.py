@@ -247,8 +247,11 @@ class Verifier:
         stage = self.ranges.stage
         cache_len = [seq.cache_len for seq in batch]
         slots = range(len(batch))
-        pending = [reader.pending(batch, max(map(len, trees)), slots) for reader in self._readers]
-        greedy = self._waits and all([is_greedy(seq) for seq in batch])
+        most = max(map(len, trees))
+        pending = [reader.pending(batch, most, slots) for reader in self._readers]
+        greedy = self._waits
+        for seq in batch:
+            greedy = greedy and is_greedy(seq)
         with stage("fill"):
             step = self.steps.tree(trees, cache_len)
             step.fill(cache_len, trees, pending)

@@ -102,6 +102,7 @@ class HiddenStateDrafter(TreeMaker):
         self._shifts: Recent[int, _Shift] = Recent(MOST_CALLS, device.wait)
         chains = self._state.get(names.CHAIN_LOGITS) if several else None
         self._chains = [_Aside(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
+        self._nodes = [shape.nodes] * verifier.max_num_seqs
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
         if device.asynchronous:
@@ -124,19 +125,20 @@ class HiddenStateDrafter(TreeMaker):
 
     def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
         """See `FeatureReader.pending`."""
-        states = [self._state_of(seq) for seq in batch]
-        if not any(states):
-            return None
         space = names.MAX_PENDING_FEATURES - rows
         if space < CATCH_UP:
             raise UsageError(
                 f"a tree of {rows} nodes is too large, at most {rows + space - CATCH_UP} can be",
                 "lower the budget's nodes",
             )
-        for slot, seq, state in zip(slots, batch, states, strict=True):
+        found, reads = [], False
+        for slot, seq in zip(slots, batch, strict=True):
+            state = self._state_of(seq)
             while state and state.pending > space:
                 self._take_in(seq, slot)
-        return [state.pending if state else 0 for state in states]
+            found.append(state.pending if state else 0)
+            reads = reads or state is not None
+        return found if reads else None
 
     def _state_of(self, seq: Sequence) -> Drafting | None:
         """What is kept for `seq`; None if another method drafts for it."""
@@ -187,7 +189,7 @@ class HiddenStateDrafter(TreeMaker):
         for seq, count in zip(batch, rows, strict=True):
             if count:
                 seq.drafting[self].used = 0
-        return self._made(call, batch, budgets, [self.shape.nodes] * len(batch), f"draft {self.name}")
+        return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """See `Drafter.move`."""
@@ -254,28 +256,28 @@ class HiddenStateDrafter(TreeMaker):
 
     def _fill(self, call: _Call, batch: Several[Sequence], rows: Several[int]) -> None:
         """Let the next run of a call take in the first rows[i] pending rows of sequence i, and draft for those."""
-        states = [self._state_of(seq) for seq in batch]
-        values = self._fill_rows(call, rows, [state.cache_len if state else 0 for state in states])
-        tokens = values[names.TOKENS]
-        for place, (seq, state, count) in enumerate(zip(batch, states, rows, strict=True)):
-            if state and count:
-                start = state.cache_len + 1
-                tokens[place, :count] = seq.tokens[start : start + count]
-                state.cache_len += count
-                state.pending -= count
+        cache_len = [state.cache_len if (state := self._state_of(seq)) else 0 for seq in batch]
+        tokens = self._fill_rows(call, rows, cache_len)
+        for place, (seq, start, count) in enumerate(zip(batch, cache_len, rows, strict=True)):
+            if count:
+                tokens[place, :count] = seq.tokens[start + 1 : start + 1 + count]
+                drafting: Drafting = seq.drafting
+                drafting.cache_len += count
+                drafting.pending -= count
 
-    def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Mapping[str, Array]:
-        """Set where the next draft's rows lie, and how many there are; what is left to fill in are their tokens."""
+    def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Array:
+        """Set where the next draft's rows lie, and how many there are. Returns their tokens [B, M], to be filled in."""
         values = call.host_inputs.open()
         positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
+        width = call.width
         for place, start in enumerate(cache_len):
-            positions[place] = self._positions[start : start + call.width]
+            positions[place] = self._positions[start : start + width]
             pending[place] = rows[place] or 1
             lengths[place] = start
-        values[names.KV_LEN][0] = max(cache_len) + call.width
+        values[names.KV_LEN][0] = max(cache_len) + width
         if call.stores:
             values[names.DRAFTED][:] = rows
-        return values
+        return values[names.TOKENS]
 
     def _kept_chains(self, batch: Several[Sequence], rows: Several[int]) -> list[_Aside]:
         """Chains that a draft writes over although it takes in no row of theirs."""
@@ -298,23 +300,30 @@ class HiddenStateDrafter(TreeMaker):
     def _made(
         self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
     ) -> list[Tree]:
-        """The trees of a call's latest run within the budgets, of which `nodes` nodes exist."""
+        """The trees of a call's latest run within the budgets, of which at least `nodes` nodes exist, by slot."""
         if self._store is None:
             return [
                 within(call.copied(slot, count), budget) if budget.nodes else root_only(seq.tokens[-1])
-                for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=True))
+                for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=False))
             ]
-        counts = [min(count, 1 + budget.nodes) for count, budget in zip(nodes, budgets, strict=True)]
-        drafts = call.drafts(counts, stage)
+        drafts = call.drafts(nodes, stage)
         trees: list[Tree] = []
-        for slot, (seq, budget, count) in enumerate(zip(batch, budgets, counts, strict=True)):
-            if count == 1:
+        for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
+            if not budget.nodes:
                 trees.append(root_only(seq.tokens[-1]))
-            elif budget.depth < min(self.limits.depth, count - 1) or budget.width < min(self.limits.width, count - 1):
+            elif self._cuts(budget, nodes[slot]):
                 trees.append(within(drafts.copied(slot, nodes[slot]), budget))
             else:
-                trees.append(drafts.tree(slot))
+                trees.append(drafts.tree(slot, budget.nodes))
         return trees
+
+    def _cuts(self, budget: Budget, nodes: int) -> bool:
+        """True if the first nodes of a tree of so many may be deeper or a level wider than a budget."""
+        limits = self.limits
+        if budget.depth >= limits.depth and budget.width >= limits.width:
+            return False
+        most = min(nodes - 1, budget.nodes)
+        return budget.depth < min(limits.depth, most) or budget.width < min(limits.width, most)
 
     def _call(self, kind: str, slots: range, width: int) -> _Call:
         key = (kind, slots.stop, width)
@@ -391,7 +400,7 @@ class _Call:
         })  # fmt: skip
 
     def drafts(self, nodes: Several[int], stage: str) -> DeviceDrafts:
-        """The trees of the latest run, made in this stage of a step, of each of which so many nodes count."""
+        """The trees of the latest run, made in this stage of a step, of each of which so many nodes exist."""
         return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage)
 
     def copied(self, slot: int, nodes: int) -> Tree:

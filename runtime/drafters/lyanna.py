@@ -7,6 +7,7 @@ step: after j accepted tokens the bonus takes step j + 1, and the logits of thos
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from functools import cached_property
 
 from redraft import names
 from redraft.methods.lyanna import METHOD, resample_nodes, tree_size
@@ -21,6 +22,12 @@ class LyannaDrafter(HiddenStateDrafter):
 
     method = METHOD
 
+    @cached_property
+    def _left(self) -> list[int]:
+        """Nodes of a resampled tree by the number of steps that are used."""
+        steps, width = self.shape.steps, self.shape.width
+        return [min(tree_size(steps - used, width), resample_nodes(self.shape)) for used in range(steps + 1)]
+
     def remaining(self, seq: Sequence) -> int:
         """See `TreeMaker.remaining`."""
         left: int = self.shape.steps - seq.drafting[self].used
@@ -32,12 +39,12 @@ class LyannaDrafter(HiddenStateDrafter):
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]
         drafted = values[names.DRAFTED] if call.stores else None
-        nodes, largest = [1] * len(batch), resample_nodes(self.shape)
+        nodes = []
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
             used = seq.drafting[self].used if budget.nodes else 1
             first_step[slot] = used
             tokens[slot] = seq.tokens[-1]
-            nodes[slot] = min(tree_size(self.shape.steps - used, self.shape.width), largest)
+            nodes.append(self._left[used])
             if drafted is not None:
                 drafted[slot] = budget.nodes
         self._run(RESAMPLE, call)

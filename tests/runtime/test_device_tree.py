@@ -198,7 +198,7 @@ def drafts_of(device: HostDevice) -> DeviceDrafts:
 
 def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
     drafts = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False)))
-    first, second = drafts.tree(0), drafts.tree(1)
+    first, second = drafts.tree(0, 5), drafts.tree(1, 5)
     assert (len(first), len(second)) == (3, 4)
     assert not reads
     assert second.tokens.tolist() == [4, 5, 6, 7]
@@ -214,14 +214,14 @@ def test_the_calls_that_trees_of_a_batch_came_from(lyanna_bundle: Path, reads: l
     """Each once, whose time on the device a verification waited for."""
     device = cpu_device(open_bundle(lyanna_bundle, verify=False))
     drafts, others = drafts_of(device), drafts_of(device)
-    assert calls_of([drafts.tree(0), drafts.tree(1).first(1), root_only(5)]) == [drafts]
-    assert calls_of([drafts.tree(0), others.tree(1)]) == [drafts, others]
+    assert calls_of([drafts.tree(0, 5), drafts.tree(1, 5).first(1), root_only(5)]) == [drafts]
+    assert calls_of([drafts.tree(0, 5), others.tree(1, 5)]) == [drafts, others]
     assert calls_of([root_only(5), root_only(6)]) == []
     assert not reads
 
 
 def test_the_likeliest_nodes_are_cut_off_without_a_copy(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    tree = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False))).tree(1)
+    tree = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False))).tree(1, 5)
     cut = prune(tree, 2)
     assert isinstance(cut, DeviceTree)
     assert (len(cut), len(prune(cut, 5))) == (3, 3)
