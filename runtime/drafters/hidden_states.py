@@ -261,7 +261,7 @@ class HiddenStateDrafter(TreeMaker):
         for place, (seq, start, count) in enumerate(zip(batch, cache_len, rows, strict=True)):
             if count:
                 tokens[place, :count] = seq.tokens[start + 1 : start + 1 + count]
-                drafting: Drafting = seq.drafting
+                drafting: Drafting = seq.drafting[self]
                 drafting.cache_len += count
                 drafting.pending -= count
 
