@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.watchers import Recording
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
 PROMPTS = ["def add(a, b):\n    return", "Tom has 3 apples. He buys", "import os\n\n\ndef"]
@@ -41,3 +42,43 @@ def test_texts_are_the_verifiers_and_drafts_are_kept(bundle: Path, device: str |
         assert sum(text.metrics.num_accepted_draft_tokens for text in found) > 0.8 * sum(
             text.metrics.num_steps for text in found
         )
+
+
+WAYS = [
+    SpeculationParams("lyanna", budget=Budget(8, 4, 4)),
+    SpeculationParams("fast", budget=Budget(3, 3, 1)),
+    "none",
+    "ngram+lyanna",
+    SpeculationParams("ngram", budget=Budget(6, 6, 1)),
+    SpeculationParams("lyanna", budget=Budget(8, 4, 4)),
+    "ngram+fast",
+    SpeculationParams("fast", prediction="def add(a, b):\n    return a + b\n"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_methods_share_a_batch_and_one_verification(bundle: Path, device: str | None) -> None:
+    """Each request drafts its own way. A step has one call of the verifier, and at most one a drafter and kind."""
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(WAYS))]
+    with Runtime.open(bundle, threads=1, max_num_seqs=4, device=device, verify=False) as runtime:
+        plain = [text.token_ids for text in runtime.generate(prompts, PARAMS, "none")]
+        recording = Recording()
+        with runtime.verifier.ranges.watched(recording):
+            found = runtime.generate(prompts, PARAMS, WAYS)
+    assert [text.token_ids for text in found] == plain
+    for text, way in zip(found, WAYS, strict=True):
+        if way == "none":
+            assert text.metrics.num_draft_tokens == 0
+        elif isinstance(way, SpeculationParams) and way.budget:
+            assert text.metrics.num_accepted_draft_tokens > 0
+    steps = [
+        [inner.name for inner in recording.ranges if step.started <= inner.started and inner.ended <= step.ended]
+        for step in recording.ranges
+        if step.name == "step"
+    ]
+    calls = [[name for name in names if name.startswith("engine.")] for names in steps]
+    assert all(names.count("engine.verifier") == 1 for names in calls)
+    assert all(len(set(names)) == len(names) for names in calls)  # no call was made twice in a step
+    drafted = [{name for name in names if "draft" in name or "resample" in name} for names in calls]
+    assert any(len(names) > 1 for names in drafted)
