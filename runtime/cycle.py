@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
+from typing import NamedTuple
 
 from redraft.runtime.controller import Call, Controller
 from redraft.runtime.controllers import Controllers
@@ -13,11 +14,29 @@ from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, TreeLimits
 from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
+from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
 
 STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
 """Parts of a step in which drafters make trees."""
+
+
+MakerCall = tuple[TreeMaker, OfferKind]
+"""A call of a drafter that makes trees of one kind."""
+
+
+class Took(NamedTuple):
+    """Milliseconds of a step's parts. Those on a device count if the verifier waited for them.
+
+    speculated: True if any sequence did.   nodes: of the largest tree that was verified, its root included.
+    """
+
+    speculated: bool
+    nodes: int
+    offers_ms: float
+    made_ms: Mapping[Call, float]
+    verified_ms: float
 
 
 class Cycle:
@@ -53,23 +72,20 @@ class Cycle:
         with stage(STEP):
             with stage("offers"):
                 plans = self.plan(controller, batch)
-            calls = calls_of(plans)
-            made = self.make(batch, plans, calls)
-            with stage("choose"):
-                trees = controller.cut(batch, plans, made)
+            trees, calls = self.draft(controller, batch, plans)
             outcomes = self.verifier.verify(batch, trees)
-            made_ms = self._made_ms(calls)
             with stage("commit"):
-                if any([plan.speculates for plan in plans]):
-                    controller.timed(stage("offers").latest * 1e3, made_ms, max(map(len, trees)))
-                self.commit(controller, batch, plans, trees, outcomes)
-        self.observe(controller, plans, trees, made_ms)
+                took = self._took(plans, trees, calls)
+                self.commit(controller, batch, plans, trees, outcomes, took)
+        self.learn(controller, len(batch), took)
         self.ranges.count(trees, outcomes)
 
     def plan(self, controller: Controller, batch: Several[Sequence]) -> list[Plan]:
         """Return what is taken of the offers of each sequence's drafter."""
         controller.begin(len(batch), methods_of(batch))
         limits = self._limits(controller, batch)
+        if all([limit is NO_TREE for limit in limits]):
+            return [Plan(NO_TREE, root_only(seq.tokens[-1])) for seq in batch]
         offers: list[Several[Offer]] = [
             () if limit is NO_TREE else seq.speculation.drafter.offers(seq, limit.budget)
             for seq, limit in zip(batch, limits, strict=True)
@@ -88,10 +104,19 @@ class Cycle:
             found.append(TreeLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
         return found
 
-    def make(
-        self, batch: Several[Sequence], plans: Several[Plan], calls: Several[tuple[TreeMaker, OfferKind]]
-    ) -> list[Tree | None]:
-        """Return the trees that are to be made, by slot."""
+    def draft(
+        self, controller: Controller, batch: Several[Sequence], plans: Several[Plan]
+    ) -> tuple[list[Tree], list[MakerCall]]:
+        """Return the trees to verify, and the calls of drafters that made any."""
+        if not any([plan.speculates for plan in plans]):
+            return [plan.found for plan in plans], []
+        calls = calls_of(plans)
+        made = self._made(batch, plans, calls)
+        with self.ranges.stage("choose"):
+            return controller.cut(batch, plans, made), calls
+
+    def _made(self, batch: Several[Sequence], plans: Several[Plan], calls: Several[MakerCall]) -> list[Tree | None]:
+        """Make trees to plan, by slot."""
         made: list[Tree | None] = [None] * len(batch)
         for maker, kind in calls:
             budgets = [
@@ -107,30 +132,31 @@ class Cycle:
 
     def commit(
         self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[Tree],
-        outcomes: Several[Outcome],
+        outcomes: Several[Outcome], took: Took,
     ) -> None:  # fmt: skip
         """Give every sequence its tokens, and tell its drafter and its controller what came of its tree."""
+        if took.speculated:
+            controller.timed(took.offers_ms, took.made_ms, took.nodes)
         for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
             self.record(seq, plan, tree, outcome)
             seq.commit(tree, outcome)
             seq.speculation.drafter.accept(seq, tree, outcome)
             controller.observe(seq, plan, tree, outcome)
 
-    def _made_ms(self, calls: Several[tuple[TreeMaker, OfferKind]]) -> dict[Call, float]:
-        """Milliseconds of each call of a drafter, the device's that the verifier waited for included."""
+    def _took(self, plans: Several[Plan], trees: Several[Tree], calls: Several[MakerCall]) -> Took:
         stage = self.ranges.stage
-        return {(maker.name, kind): stage(f"{STAGES[kind]} {maker.name}").latest * 1e3 for maker, kind in calls}
+        made_ms = {(m.name, kind): stage(f"{STAGES[kind]} {m.name}").latest * 1e3 for m, kind in calls}
+        return Took(
+            any([plan.speculates for plan in plans]), max(map(len, trees)), stage("offers").latest * 1e3, made_ms,
+            stage("verify").latest * 1e3,
+        )  # fmt: skip
 
-    def observe(
-        self, controller: Controller, plans: Several[Plan], trees: Several[Tree], made_ms: Mapping[Call, float]
-    ) -> None:
-        """Learn what the step took: the verifier's call, and the host's work around calls."""
-        stage = self.ranges.stage
-        verified = stage("verify").latest * 1e3
+    def learn(self, controller: Controller, sequences: int, took: Took) -> None:
+        """Learn from the verifier's call, and from the host's work around calls."""
         if self.costs is not None:
-            self.costs.observe(len(trees), max(map(len, trees)), verified)
-        host = stage(STEP).latest * 1e3 - verified - sum(made_ms.values())
-        controller.ended(any([plan.speculates for plan in plans]), host)
+            self.costs.observe(sequences, took.nodes, took.verified_ms)
+        host_ms = self.ranges.stage(STEP).latest * 1e3 - took.verified_ms - sum(took.made_ms.values())
+        controller.ended(took.speculated, host_ms)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Give `seq` the slot `target`."""
@@ -138,7 +164,7 @@ class Cycle:
         seq.speculation.drafter.move(seq, source, target)
 
 
-def calls_of(plans: Iterable[Plan]) -> list[tuple[TreeMaker, OfferKind]]:
+def calls_of(plans: Iterable[Plan]) -> list[MakerCall]:
     """The calls of drafters that plans need, one a drafter and kind.
 
     Resampling comes first: a fresh draft may write over what it reads.
