@@ -11,7 +11,7 @@ from typing import Protocol
 
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, TreeLimits
+from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import cut, merge, root_only
 from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
@@ -47,7 +47,7 @@ class Controller(Protocol):
         """Return what may be drafted now; nodes = 0 means: do not speculate."""
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
         """Return what to take of each sequence's offers."""
 
@@ -87,12 +87,12 @@ class FixedBudget:
         return self._budget
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
         """See `Controller.plan`: what can be resampled, else a fresh draft, with the trees at hand."""
         return [self._plan(*each) for each in zip(batch, offers, limits, strict=True)]
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
         if limits is NO_TREE:
             return Plan(limits, root_only(seq.tokens[-1]))
         found = at_hand(seq, offers)
@@ -262,7 +262,7 @@ class Adaptive:
         return NO_SPECULATION
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
         """See `Controller.plan`."""
         return [
@@ -270,7 +270,7 @@ class Adaptive:
             for seq, offered, limit in zip(batch, offers, limits, strict=True)
         ]
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]

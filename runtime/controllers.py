@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 
 from redraft.runtime.controller import Call, Controller
-from redraft.runtime.offers import Offer, Plan, TreeLimits
+from redraft.runtime.offers import Offer, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Choice, Outcome, Tree
 
@@ -29,7 +29,7 @@ class Controllers:
         return seq.speculation.controller.budget(seq)
 
     def plan(
-        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[TreeLimits]
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
         """See `Controller.plan`."""
         plans: dict[int, Plan] = {}

@@ -10,7 +10,7 @@ from redraft.runtime.controller import Call, Controller
 from redraft.runtime.controllers import Controllers
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, TreeLimits
+from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, StepLimits
 from redraft.runtime.ranges import STEP
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import Recorder, no_record
@@ -92,7 +92,7 @@ class Cycle:
         ]
         return controller.plan(batch, offers, limits)
 
-    def _limits(self, controller: Controller, batch: Several[Sequence]) -> list[TreeLimits]:
+    def _limits(self, controller: Controller, batch: Several[Sequence]) -> list[StepLimits]:
         verifier = self.verifier
         rows = min(verifier.max_model_len - max([seq.cache_len for seq in batch]), verifier.largest_tree)
         branches, block_rows = verifier.branches, verifier.block_rows
@@ -101,7 +101,7 @@ class Cycle:
         for seq in batch:
             past_end = on_device and seq.speculation.drafter.has_engines
             budget = fit(controller.budget(seq), seq, rows, seq.speculation.most, past_end)
-            found.append(TreeLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
+            found.append(StepLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
         return found
 
     def draft(

@@ -32,7 +32,7 @@ class Offer:
     maker: TreeMaker | None = None
 
 
-class TreeLimits(NamedTuple):
+class StepLimits(NamedTuple):
     """How large the tree of a sequence may be in a step, and how its rows lie.
 
     budget:     nodes, depth and width.
@@ -47,7 +47,7 @@ class TreeLimits(NamedTuple):
     block_rows: int | None = None
 
 
-NO_TREE = TreeLimits(NO_SPECULATION)
+NO_TREE = StepLimits(NO_SPECULATION)
 """Limits of a sequence that does not speculate in a step."""
 
 
@@ -60,7 +60,7 @@ class Plan:
     make:   the offer whose tree is to be made; None if the trees at hand are enough.
     """
 
-    limits: TreeLimits
+    limits: StepLimits
     found: Tree
     kind: OfferKind = OfferKind.NONE
     make: Offer | None = None

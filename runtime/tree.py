@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from redraft.runtime.offers import TreeLimits
+from redraft.runtime.offers import StepLimits
 from redraft.types import BoolArray, DraftTree, IntArray, Tree
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
@@ -137,7 +137,7 @@ def is_chain(tree: Tree) -> bool:
     return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
-def cut(tree: Tree, limits: TreeLimits, nodes: int) -> Tree:
+def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
     """The `nodes` likeliest nodes of `tree` beside its root that a step can verify, at most those that `limits` allow.
 
     The only place where the part of a tree is chosen that is verified.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.cost import CostCurve
 from redraft.runtime.drafters.none import NoDrafter
-from redraft.runtime.offers import Offer, OfferKey, Plan, Speculation, TreeLimits
+from redraft.runtime.offers import Offer, OfferKey, Plan, Speculation, StepLimits
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.types import NO_SPECULATION, Budget, DraftTree, OfferKind, Outcome
 
 FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
-LIMITS = TreeLimits(Budget(nodes=1000, depth=1000, width=1000))
+LIMITS = StepLimits(Budget(nodes=1000, depth=1000, width=1000))
 DRAFTER = "drafter"
 MAKER = object()
 """Stands for a drafter that makes trees; nobody calls it."""

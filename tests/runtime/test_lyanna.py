@@ -27,7 +27,7 @@ from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.drafters.pairing import Pair
-from redraft.runtime.offers import Offer, Plan, Speculation, TreeLimits
+from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
@@ -174,7 +174,7 @@ class Scripted(FixedBudget):
         seq.control = self.now
         return NO_SPECULATION if self.now is OfferKind.NONE else FULL
 
-    def _plan(self, seq: Sequence, offers: Several[Offer], limits: TreeLimits) -> Plan:
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
         if seq.control is OfferKind.NONE:
             return super()._plan(seq, offers, limits)
         wanted = [OfferKind.RESAMPLE, OfferKind.FRESH] if seq.control is OfferKind.RESAMPLE else [seq.control]
