@@ -12,11 +12,11 @@ from typing import Any
 
 from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
-from redraft.engines.records import RecordError, from_json, to_json
 from redraft.engines.tensorrt.records import TensorRtRecord
-from redraft.errors import BundleError
+from redraft.errors import BundleError, UsageError
 from redraft.methods.base import Limits, Rows
 from redraft.names import TensorSpec, WeightRef, drafter_graph
+from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
 SCHEMA_VERSION = 4
@@ -170,7 +170,7 @@ def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = (
 
 def dump_manifest(manifest: Manifest) -> str:
     """The manifest as indented JSON, keys in the order of the fields, its own digest last."""
-    return json.dumps(signed(to_json(manifest)), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(signed(to_plain(manifest)), indent=1, ensure_ascii=False) + "\n"
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def load_manifest(bundle: Path) -> Manifest:
     if found != SCHEMA_VERSION:
         raise BundleError(f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", _rebuild(bundle, values))
     try:
-        manifest = from_json(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
-    except RecordError as error:
-        raise BundleError(f"{path}: {error}", _rebuild(bundle, values)) from None
+        manifest = from_plain(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
+    except UsageError as error:
+        raise BundleError(f"{path}: {error.message}", _rebuild(bundle, values)) from None
     if values.get(_DIGEST) != signed(values)[_DIGEST]:
         raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)

@@ -11,13 +11,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self
 
 from redraft.errors import UsageError
+from redraft.records import from_plain
 
 RECIPES = Path(__file__).parent / "recipes"
-OPTIMIZERS = ("muon", "adam")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Recipe:
     decay_seq_len: int = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
-    optimizer: str = "muon"
+    optimizer: Literal["muon", "adam"] = "muon"
     matrix_lr: float = 0.02
     embedding_lr: float = 0.005
     lr: float = 3e-5
@@ -65,8 +64,6 @@ class Recipe:
             raise UsageError(f"epochs must be at least 0, it is {self.epochs}")
         if not 0.0 <= self.decay_share <= 1.0:
             raise UsageError(f"decay_share must be between 0 and 1, it is {self.decay_share}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"unknown optimizer {self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
         if any(w <= 0 for w in self.weights.values()):
             raise UsageError(f"weights must be positive, they are {dict(self.weights)}")
 
@@ -106,7 +103,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Self:
         """Build a recipe from plain values; raises UsageError on an unknown key or a value of the wrong type."""
-        return _build(cls, values, source)
+        return from_plain(cls, values, source)
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -181,41 +178,3 @@ class VerifierRecipe(Recipe):
     def course(self, step: int) -> tuple[float, ...]:
         """See the base class; growth counts too."""
         return (*super().course(step), self.layers(step))
-
-
-def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    hints = get_type_hints(cls)
-    known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UsageError(f"{source}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
-    return cls(**{name: _value(known[name], value, name, source) for name, value in values.items()})
-
-
-def _value(wanted: Any, value: Any, name: str, source: str) -> Any:
-    """One value of a recipe, checked against its field's type."""
-    if dataclasses.is_dataclass(wanted):
-        if not isinstance(value, Mapping):
-            raise UsageError(f"{source}: {name} must be a table, it is {value!r}")
-        return _build(wanted, value, f"{source}: [{name}]")  # type: ignore[arg-type]
-    if get_origin(wanted) is tuple:
-        if not isinstance(value, (list, tuple)) or not all(_is_number(v) for v in value):
-            raise UsageError(f"{source}: {name} must be a list of numbers, it is {value!r}")
-        return tuple(value)
-    if get_origin(wanted) is Mapping and (
-        not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
-    ):
-        raise UsageError(f"{source}: {name} must be a table of numbers, it is {value!r}")
-    for kind, fits, words in (
-        (int, isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-        (float, _is_number(value), "a number"),
-        (bool, isinstance(value, bool), "true or false"),
-        (str, isinstance(value, str), "a string"),
-    ):
-        if wanted is kind and not fits:
-            raise UsageError(f"{source}: {name} must be {words}, it is {value!r}")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

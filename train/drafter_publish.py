@@ -13,6 +13,7 @@ import torch
 
 from redraft.errors import TrainingError
 from redraft.export.drafters.checkpoint import save_drafter
+from redraft.records import from_plain
 from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
@@ -37,7 +38,7 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
         raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote")
     method = find_method(facts.method)
     recipe = method.recipe.from_dict(state["recipe"], str(run))
-    config = method.config(**facts.config)
+    config = from_plain(method.config, facts.config, str(run / RUN))
     module = method.module(config)
     module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
     measured = _last_measurement(run, facts.method, int(state["step"]))

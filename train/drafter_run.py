@@ -25,6 +25,7 @@ from rich.console import Console
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import LayerConfig
+from redraft.records import from_plain
 from redraft.train.batches import BatchPlan
 from redraft.train.data import Corpus
 from redraft.train.drafter_config import DrafterRecipe, stream_name
@@ -60,12 +61,10 @@ class RunFacts:
     def read(cls, run: Path) -> RunFacts | None:
         """The facts in a run folder; None where there are none."""
         try:
-            values = json.loads((run / RUN).read_text(encoding="utf-8"))
-            verifier = Identity(tuple(values["verifier"]["weights"]), values["verifier"]["tokenizer"])
-            return cls(values["method"], values["config"], verifier, values["data"], values["texts"])
+            return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, UsageError) as error:
             raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None
 
     def write(self, run: Path) -> None:

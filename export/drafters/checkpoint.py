@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from redraft.config import from_mapping
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.sources import AnySource, Source
 from redraft.names import TOKENIZER_FILE
+from redraft.records import from_plain
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -53,6 +53,14 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class _ConfigFile:
+    method: str
+    config: Mapping[str, Any]
+    verifier: Identity
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class DrafterCheckpoint:
     """What a drafter's folder says of itself. Nothing of the weights is read yet."""
 
@@ -66,27 +74,25 @@ class DrafterCheckpoint:
         """Read `path`/config.json. Raises CheckpointError where it is missing or has another form."""
         file = path / CONFIG_FILE
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            verifier = values["verifier"]
-            identity = Identity(tuple(map(str, verifier["weights"])), str(verifier["tokenizer"]))
-            return cls(path, str(values["method"]), dict(values["config"]), identity)
+            values = from_plain(_ConfigFile, json.loads(file.read_text(encoding="utf-8")), file.name)
+            return cls(path, values.method, values.config, values.verifier)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is no drafter: {file.name} cannot be read ({error.strerror})",
                 "give a folder that `redraft train publish` wrote",
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, UsageError) as error:
             raise CheckpointError(
-                f"{file}: expected a drafter's configuration, found none ({type(error).__name__}: {error})",
+                f"{file}: expected a drafter's configuration ({error})",
                 "give a folder that `redraft train publish` wrote",
             ) from None
 
     def configure(self, cls: type[C]) -> C:
         """The method's configuration. Raises CheckpointError naming a key or value that does not fit."""
         try:
-            return from_mapping(cls, self.config, str(self.path / CONFIG_FILE))
-        except (UsageError, TypeError) as error:
-            raise CheckpointError(f"{self.path / CONFIG_FILE}: {error}") from None
+            return from_plain(cls, self.config, str(self.path / CONFIG_FILE))
+        except UsageError as error:
+            raise CheckpointError(error.message, error.hint) from None
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
@@ -167,13 +173,8 @@ def save_drafter(
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
     save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors writes it for the owner alone
-    values = {
-        "method": method,
-        "config": asdict(config),
-        "verifier": asdict(verifier),
-        "training": dict(training),
-    }
-    (path / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    values = _ConfigFile(method, asdict(config), verifier, training)
+    (path / CONFIG_FILE).write_text(json.dumps(asdict(values), indent=2) + "\n", encoding="utf-8")
 
 
 def _digest(path: Path) -> str:

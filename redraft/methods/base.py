@@ -7,13 +7,12 @@ drafter was built with. Symbols of sizes: B sequences, C rows of KV buffers, M r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 from redraft import names
-from redraft.config import Precision, from_mapping
-from redraft.errors import UsageError
 from redraft.names import TensorSpec
+from redraft.records import from_plain
 from redraft.signatures import Signature, move_inputs, move_outputs
 
 S = TypeVar("S")
@@ -87,12 +86,7 @@ class BuildOptions:
                with a verifier of that precision, whose features, embedding and head the drafter reads.
     """
 
-    precision: Precision | None = None
-
-    def __post_init__(self) -> None:
-        known = [precision for precision in get_args(Precision) if precision != "fp8"]
-        if self.precision is not None and self.precision not in known:
-            raise UsageError(f"unknown precision of a drafter {self.precision!r}", f"choose one of {', '.join(known)}")
+    precision: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,25 +127,15 @@ class Method(Generic[S]):
     def parse_shape(self, values: Mapping[str, Any]) -> S:
         """Return the shape that a manifest describes. Raises UsageError for unknown, missing or wrong values."""
         assert self.shape is not None, f"{self.id} has no shape"
-        where = f"shape of {self.id}"
-        try:
-            return from_mapping(self.shape, values, where)
-        except TypeError as error:
-            known = ", ".join(entry.name for entry in fields(self.shape))  # type: ignore[arg-type]
-            raise UsageError(f"{where}: {error}", f"keys are {known}") from None
+        return from_plain(self.shape, values, f"shape of {self.id}")
 
     def parse_build(self, values: Mapping[str, Any], where: str) -> Any:
         """Return the options for building. Raises UsageError for an unknown key or a wrong value."""
-        try:
-            return from_mapping(self.build_options, values, where)
-        except UsageError as error:
-            if str(error).startswith(where):
-                raise
-            raise UsageError(f"{where}: {error.message}", error.hint) from None
+        return from_plain(self.build_options, values, where)
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
         """Return the options at run time. Raises UsageError for an unknown key or a wrong value."""
-        return from_mapping(self.options, values, self.id)
+        return from_plain(self.options, values, self.id)
 
     def roles(self, shape: S) -> Iterator[str]:
         """Yield the roles of graphs that a drafter of this shape has."""

@@ -160,7 +160,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["shape"].update(token_info="fp16"), "token_info.table"),
         (
             lambda m: own(m)["shape"].update(token_info="fp3"),
-            "drafter lyanna: unknown token_info 'fp3' or dtype",
+            "token_info must be one of fp16, int8, fp8, lowrank, not 'fp3'",
         ),
         (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits Limits(depth=4"),
         (
@@ -182,7 +182,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["graphs"].pop("copy_slot"), "expected a graph 'lyanna.copy_slot'"),
         (lambda m: own(m)["state"].pop(), "drafter lyanna: expected state"),
         (lambda m: own(m)["shape"].pop("rank"), "drafter lyanna: shape of lyanna"),
-        (lambda m: own(m)["shape"].update(rank="8"), "drafter lyanna: rank must be positive numbers"),
+        (lambda m: own(m)["shape"].update(rank="8"), "shape of lyanna: rank must be a positive number, not '8'"),
         (lambda m: own(m)["shape"].update(colour=1), "drafter lyanna: shape of lyanna: unknown key colour"),
         (lambda m: own(m).update(method="eagle"), "drafter lyanna: unknown drafting method 'eagle'"),
         (lambda m: own(m).update(verifier_digest="0" * 64), "drafter lyanna belongs to another verifier: expected"),
@@ -290,8 +290,8 @@ def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: P
         ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is no KEY=VALUE, or comes twice"),
         ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
         ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
-        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: unknown precision of a drafter 'fp8'"),
-        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: unknown token_info 'fp3'"),
+        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
+        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
         ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, lyanna"),
         ("mine,method=ngram", "a bundle holds no drafter of the method ngram; methods with one are lyanna"),
         ("random", "random weights of which method?; add method=, one of lyanna"),

@@ -10,6 +10,7 @@ import torch
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
 from redraft.methods.lyanna import METHOD as SPECIFICATION
+from redraft.records import PositiveInt
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -23,8 +24,8 @@ _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_no
 class LyannaTable(DrafterTable):
     """Shape and loss. `chain` is the number of a chain's steps; the rest as in LyannaConfig and LyannaObjective."""
 
-    rank: int = 64
-    chain: int = 4
+    rank: PositiveInt = 64
+    chain: PositiveInt = 4
     alpha: float = 1.0
     beta: float = 1.0
     step_weight: float = 1.0
@@ -32,9 +33,6 @@ class LyannaTable(DrafterTable):
     token_info: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.rank, self.chain) < 1:
-            raise UsageError(f"drafter.rank and drafter.chain must be at least 1, not {self.rank} and {self.chain}")
         if min(self.alpha, self.beta) < 0 or self.alpha + self.beta <= 0 or self.step_weight <= 0:
             raise UsageError("drafter.alpha and beta must be weights, not both zero, and step_weight positive")
 
