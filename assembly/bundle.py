@@ -119,7 +119,6 @@ def _stage(
         model=ModelIdentity(
             source=model.source,
             architecture=next(iter(checkpoint.config.get("architectures") or ()), "unknown"),
-            model_type=str(checkpoint.config.get("model_type", "unknown")),
             weights={},
             random_weights=config.random_weights,
             random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
@@ -133,7 +132,6 @@ def _stage(
         max_model_len=exported.shape.max_positions,
         bos_token_id=special.bos,
         eos_token_ids=special.eos,
-        pad_token_id=special.pad,
         hidden_states=exported.hidden_states,
         graphs={
             **_graphs(exported, folder),

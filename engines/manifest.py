@@ -19,7 +19,7 @@ from redraft.names import TensorSpec, WeightRef, drafter_graph
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 
@@ -37,7 +37,6 @@ class ModelIdentity:
 
     source: str
     architecture: str
-    model_type: str
     weights: Mapping[str, str]
     random_weights: bool = False
     random_drafters: tuple[str, ...] = ()
@@ -89,7 +88,6 @@ class DrafterRecord:
     hidden_states:    those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
     graphs:           by role.   weights: of its graphs.   tables: inputs that are bound once.
     state:            tensors of a slot.
-    draft_vocabulary: the verifier's token of each of its own tokens; None if they are the same.
     limits:           its largest tree.
     """
 
@@ -104,7 +102,6 @@ class DrafterRecord:
     shape: Mapping[str, Any]
     weights: tuple[WeightRef, ...] = ()
     tables: tuple[WeightRef, ...] = ()
-    draft_vocabulary: WeightRef | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -134,7 +131,6 @@ class Manifest:
     max_model_len: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
     hidden_states: tuple[str, ...]
     graphs: Mapping[str, GraphRecord]
     weights: tuple[WeightRef, ...] = ()
@@ -248,8 +244,7 @@ def _check_paths(manifest: Manifest, bundle: Path) -> None:
             raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", hint)
     used = {record.file for record in manifest.all_graphs.values()} | {ref.file for ref in manifest.weights}
     for drafter in manifest.drafters.values():
-        vocabulary = (drafter.draft_vocabulary,) if drafter.draft_vocabulary else ()
-        used |= {ref.file for ref in (*drafter.weights, *drafter.tables, *vocabulary)}
+        used |= {ref.file for ref in (*drafter.weights, *drafter.tables)}
     if built := manifest.tensorrt:
         used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
         used |= {built.plugin_file} - {""}

@@ -53,10 +53,6 @@ class ProductWeight:
             return shapes[0][1], shapes[0][0]
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
-    def tensors(self, source: AnySource) -> tuple[str, ...]:
-        """The checkpoint's names of the parameters; none of random ones."""
-        return tuple(stored for name in self.parameters for stored in source.names(name))
-
     def slabs(self, source: AnySource) -> Slabs:
         """The weight [out, in] in fp32, a few outputs at a time.
 

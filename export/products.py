@@ -59,8 +59,7 @@ def _tensors(weight: ProductWeight, source: AnySource, bits: int) -> list[Made]:
         names.SCALES: ("F32", (rows, blocks), lambda: (grid.scales for grid in grids)),
         names.ZEROS: ("U8", (rows, -(-blocks * bits // 8)), zeros),
     }
-    stem, sources = weight.stem, weight.tensors(source)
-    return [Made(f"{stem}{part}", dtype, shape, sources, slabs) for part, (dtype, shape, slabs) in parts.items()]
+    return [Made(f"{weight.stem}{part}", dtype, shape, slabs) for part, (dtype, shape, slabs) in parts.items()]
 
 
 def _replace(model: ir.Model, node: ir.Node, tensors: list[Made], columns: int, bits: int) -> None:

@@ -40,11 +40,6 @@ def blocks_of(columns: int) -> int:
     return -(-columns // BLOCK)
 
 
-def zero_bytes(columns: int, bits: int) -> int:
-    """Bytes of zero points a row."""
-    return -(-blocks_of(columns) * bits // 8)
-
-
 def fit(weight: NDArray[np.float32], bits: int) -> Grid:
     """Grids for the blocks of [out, in], of 4 or 8 bits. Zero is always exact, so padding stays zero."""
     blocks = _blocks(weight)

@@ -115,7 +115,7 @@ class RandomSource:
         vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
         sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
         made = [
-            Made(name, dtype, (size,), (), partial(_random_slabs, name, 0, (size,)))
+            Made(name, dtype, (size,), partial(_random_slabs, name, 0, (size,)))
             for name, size in zip(POOL, sizes, strict=True)
         ]
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -128,10 +128,6 @@ class RandomSource:
         item_bytes = ITEM_BYTES[ref.dtype]
         length = math.prod(shape) * item_bytes
         return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
-
-    def names(self, parameter: str) -> tuple[str, ...]:
-        """None: no checkpoint has it."""
-        return ()
 
     def grid(self, parameter: str) -> StoredGrid | None:
         """None: random numbers lie on no grid."""
@@ -192,10 +188,6 @@ class Beside:
     def stored(self, parameter: str) -> TensorEntry | None:
         """Where the checkpoint that has the parameter has it."""
         return self._of(parameter).stored(parameter)
-
-    def names(self, parameter: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the parameter is made of."""
-        return self._of(parameter).names(parameter)
 
     def link(self, parameter: str, folder: Path) -> str:
         """See `Source.link`."""

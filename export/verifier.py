@@ -30,7 +30,7 @@ GRAPH = "verifier.onnx"
 
 @dataclass(frozen=True)
 class VerifierExport:
-    """What was written: `graph` and the weight files are relative to the output folder.
+    """An exported verifier. `graph` and the files of `weights` are relative to the output folder.
 
     embedding, head: the parameters that drafters share.   source: where the parameters' values come from.
     """
@@ -39,7 +39,6 @@ class VerifierExport:
     hidden_states: tuple[str, ...]
     graph: str
     weights: tuple[WeightRef, ...]
-    weight_files: tuple[str, ...]
     embedding: str
     head: str
     source: AnySource
@@ -95,8 +94,7 @@ def export_verifier(
     )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
-    files = tuple(sorted({ref.file for ref in refs}))
-    return VerifierExport(shape, config.hidden_states, GRAPH, refs, files, embedding, head, source)
+    return VerifierExport(shape, config.hidden_states, GRAPH, refs, embedding, head, source)
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:

@@ -45,7 +45,7 @@ def place(
     read = [name for name in _parameters(model, source.parameters) if name not in there]
     made = quantize_products(model, source, precision, logits) if precision in ("int8", "int4") else []
     if weight_only:
-        made = [Made(*tensor) for tensor in dequantize.dequantize_products(model, source, weight_only, logits)]
+        made = dequantize.dequantize_products(model, source, weight_only, logits)
     refs: list[WeightRef] = []
     dtype = STORED[precision]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -53,12 +53,11 @@ def place(
     kept = _in_place(read, [name for name in left if name not in there], source, dtype)
     for name in left:
         entry = source.stored(name)
-        sources = source.names(name)
         if name in kept and entry is not None:
             file_there = source.link(name, folder)
-            refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape, sources))
+            refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape))
         else:
-            made.append(Made(name, dtype, source.parameters[name], sources, partial(source.slabs, name)))
+            made.append(Made(name, dtype, source.parameters[name], partial(source.slabs, name)))
     used = [there[tensor.name] for tensor in made if tensor.name in there]
     made = [tensor for tensor in made if tensor.name not in there]
     if made:

@@ -104,10 +104,7 @@ QUANTIZATION_BLOCK = 32
 
 @dataclass(frozen=True)
 class WeightRef:
-    """Where an initializer's bytes lie: `length` bytes at `offset` of `file`, a path relative to the graph's folder.
-
-    `source` names the checkpoint's tensors it was made from.
-    """
+    """Where an initializer's bytes lie: `length` bytes at `offset` of `file`, a path relative to the graph's folder."""
 
     initializer: str
     file: str
@@ -115,7 +112,6 @@ class WeightRef:
     length: int
     dtype: str
     shape: tuple[int, ...]
-    source: tuple[str, ...]
 
 
 def single(graph: str) -> str:

@@ -45,7 +45,7 @@ def make_tables(
         index[hot] = np.arange(shape.hot)
         forms.append(partial(iter, [index]))
     return tuple(
-        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
+        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), slabs)
         for spec, slabs in zip(token_info_tables(shape), forms, strict=True)
     )
 
