@@ -14,7 +14,7 @@ from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BundleError, UsageError
-from redraft.methods.base import Limits, Rows
+from redraft.methods.base import Rows, TreeLimits
 from redraft.names import TensorSpec, WeightRef, drafter_graph
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
@@ -98,7 +98,7 @@ class DrafterRecord:
     rows: Rows
     graphs: Mapping[str, GraphRecord]
     state: tuple[TensorSpec, ...]
-    limits: Limits
+    limits: TreeLimits
     shape: Mapping[str, Any]
     weights: tuple[WeightRef, ...] = ()
     tables: tuple[WeightRef, ...] = ()

@@ -20,7 +20,7 @@ _SMALLEST_CACHE = 2
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """The largest calls that the engines must take.
 
     batch:     B, sequences.   tree: T, nodes of a tree, root included.   prefill: T, prompt tokens of a chunk.
@@ -56,7 +56,7 @@ class Limits:
 
 
 def profiles_of(
-    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: Limits, kv_len_is_shape: bool
+    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: CallLimits, kv_len_is_shape: bool
 ) -> tuple[Profile, ...]:
     """Return the profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
 
@@ -99,18 +99,18 @@ def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
         )
 
 
-def verifier_symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a graph of the verifier or of a step."""
     return _SYMBOLS[graph](limits)
 
 
-def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context."""
     rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len + spare_rows)}
     return {name: {**_batch(limits), **rows, **own} for name, own in graph.profiles.items()}
 
 
-def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """A prompt is computed alone; a tree has at least a root and a node."""
     chunk, one, tree = (1, limits.prefill, limits.prefill), (1, 1, 1), _trees(limits)["T"]
     return {
@@ -120,17 +120,17 @@ def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     }
 
 
-def _judging(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _judging(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """What goes before and after a verification, of one token or of a tree."""
     return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
 
 
-def _keeping(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _keeping(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """A root alone is where it belongs."""
     return {TREE: {**_buffers(limits), **_trees(limits)}}
 
 
-def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _collecting(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """After trees and prompts, and between what waits and a draft's rows: few sizes are shared."""
     room = names.MAX_PENDING_FEATURES
     rows = (1, limits.tuned, room)
@@ -144,16 +144,16 @@ _SYMBOLS = {
 }  # fmt: skip
 
 
-def _batch(limits: Limits) -> dict[str, Sizes]:
+def _batch(limits: CallLimits) -> dict[str, Sizes]:
     """Tuned for one sequence, which has the least to hide latency behind."""
     return {"B": (1, 1, limits.batch)}
 
 
-def _buffers(limits: Limits) -> dict[str, Sizes]:
+def _buffers(limits: CallLimits) -> dict[str, Sizes]:
     return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, limits.max_model_len)}
 
 
-def _trees(limits: Limits) -> dict[str, Sizes]:
+def _trees(limits: CallLimits) -> dict[str, Sizes]:
     """T nodes of a call, of a drafter's tree that has K."""
     tuned, widest = limits.tuned, limits.widest
     return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest)}

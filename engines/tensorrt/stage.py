@@ -19,7 +19,7 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
-from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
@@ -51,7 +51,7 @@ def stage_engines(
     Raises BackendError.
     """
     target, plugin = tools.target, tools.plugin
-    limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
+    limits = CallLimits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
     drafters = read_drafters(manifest)
     if drafters:
         limits = replace(limits, usual=1 + max(drafter.record.limits.nodes for drafter in drafters))

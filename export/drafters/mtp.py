@@ -8,31 +8,16 @@ With f the verifier's hidden state after its final norm, E its embedding and M i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
-
-
-@dataclass(frozen=True)
-class MtpConfig(LayerConfig):
-    """Shape of the layer, and `logit_scale`, by which the verifier multiplies its logits."""
-
-    logit_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.logit_scale > 0:
-            raise CheckpointError(f"logit_scale must be positive, not {self.logit_scale}")
 
 
 class MtpDrafter(nn.Module):
     """The module's own part. Embedding and head are the verifier's and no parameters here."""
 
-    def __init__(self, config: MtpConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         n = config.hidden_size
         self.config = config

@@ -65,7 +65,7 @@ class GraphSpec(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Limits:
+class TreeLimits:
     """The largest tree of one draft: `depth`, `width` of a level, `nodes` without the root."""
 
     depth: int
@@ -114,7 +114,7 @@ class Method(Generic[S]):
     state: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
     spare_rows: int = 0
     tables: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
-    limits: Callable[[S], Limits] = lambda shape: Limits(0, 0, 0)
+    limits: Callable[[S], TreeLimits] = lambda shape: TreeLimits(0, 0, 0)
     describe: Callable[[S], str] = lambda shape: ""
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from redraft import names
-from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 from redraft.records import PositiveInt
@@ -193,7 +193,7 @@ METHOD: Method[LyannaShape] = Method(
     state=slot_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
     tables=token_info_tables,
-    limits=lambda shape: Limits(shape.steps, shape.width, shape.nodes - 1),
+    limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
     describe=lambda shape: (
         f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, "
         f"token information of {shape.hot} tokens in {shape.token_info}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
@@ -76,7 +76,7 @@ METHOD: Method[MtpShape] = Method(
     shape=MtpShape,
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
-    limits=lambda shape: Limits(shape.steps, 1, shape.steps),
+    limits=lambda shape: TreeLimits(shape.steps, 1, shape.steps),
     describe=lambda shape: f"{shape.steps} steps",
     build_options=MtpBuild,
 )

@@ -162,10 +162,10 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
             lambda m: own(m)["shape"].update(token_info="fp3"),
             "token_info must be one of fp16, int8, fp8, lowrank, not 'fp3'",
         ),
-        (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits Limits(depth=4"),
+        (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits TreeLimits(depth=4"),
         (
             lambda m: own(m)["shape"].update(nodes=20),
-            "drafter lyanna: expected limits Limits(depth=3, width=4, nodes=19)",
+            "drafter lyanna: expected limits TreeLimits(depth=3, width=4, nodes=19)",
         ),
         (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
         (lambda m: own(m)["graphs"].pop("draft"), "expected a graph 'lyanna.draft'"),

@@ -12,7 +12,7 @@ from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.engines.tensorrt.target import INSTALL
 from redraft.errors import BackendError, UsageError
-from redraft.export.drafters.lyanna import beside
+from redraft.export.drafters.lyanna import configuration_of
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.methods.lyanna import METHOD
 
@@ -148,7 +148,7 @@ def test_budget_and_hot_tokens_are_the_papers(name):
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
     (drafter,) = recipe.build.drafters
     options = METHOD.parse_build(drafter.options, name)
-    shape = lyanna_shape(beside(config, config.vocab_size, steps=options.steps), options)
+    shape = lyanna_shape(configuration_of(config, config.vocab_size, steps=options.steps), options)
     assert (shape.steps, shape.width, shape.nodes - 1) == (3, 4, 12)
     assert shape.hot == options.hot_tokens == {32000: 32000}.get(config.vocab_size, 32768)
     assert drafter.source is None

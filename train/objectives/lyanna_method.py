@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from redraft.errors import UsageError
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.records import PositiveInt
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
@@ -48,7 +48,7 @@ class LyannaRecipe(DrafterRecipe):
 def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
     """The drafter's configuration: the verifier's own sizes where the recipe leaves them open."""
     table = recipe.drafter
-    return beside(
+    return configuration_of(
         verifier.config,
         verifier.vocab_size,
         intermediate_size=table.intermediate_size,
