@@ -186,7 +186,7 @@ def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[
 def _quality(
     checkpoint: AnyCheckpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
 ) -> Quality | None:
-    """Perplexity of what was built, and of fp32, which is built beside it for the comparison and dropped."""
+    """Return the perplexity of the bundle and of its model in fp32, which is built for this and deleted."""
     if not texts:
         return None
     report("measuring perplexity on held-out text")

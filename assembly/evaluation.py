@@ -1,4 +1,4 @@
-"""Perplexity of a bundle on held-out text, and of the same model in fp32 beside it."""
+"""Perplexity of a bundle on held-out text, and of the same model in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MODEL names: a recipe, a checkpoint folder, a GGUF file, or a Hugging Face id to download."""
+"""Resolve MODEL: a recipe, a checkpoint folder, a GGUF file, or a Hugging Face id to download."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a recipe's checkpoint comes from.
+    """The source of a recipe's checkpoint.
 
     path:    a folder that has it, instead of the recipe's own source.
-    random:  only its shape is needed: nothing is downloaded for a recipe that says it.
+    random:  only its shape is needed. If the recipe has the shape, nothing is downloaded.
     scratch: an empty folder, for a config.json made of that shape.
     """
 

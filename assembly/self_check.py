@@ -31,7 +31,7 @@ ROUNDED: dict[Precision, float] = {"fp16": 0.1, "int8": 0.3, "int4": 0.8}
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared. difference: the largest of a logit, in standard deviations of its row."""
+    """The result of a comparison. difference: the largest of a logit, in standard deviations of its row."""
 
     tokens: int
     accepted: int
@@ -48,7 +48,7 @@ class Compared:
 
 @dataclass
 class KnownText:
-    """A sampler that accepts the tokens of a known text, and keeps the logits at each of its positions."""
+    """A sampler that accepts the tokens of a known text, and stores the logits at each of its positions."""
 
     tokens: Sequence[int]
     rows: dict[int, FloatArray] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What can build engines on this machine, and what to install where it cannot."""
+"""Check that this machine can build engines for a backend, and name the package to install if it cannot."""
 
 from __future__ import annotations
 

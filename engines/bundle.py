@@ -1,4 +1,4 @@
-"""Opening an engine bundle. It fails closed: what was expected, what was found, and the command that mends it."""
+"""Open an engine bundle. It fails closed: errors name what was expected, what was found, and a command to fix it."""
 
 from __future__ import annotations
 

@@ -34,9 +34,10 @@ def open_cuda() -> Cuda:
 
 
 class Cuda:
-    """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads.
+    """A stream, and memory, copies and graphs for it. `runtime` is cuda.bindings.runtime. Use it from one thread.
 
-    waits: how often the stream was waited for.   captured: graphs made.   told: whether it was said that one cannot be.
+    waits: how often the host waited for the stream.   captured: number of graphs.   told: True after the first warning
+    that a graph cannot be captured.
     """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
@@ -55,7 +56,7 @@ class Cuda:
         self.captured = 0
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What the function gives besides its status. Raises BackendError with the error's name."""
+        """Return the function's results without its status. Raises BackendError with the error's name."""
         answer = getattr(self._runtime, function)(*arguments)
         if (status := answer[0]) != self._success:
             self.forget_error()
@@ -63,7 +64,7 @@ class Cuda:
         return answer[1] if len(answer) == 2 else answer[1:]
 
     def forget_error(self) -> None:
-        """CUDA keeps a failure until it is asked for, and a launch of somebody else's would be blamed for it."""
+        """Clear CUDA's last error. CUDA stores it until it is read, and would report it for another launch."""
         self._runtime.cudaGetLastError()
 
     def allocate(self, size: int) -> Memory:
@@ -75,14 +76,14 @@ class Cuda:
         return Pinned(self, size)
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody uses."""
+        """Free bytes of the device's memory."""
         free, _ = self.call("cudaMemGetInfo")
         return int(free)
 
     def write(self, address: int, values: Array) -> None:
-        """Copy a C-contiguous array to the device. It may be reused at once: it goes by way of pinned memory.
+        """Copy a C-contiguous array to the device, through pinned memory. The array may be reused at once.
 
-        Raises BackendError where CUDA fails, also in work that was put in order before; so do all that follow.
+        Raises BackendError if CUDA fails, also for earlier work on the stream. All later calls then raise it too.
         """
         source = values.reshape(-1).view(np.uint8)
         for start in range(0, source.size, self._staging.size):
@@ -113,7 +114,7 @@ class Cuda:
         self._staged = 0
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """What `run` puts on the stream, as a graph; nothing is executed. Raises BackendError where it cannot be."""
+        """Return the work that `run` puts on the stream, as a graph that has not run. Raises BackendError if it cannot."""
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
         self._capturing, collecting = True, gc.isenabled()

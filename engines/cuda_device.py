@@ -37,12 +37,12 @@ from redraft.names import Dtype
 _LOG = logging.getLogger("redraft.cuda")
 _COPY_SLOT = f".{names.COPY_SLOT}"
 _ALIGNMENT_BYTES = 256
-"""Of every address that TensorRT is given."""
+"""Alignment in bytes of every address that TensorRT gets."""
 _MEBIBYTE = 1 << 20
 
 
 class CudaDevice(ABC):
-    """See `redraft.engines.device.Device`. Who derives from it says how a graph is loaded.
+    """See `redraft.engines.device.Device`. A subclass loads graphs.
 
     kernels: ours for the GPU, where they are built.
     """
@@ -215,7 +215,7 @@ class PinnedOutputs:
 
 
 class MoveProgram:
-    """Slots copied by CUDA: the host, which chose them, says where from and where to."""
+    """Copies slots by CUDA. The host chooses the slots and gives their addresses."""
 
     def __init__(self, record: GraphRecord, cuda: Cuda) -> None:
         self.inputs = record.inputs

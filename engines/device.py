@@ -34,17 +34,17 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins, in the device's memory."""
+        """Address of the first byte in the device's memory."""
 
     @property
     def host(self) -> Array | None:
-        """Where the host reads and writes it: all of it on the host, on a GPU what the host sends, otherwise None."""
+        """The array that the host reads and writes: the buffer on the host, host inputs on a GPU, otherwise None."""
 
     def write(self, values: Array) -> None:
         """Copy from the host, behind all work put in order so far. The array may be reused at once."""
 
     def read(self) -> Array:
-        """A copy on the host, once all work put in order so far is done: what waits for the device."""
+        """Wait for the device, and return a copy of the buffer on the host."""
 
     def part(self, *shape: int) -> Self:
         """The first elements under another shape, of at most as many; shares the memory."""
@@ -55,11 +55,11 @@ class HostInputs(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
-        """What programs read, by name."""
+        """The buffers that programs read, by name."""
 
     @property
     def send(self) -> Run:
-        """Copies what was filled in to `buffers`."""
+        """A run that copies the filled arrays to `buffers`."""
 
     def open(self) -> Mapping[str, Array]:
         """The arrays to fill in, by name, int64 each; they keep what was filled in before.
@@ -69,7 +69,7 @@ class HostInputs(Protocol):
 
 
 class HostOutputs(Protocol):
-    """What the host reads of a buffer again and again."""
+    """A copy of a buffer on the host, which is read again and again."""
 
     @property
     def fetch(self) -> Run:
@@ -87,7 +87,7 @@ class Work(Protocol):
         """Put them in order."""
 
     def seconds(self) -> float:
-        """How long the latest of them took where they run, once the device has been waited for; 0 before the first."""
+        """Return the device's time for the latest run, after a wait for the device; 0 before the first run."""
 
 
 class Program(Protocol):
@@ -95,11 +95,11 @@ class Program(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What it takes, as the manifest says."""
+        """The graph's inputs, as the manifest lists them."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it gives."""
+        """The graph's outputs."""
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """The graph over these buffers, one for every input and output; outputs in place share their input's.
@@ -113,11 +113,11 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As users say it: `cpu`, `cuda` …"""
+        """The user's name for the device: `cpu`, `cuda` …"""
 
     @property
     def asynchronous(self) -> bool:
-        """Whether work may still be under way when the call that put it in order returns."""
+        """True if a call may return before the work that it started is done."""
 
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
@@ -129,7 +129,7 @@ class Device(Protocol):
         """An outbox of all of `buffer`."""
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """Buffers of so many bytes, by what they are for, and these graphs are asked for next.
+        """Check that buffers of so many bytes, by purpose, and these graphs fit together before they are loaded.
 
         Raises BackendError if they do not fit together.
         """
@@ -189,7 +189,7 @@ def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
 
 
 def copied_bytes(target: Buffer, source: Buffer) -> int:
-    """How many bytes a copy moves. Raises ValueError where the buffers' sizes do not agree."""
+    """Return the bytes that a copy moves. Raises ValueError if the buffers' sizes differ."""
     sizes = [byte_size(buffer.dtype, buffer.shape) for buffer in (target, source)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"expected buffers of the same size, found {sizes[0]} and {sizes[1]} bytes")

@@ -38,7 +38,7 @@ def check_host_memory(bundle: Bundle, graph: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """What Linux would give without swapping; None where it does not say."""
+    """Bytes that Linux could give without swapping; None if the system does not report them."""
     with contextlib.suppress(OSError):
         if found := _AVAILABLE.search(MEMINFO.read_text()):
             return int(found[1]) * 1024

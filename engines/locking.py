@@ -50,7 +50,7 @@ def _acquire(path: Path, target: Path) -> int:
 
 
 def unwritable(path: Path, error: OSError) -> BundleError:
-    """What to say of a bundle or folder that cannot be made."""
+    """Return the error for a bundle or folder that cannot be created."""
     return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
 
 

@@ -26,13 +26,13 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which checkpoint a bundle was built from.
+    """The checkpoint that a bundle was built from.
 
-    source:  what the user named: a recipe, a directory or a Hub id.
+    source:  the user's name for it: a recipe, a directory or a Hub id.
     weights: SHA-256 of every weight file of the checkpoint, by file name.
-    random_weights, random_drafters: what has random weights: the verifier, drafters by name.
-    stand_in_tokenizer: the tokenizer is not the model's: a token a byte.
-    inexact: what else of the checkpoint the bundle has in another form, a sentence each.
+    random_weights: the verifier has random weights.   random_drafters: names of drafters that have.
+    stand_in_tokenizer: the tokenizer is not the model's, but has a token for each byte.
+    inexact: a sentence for each other part of the checkpoint that the bundle stores in another form.
     """
 
     source: str
@@ -45,7 +45,7 @@ class ModelIdentity:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What every output made with the bundle must say of it."""
+        """Warnings that belong to every output of the bundle."""
         random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
         said = {
             f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
@@ -73,7 +73,7 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the bundle must be."""
+    """Size and digest of a file of the bundle."""
 
     size: int
     sha256: str
@@ -111,13 +111,13 @@ class DrafterRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the fields of the records above; besides:
+    """Everything that opening a bundle needs. The records above describe their own fields.
 
-    max_model_len: tokens of a sequence at most.   hidden_states: those that the verifier gives out.
+    max_model_len: at most so many tokens in a sequence.   hidden_states: the verifier's outputs.
     graphs:     the verifier's and a step's; a drafter's own are in its record.   drafters: by id.
-    tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
-    tools:      versions of what built the bundle.
-    options:    what `redraft build` was told besides the model, to repeat the command.
+    tensorrt:   the engines of the backend tensorrt, which were built from the portable `graphs`.
+    tools:      versions of the libraries that built the bundle.
+    options:    options of `redraft build`, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
     files:      every file of the bundle but the manifest; filled in when the bundle is committed.
     """
@@ -160,7 +160,7 @@ def verifier_digest(weights: Mapping[str, str]) -> str:
 
 
 def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = ()) -> str:
-    """The command that mends a bundle which cannot be used."""
+    """Return the command that replaces a bundle which cannot be used."""
     return f"run `{shlex.join(['redraft', 'build', source, '-o', str(out), *options, '--force'])}`"
 
 
@@ -186,7 +186,7 @@ def bundle_name(bundle: Path) -> str:
 
 
 def has_random_weights(bundle: Path) -> bool:
-    """Whether a bundle has a model's shape only; of one of an older schema that is not known, and counts as none."""
+    """Return True if a bundle has random weights. Bundles of an older schema count as not random."""
     with contextlib.suppress(BundleError):
         return load_manifest(bundle).model.random_weights
     return False
@@ -195,8 +195,8 @@ def has_random_weights(bundle: Path) -> bool:
 def load_manifest(bundle: Path) -> Manifest:
     """Read `bundle`/manifest.json.
 
-    Raises BundleError where it is missing, is not JSON, is of another schema version, has another form, or is not what
-    was written.
+    Raises BundleError if it is missing, is not JSON, has another schema version or form, or was changed after it was
+    written.
     """
     path = bundle / MANIFEST
     try:

@@ -31,7 +31,7 @@ _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
 _SPIN_US = "100"
-"""How long an idle thread spins before it sleeps."""
+"""Time that an idle thread spins before it sleeps."""
 Provider = tuple[str, Mapping[str, str]]
 """An execution provider and its options."""
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -94,9 +94,9 @@ def check_available(provider: str) -> None:
 
 @cache
 def start_provider(provider: str) -> None:
-    """Start a provider on a model of one node, before any weights are read. Raises BackendError where it does not.
+    """Start a provider on a model of one node, before any weights are read. Raises BackendError if it does not start.
 
-    Where its libraries are missing ONNX Runtime says so in its log and gives a session on the CPU, which loads all
+    If the provider's libraries are missing, ONNX Runtime logs that and returns a session on the CPU, which loads all
     weights there, or fails for a kernel that only the provider has.
     """
     check_available(provider)

@@ -30,7 +30,7 @@ from redraft.names import TensorSpec
 from redraft.plugins.library import find_kernels
 
 NO_WAITING = "disable_synchronize_execution_providers"
-"""What a run on CUDA is told: its end is put in order on the stream, not waited for."""
+"""Options of a run on CUDA: ONNX Runtime does not wait for the end of its work on the stream."""
 _LOG = logging.getLogger("redraft.onnxruntime")
 _BFLOAT16 = 16
 """ONNX's number of the type, which NumPy lacks."""
@@ -38,7 +38,7 @@ _SIZES = frozenset({
     "Add", "Cast", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Mul", "Range",
     "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where",
 })  # fmt: skip
-"""What ONNX Runtime computes on the host on purpose, where it makes the sizes of tensors."""
+"""Node types that ONNX Runtime computes on the host on purpose, if they make the sizes of tensors."""
 
 
 def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeCuda:
@@ -50,8 +50,8 @@ def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRun
 def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: str = "error") -> OnnxRuntimeProgram:
     """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
 
-    Raises BundleError if the graph is absent, does not load, or has another signature than the manifest says, and
-    if this ONNX Runtime is older than the one the bundle was built with.
+    Raises BundleError if the graph is absent, does not load, or has another signature than in the manifest, and if this
+    ONNX Runtime is older than the one that the bundle was built with.
     """
     record = bundle.graph(graph)
     return OnnxRuntimeProgram(load_session(bundle, graph, threads, log=log), record)
@@ -74,7 +74,7 @@ class OnnxRuntimeCuda(CudaDevice):
         options = {
             "user_compute_stream": str(self.cuda.stream),
             "arena_extend_strategy": "kSameAsRequested",  # by powers of two, it takes up to twice what is needed
-            "use_tf32": "0",  # float32 means what it says: the tokens of the CPU
+            "use_tf32": "0",  # no TF32: float32 gives the tokens of the CPU
         }
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))
         on_host = host_inputs(session)
@@ -133,7 +133,7 @@ def host_inputs(session: ort.InferenceSession) -> frozenset[str]:
 
 
 def left_to_cpu(assignment: Iterable[Any]) -> str:
-    """Node types that a session's provider left to the CPU, those that make sizes aside: `TopK (2), Attention (1)`."""
+    """Node types that a session's provider left to the CPU, except those that make sizes: `TopK (2), Attention (1)`."""
     kinds = [
         node.op_type
         for part in assignment

@@ -1,4 +1,4 @@
-"""What a bundle takes on disk, and how many of its numbers are kept in how many bits."""
+"""Sizes of a bundle on disk, and shares of its numbers by bits."""
 
 from __future__ import annotations
 

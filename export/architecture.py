@@ -1,4 +1,4 @@
-"""Which class of transformers a checkpoint's configuration stands for, and which part of it is the text decoder."""
+"""Find the transformers class of a checkpoint's configuration, and its text decoder."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HARMLESS = ("rope.scaling.finetuned",)
 ROPE_SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every published model with frequency factors has; compared with the factors before it is used."""
+"""Values of every published model with frequency factors. They are compared with the factors before use."""
 FACTOR_ERROR = 1e-4
 
 
@@ -165,7 +165,7 @@ def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
 
 
 def _found(config: PretrainedConfig, key: str) -> Any:
-    """What the configuration says of a key, None if nothing."""
+    """Return the configuration's value for a key, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     head_dim = _head_dim(config)
@@ -189,7 +189,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _changes_nothing(key: str, value: Any, stated: dict[str, Any]) -> bool:
-    """Whether a model with this key is the model without it."""
+    """Return True if a model with this key is the same as without it."""
     if key == "attention.sliding_window":
         return isinstance(value, int) and value >= stated.get("context_length", math.inf)
     unscaled = key.startswith("rope.scaling.") and stated.get("rope.scaling.type", "none") == "none"

@@ -126,7 +126,7 @@ class RotaryTables:
         self.half_cos, self.half_sin = (t[:, : t.shape[1] // 2].contiguous() for t in (self.cos, self.sin))
 
     def rotates_halves(self, apply: Callable[..., Any]) -> bool:
-        """Whether `apply(q, k, cos, sin)` is what `rotary` computes from these tables."""
+        """Return True if `apply(q, k, cos, sin)` equals the result of `rotary` from these tables."""
         generator = torch.Generator().manual_seed(0)
         rows = min(len(self.cos), 5)
         q = torch.randn(1, 2, rows, self.cos.shape[1], generator=generator)
@@ -178,7 +178,7 @@ class _Latest:
         return self.given
 
     def gave(self, cos: Any, sin: Any) -> bool:
-        """Whether these are the very tensors that the latest call gave."""
+        """Return True if these are the very tensors that the latest call returned."""
         return self.given is not None and cos is self.given[0] and sin is self.given[1]
 
 

@@ -43,7 +43,7 @@ class ProductWeight:
 
     @property
     def stem(self) -> str:
-        """What the names of tensors that are made of this weight begin with."""
+        """The prefix of names of tensors that are made of this weight."""
         return self.parameters[0] if len(self.parameters) == 1 else f"{self.parameters[0]}.merged"
 
     def shape(self, source: AnySource) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class ProductWeight:
 
 
 def feeds(product: ir.Node, last: ir.Node | None) -> bool:
-    """Whether only elementwise work (softcap, scaling, a cast) lies between the product and what `last` computes."""
+    """Return True if only elementwise operators (softcap, scaling, a cast) are between the product and `last`."""
     while last is not None and last.op_type in ("Mul", "Tanh", "Div", "Cast"):
         last = last.inputs[0].producer() if last.inputs[0] is not None else None
     return last is product

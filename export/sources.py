@@ -1,4 +1,4 @@
-"""Where the values of a module's parameters come from: a checkpoint, random numbers, or two of these."""
+"""Sources of a module's parameters: a checkpoint, random numbers, or two of these."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Source:
         return cls(checkpoint, parameters, tensors, prefix)
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Where the checkpoint has the parameter as it is; None where it is computed from stored tensors."""
+        """The parameter's place in the checkpoint, or None if it is computed from stored tensors."""
         return self.tensors[parameter].entry
 
     def names(self, parameter: str) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class RandomSource:
         return _random_slabs(*self._piece(parameter), self.parameters[parameter])
 
     def _piece(self, parameter: str) -> tuple[str, int]:
-        """Which part of the pool, and the first of its numbers."""
+        """Return the part of the pool that a parameter uses, and the index of its first number."""
         if len(self.parameters[parameter]) > 1:
             return POOL[0], list(self.parameters).index(parameter) % POOL_SHIFTS * POOL_SHIFT
         return POOL[2] if parameter.endswith("bias") else POOL[1], 0
@@ -172,7 +172,7 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Beside:
-    """A drafter's own parameters, beside those of its verifier, which its graph uses too."""
+    """A drafter's own parameters and those of its verifier, which its graph uses too."""
 
     own: AnySource
     verifier: AnySource
@@ -186,7 +186,7 @@ class Beside:
         return self.own if parameter in self.own.parameters else self.verifier
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Where the checkpoint that has the parameter has it."""
+        """The parameter's place in the checkpoint that has it."""
         return self._of(parameter).stored(parameter)
 
     def link(self, parameter: str, folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""What can be exported faithfully, and what is refused by name instead of being dropped in silence."""
+"""Refuse by name everything that an export would silently drop."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def norm_eps(config: Any) -> float:
 
 
 def logit_scale(config: Any) -> float:
-    """What the head's product is multiplied by: Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
+    """Return the factor on the head's product: Cohere's `logit_scale`, or one over Granite's `logits_scaling`."""
     return float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1))
 
 
@@ -187,13 +187,13 @@ def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
 
 
 def _counts(node: ir.Node) -> bool:
-    """Whether the model's own code counts: not a constant, and no index that writing to a slice was translated to."""
+    """Return True if the model's own code makes positions: no constant, and no index of a translated slice write."""
     written = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
     return any(name in written for name in ("aten.arange", "aten.cumsum")) and not _is_constant(node)
 
 
 def _is_constant(node: ir.Node) -> bool:
-    """Whether all inputs of a node are constants."""
+    """Return True if all inputs of a node are constants."""
     return all(value is None or value.const_value is not None or _made_of_constants(value) for value in node.inputs)
 
 

@@ -95,7 +95,7 @@ def tree_attention(
 def _visible(
     tree_mask: torch.Tensor, positions: torch.Tensor, cache_len: torch.Tensor, read: int, window: int, chunk: int
 ) -> torch.Tensor:
-    """Which of the first `read` rows each node sees, bool [B, T, read]."""
+    """Return the rows among the first `read` that each node sees, bool [B, T, read]."""
     batch, nodes = positions.shape
     rows = torch.arange(read)
     visible = (rows < cache_len[:, None])[:, None].repeat(1, nodes, 1)

@@ -1,4 +1,4 @@
-"""A checkpoint to a verifier graph on disk: one ONNX file for prefill, one token and trees, weights beside it."""
+"""Export a checkpoint as a verifier graph: one ONNX file for prefill, one token and trees, and its weights."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ def place(
 
     weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the rest.
 
-    A tensor that the checkpoint stores in the type of the precision is used where it lies. Where that brings a file
-    for less than `IN_PLACE_FROM` of it, as for the norms beside quantized products, the tensor is written anew.
+    A tensor that the checkpoint stores in the type of the precision stays in the checkpoint's file. If less than
+    `IN_PLACE_FROM` of that file would be used, as for the norms of quantized products, the tensor is written anew.
 
-    file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits; "" for
+    file: stem of the new file, the precision by default.   logits: the output whose product keeps 8 bits; "" for
     a graph without such an output.
-    shared: what another graph of the bundle has placed already, used again where it has the same name.
-    Returns where the parameters that were placed now lie.
+    shared: parameters that another graph of the bundle has placed. They are used again under the same name.
+    Returns the places of the parameters.
     """
     there = {ref.initializer: ref for ref in shared}
     read = [name for name in _parameters(model, source.parameters) if name not in there]
@@ -68,9 +68,9 @@ def place(
 
 
 def _in_place(read: list[str], left: list[str], source: AnySource, dtype: str) -> set[str]:
-    """Which of the parameters `left` after quantizing are used where they lie, of the same file all or none.
+    """Return the parameters `left` after quantizing that stay in the checkpoint's files. Of one file all stay, or none.
 
-    read: what the graph read before. Random weights lie in the bundle already.
+    read: parameters that the graph read before. Random weights are in the bundle already.
     """
     entries = {name: entry for name in read if (entry := source.stored(name)) is not None}
     fitting = [name for name in left if name in entries and entries[name].dtype == dtype]

@@ -94,7 +94,7 @@ class Kernels:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether this is the CPU build, which takes host addresses."""
+        """True for the CPU build, which takes host addresses."""
         return hasattr(self._library, "redraft_cpu_set_order")
 
     def workspace_bytes(self, args: AttentionArgs) -> int:
@@ -104,7 +104,7 @@ class Kernels:
         return found.value
 
     def plan(self, args: AttentionArgs) -> AttentionPlan:
-        """How `attend` will run for these sizes."""
+        """Return the plan of `attend` for these sizes."""
         found = AttentionPlan()
         self._check(self._library.redraft_tree_attention_plan(ctypes.byref(args), ctypes.byref(found)))
         return found
@@ -121,11 +121,11 @@ class Kernels:
         self._check(self._library.redraft_compact(ctypes.byref(args), _address(stream)))
 
     def set_order(self, order: int) -> None:
-        """CPU build only: the order in which threads take turns, 0 ascending, 1 descending, else a seed."""
+        """Set the order in which threads take turns: 0 ascending, 1 descending, else a seed. CPU build only."""
         self._library.redraft_cpu_set_order(ctypes.c_uint(order))
 
     def truncate_sums(self, truncate: bool) -> None:
-        """CPU build only: whether matrix products cut their sums off towards zero, as tensor cores do."""
+        """Choose if matrix products truncate their sums towards zero, as tensor cores do. CPU build only."""
         self._library.redraft_cpu_truncate_sums(ctypes.c_int(truncate))
 
     def _check(self, status: int) -> None:

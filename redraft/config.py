@@ -10,26 +10,26 @@ from typing import Any, Literal
 from redraft.errors import UsageError
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
-"""fp32, fp16, bf16: of weights, KV and features alike. int8, int4, fp8: weight-only, everything else as
-`compute_dtype`.
+"""fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
+`compute_dtype` for everything else.
 """
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
-"""Form of a drafter's id: no dot and no plus, which join it to other words."""
+"""Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
 RESERVED_IDS = ("none", "ngram", "random", "inexact", "verifier", "step", "weights")
-"""Words of the command line and of a bundle's graphs that are no ids."""
+"""Words that cannot be ids: the command line or names of a bundle's graphs use them."""
 RANDOM = "random"
-"""In place of a drafter's folder: one of the verifier's shape with random weights, for latency work only."""
+"""Stands for a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""
 
 
 @dataclass(frozen=True)
 class DrafterBuild:
-    """How one drafter of a bundle is built.
+    """Configuration of one drafter of a bundle.
 
     id:      the user's word for it.
-    source:  the drafter's folder, or RANDOM. None in a recipe without one: the settings then wait for a folder.
+    source:  the drafter's folder, or RANDOM. None in a recipe that leaves the folder to the command line.
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
     """
@@ -50,14 +50,14 @@ class DrafterBuild:
 
 @dataclass(frozen=True)
 class TensorRtBuild:
-    """How TensorRT engines are built; nothing else reads it.
+    """Configuration of TensorRT engines; nothing else reads it.
 
-    attention:     who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
-    embed_plugin:  make the plugin's library part of the engines instead of a file beside them.
-    batch:         sequences of one call, at most.
-    tree_nodes:    nodes of a tree, its root included, at most.
-    prefill:       prompt tokens of one call, at most.
-    ignore_memory: build also where the free GPU memory seems too little.
+    attention:     computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
+    embed_plugin:  make the plugin's library part of the engines instead of a file next to them.
+    batch:         at most so many sequences in one call.
+    tree_nodes:    at most so many nodes in a tree, its root included.
+    prefill:       at most so many prompt tokens in one call.
+    ignore_memory: build even if the free GPU memory seems too little.
     """
 
     attention: Literal["plugin", "native"] = "plugin"
@@ -77,15 +77,15 @@ class TensorRtBuild:
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """How a bundle is built from a checkpoint.
+    """Configuration of a bundle that is built from a checkpoint.
 
-    drafters:        those that are built with it.
-    precision:       of the matrix products: fp32, or weight-only int8 or int4.
-    backend:         what runs the engines.
-    max_model_len:   tokens of a sequence at most; None takes the model's own limit.
-    hidden_states:   of the verifier that drafters read (`last`, or a layer number).
+    drafters:        drafters that are built with it.
+    precision:       precision of the matrix products: fp32, or weight-only int8 or int4.
+    backend:         the library that runs the engines.
+    max_model_len:   at most so many tokens in a sequence; None takes the model's own limit.
+    hidden_states:   the verifier's hidden states that drafters read (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
-    tensorrt:        how engines of the backend tensorrt are built.
+    tensorrt:        configuration of engines of the backend tensorrt.
     """
 
     precision: Precision = "fp32"
@@ -105,7 +105,7 @@ class BuildConfig:
 
     @property
     def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
-        """How weights are quantized for TensorRT, by DequantizeLinear; ONNX Runtime has an operator of its own."""
+        """Weight type of TensorRT's DequantizeLinear, or None. ONNX Runtime has an operator of its own."""
         kinds: dict[str, Literal["int8", "int4", "fp8"]] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return kinds.get(self.precision) if self.backend == "tensorrt" else None
 

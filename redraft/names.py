@@ -71,7 +71,7 @@ PENDING_OFFSET = "pending_offset"
 SOURCE_SLOT = "source_slot"
 TARGET_SLOT = "target_slot"
 TOKEN_INFO = "token_info."
-"""What the names of the tensors that hold token information begin with."""
+"""Prefix of the names of tensors that hold token information."""
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -97,14 +97,14 @@ class TensorSpec:
 
 
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
-"""How the names of a MatMulNBits's tensors end, behind that of the parameter."""
+"""Suffixes of the names of a MatMulNBits's tensors; the parameter's name comes before them."""
 QUANTIZATION_BLOCK = 32
 """Inputs of an output that share a scale and a zero point in a MatMulNBits."""
 
 
 @dataclass(frozen=True)
 class WeightRef:
-    """Where an initializer's bytes lie: `length` bytes at `offset` of `file`, a path relative to the graph's folder."""
+    """Place of an initializer's bytes: `length` bytes at `offset` of `file`, a path relative to the graph's folder."""
 
     initializer: str
     file: str
@@ -167,14 +167,14 @@ def hidden_states(hidden_state: str) -> str:
 CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
 DRAFT_WIDTHS = (16, CATCH_UP_ROWS)
-"""Rows that a device's draft call has room for: few in a step, many after a prompt."""
+"""Widths of a device's draft calls, in rows: few in a step, many after a prompt."""
 TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
 """Nodes, root included, that a device verifies at once: other trees are padded to the next."""
 _WIDE_STEP = 32
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 MAX_PENDING_FEATURES = 512
-"""Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
+"""Feature rows that a device's buffer holds for a sequence: the rows to catch up on, and one call's."""
 
 
 def padded_width(nodes: int) -> int:

@@ -15,7 +15,7 @@ from redraft.names import Dtype, TensorSpec
 
 @dataclass(frozen=True)
 class VerifierShape:
-    """What a verifier's buffers need to know of the model. `dtype` is theirs and that of its features."""
+    """Sizes of the model that decide the verifier's buffers. `dtype` is that of the buffers and of features."""
 
     layers: int
     kv_heads: int
@@ -176,7 +176,7 @@ def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """What a verifier keeps by slot."""
+    """Return the tensors that a verifier stores for each slot."""
     dims = ("B", shape.kv_heads, "C", shape.head_dim)
     return tuple(TensorSpec(cache, shape.dtype, dims) for cache in caches(shape))
 

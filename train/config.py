@@ -82,7 +82,7 @@ class Recipe:
         return self.decay_seq_len if step >= self.decay_start else self.seq_len
 
     def course(self, step: int) -> tuple[float, ...]:
-        """What `step` depends on of the adjustable fields."""
+        """Return the values that `step` takes from the adjustable fields."""
         return self.lr_factor(step), self.row_length(step)
 
     def for_data(self, tokens: int) -> Self:
@@ -176,5 +176,5 @@ class VerifierRecipe(Recipe):
         return self.start_layers if step < self.grow_step else self.model.layers
 
     def course(self, step: int) -> tuple[float, ...]:
-        """See the base class; growth counts too."""
+        """Return the values that `step` takes from the adjustable fields, its number of layers included."""
         return (*super().course(step), self.layers(step))

@@ -62,7 +62,7 @@ class Corpus:
 
 
 def is_held_out(kind: str, name: str, every: int) -> bool:
-    """Whether the document is held out: one in `every`, by a hash of kind and name."""
+    """Return True if the document is held out: one in `every`, by a hash of kind and name."""
     head = hashlib.sha256(f"{kind}/{name}".encode()).digest()[:8]
     return int.from_bytes(head, "big") % every == 0
 

@@ -54,7 +54,7 @@ class SelfText:
 
 @dataclass(frozen=True)
 class DrafterTable:
-    """What every method's `[drafter]` table has. A size of 0 is the verifier's own.
+    """The fields that every method's `[drafter]` table has. A size of 0 is the verifier's own.
 
     init: `random`, or `mtp` to begin with the verifier's multi-token-prediction module.
     """

@@ -27,12 +27,12 @@ _PREFIX = "drafter."
 
 
 def is_drafter_run(run: Path) -> bool:
-    """Whether the folder is a drafter's run, and not a verifier's."""
+    """Return True if the folder is a drafter's run, and not a verifier's."""
     return (run / RUN).exists()
 
 
 def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out`; returns what it says of its training. Raises TrainingError where the run is not whole."""
+    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is not whole."""
     state, facts = load_checkpoint(run), RunFacts.read(run)
     if facts is None:
         raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote")
@@ -56,7 +56,7 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
 
 
 def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
-    """The line of progress that says how sharp the drafter of this step is, or an earlier one."""
+    """Return the latest line of progress up to this step that has a draft logit scale."""
     lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "draft_logit_scale" in line]
     if not lines:
         raise TrainingError(

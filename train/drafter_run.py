@@ -46,9 +46,9 @@ PROGRESS = "progress.jsonl"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run belongs to.
+    """The verifier, data and settings that a run belongs to.
 
-    config: the drafter's configuration.   data: digest of the documents.   texts: what the written texts depend on.
+    config: the drafter's configuration.   data: digest of the documents.   texts: settings of the written texts.
     """
 
     method: str

@@ -1,6 +1,6 @@
-"""What a published verifier can do: bits per byte, Python that parses, answers that end, MTP acceptance.
+"""Measure a published verifier: bits per byte, Python that parses, answers that end, MTP acceptance.
 
-Every figure of the model card comes from here, and from nothing but the folder itself.
+This module computes every figure of the model card from the published folder alone.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def greedy(
 
 @torch.inference_mode()
 def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tuple[int, int]:
-    """How many tokens of the completion, its first left out, the MTP module predicts greedily, and of how many."""
+    """Return how many tokens of the completion the MTP module predicts greedily, and how many it tries.
+
+    The completion's first token is left out.
+    """
     ids = torch.tensor([prompt + new])
     hidden = model.model(ids).last_hidden_state
     states = mtp(hidden[:, :-2], model.model.embed_tokens(ids[:, 1:-1]))  # row t predicts token t + 2

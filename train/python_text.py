@@ -1,4 +1,4 @@
-"""Whether text is Python, finished or not."""
+"""Check that text is Python, finished or not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The texts of a drafter's run, made once and kept in its folder: documents, what the verifier wrote, held-out rows.
+"""The texts of a drafter's run, made once and stored in its folder: documents, the verifier's texts, held-out rows.
 
-Every array is written beside and renamed, so what is there is whole and an interrupted run goes on where it was.
+Every array is written under another name and then renamed, so every file is whole and an interrupted run can go on.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TextStore:
 
 
 def token_counts(streams: Mapping[str, Array], vocab_size: int) -> NDArray[np.int64]:
-    """How often every token occurs in all streams, int64 [V]."""
+    """Return the number of times that every token occurs in all streams, int64 [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for stream in streams.values():
         counts += np.bincount(stream, minlength=vocab_size)

@@ -61,7 +61,7 @@ class VerifierModel:
 
     @property
     def logit_scale(self) -> float:
-        """What the head's product is multiplied by."""
+        """Factor on the head's product."""
         return support.logit_scale(self.config)
 
 
@@ -107,7 +107,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def autocast_beside(verifier: Any) -> torch.autocast:
-    """Products in bf16 where the verifier is: what is trained or measured beside it has its parameters in fp32."""
+    """Compute products in bf16 if the verifier is in bf16. A drafter's parameters are in fp32."""
     return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
-"""Recipes: which checkpoint a name stands for, and how its bundle is built. One TOML file a model, or one of your own.
+"""Recipes: the checkpoint that a name stands for, and its bundle's configuration. One TOML file a model.
 
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
-[shape]                what the model's config.json says: a checkpoint is compared with it, random weights need no more
+[shape]                values of the model's config.json: a checkpoint must have them, and random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
 [build.drafters.ID]    source, named like the model's; method; and the method's options for building
 [build.tensorrt]       keys of `redraft.config.TensorRtBuild`
@@ -27,7 +27,7 @@ _ASSET = "asset:"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build. `source` is a directory where it names one, else a Hub id; `shape` is empty where it says none."""
+    """A recipe. `source` is a directory if one has that name, else a Hub id. `shape` is empty without [shape]."""
 
     name: str
     source: str

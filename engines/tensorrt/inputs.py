@@ -24,7 +24,7 @@ Integers = NDArray[Any]
 
 
 def input_file(graph: str, profile: str, name: str) -> str:
-    """Where an input of a profile's usual call is written: its bytes alone, as trtexec reads them."""
+    """Return the file of an input of a profile's usual call. It has the bytes alone, as trtexec reads them."""
     return f"{graph}.{profile}.{name}.bin"
 
 
@@ -54,7 +54,7 @@ def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]
 
 
 def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
-    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as leave it room."""
+    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as fit before it."""
     record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
     sizes = _sizes(record, profile)
     rows = sizes.get("T", sizes.get("M", 1))

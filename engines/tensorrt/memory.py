@@ -1,4 +1,4 @@
-"""How much GPU memory building and running engines takes, part by part, and the refusal where there is less.
+"""Estimate the GPU memory of building and running engines, part by part, and refuse a build that does not fit.
 
 Engines are built one after the other. TensorRT's builder is taken to keep the weights that its parser read in host
 memory, and on the GPU what it times: an engine's weights once, its inputs and outputs, what is between its layers, and
@@ -23,7 +23,7 @@ from redraft.errors import BackendError
 from redraft.names import TensorSpec
 
 CONTEXT_BYTES = 1 << 29
-"""What a CUDA context and TensorRT's own kernels take, about."""
+"""Approximate bytes of a CUDA context and TensorRT's own kernels."""
 _HALF_BYTE = 0.5
 _INT4 = onnx.TensorProto.INT4
 _GIB = 1 << 30

@@ -1,6 +1,6 @@
-"""What TensorRT's ONNX parser takes, by version, and the check of a graph against it before anything is built.
+"""Operators of TensorRT's ONNX parser, by version, and the check of a graph against them before a build.
 
-After onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2; later versions are taken to know no less.
+The source is onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2. Later versions count as the last one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _operator(node: NodeProto) -> str:
 def _problem(
     node: NodeProto, types: Mapping[str, int], constants: set[str], graph: onnx.GraphProto, release: Release
 ) -> str | None:
-    """What is wrong with a node: empty where the parser does not know the operator at all, None where nothing is."""
+    """Return the problem with a node: empty if the parser does not know the operator at all, None without a problem."""
     if node.op_type == plugin.NAME and node.domain == "":
         return None
     if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED:

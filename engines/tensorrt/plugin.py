@@ -16,7 +16,7 @@ from redraft.errors import BackendError
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
 VARIABLE = "REDRAFT_TENSORRT_PLUGIN"
 NAME, VERSION, NAMESPACE = "TreeAttention", "1", ""
-"""How the plugin's creator is registered."""
+"""Name, version and namespace of the plugin's registered creator."""
 _FILE = re.compile(r"libredraft_tensorrt_(\d+)\.so")
 
 

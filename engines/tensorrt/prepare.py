@@ -22,7 +22,7 @@ from redraft.errors import BackendError
 
 
 def graph_file(graph: str) -> str:
-    """Name of the prepared graph's file, beside the portable one, whose weights it shares."""
+    """Return the name of the prepared graph's file. It shares the portable graph's folder and weights."""
     return f"{graph}.tensorrt.onnx"
 
 

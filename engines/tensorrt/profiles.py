@@ -36,7 +36,7 @@ class CallLimits:
 
     @property
     def widest(self) -> int:
-        """Nodes that the largest tree is padded to, as far as the KV buffers have room for them."""
+        """Nodes that the largest tree is padded to, at most the rows of the KV buffers."""
         return min(names.padded_width(self.tree), self.max_model_len)
 
     @property
@@ -82,7 +82,7 @@ def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
 
 
 def check_tree(largest: int, nodes: int) -> None:
-    """Raise UsageError for a tree of `nodes`, root included, where engines take `largest`."""
+    """Raise UsageError if a tree of `nodes`, root included, is larger than the `largest` of the engines."""
     if nodes > largest:
         raise UsageError(
             f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
@@ -91,7 +91,7 @@ def check_tree(largest: int, nodes: int) -> None:
 
 
 def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
-    """Raise UsageError for more sequences at once than engines take."""
+    """Raise UsageError for more sequences at once than the engines take."""
     if max_num_seqs > largest:
         raise UsageError(
             f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
@@ -121,17 +121,17 @@ def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
 
 
 def _judging(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """What goes before and after a verification, of one token or of a tree."""
+    """The graphs before and after a verification take one token or a tree."""
     return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
 
 
 def _keeping(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """A root alone is where it belongs."""
+    """Compaction runs for trees only: a root alone is in its place."""
     return {TREE: {**_buffers(limits), **_trees(limits)}}
 
 
 def _collecting(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """After trees and prompts, and between what waits and a draft's rows: few sizes are shared."""
+    """Rows come from trees and prompts, and pending rows are collected for a draft: few calls share sizes."""
     room = names.MAX_PENDING_FEATURES
     rows = (1, limits.tuned, room)
     return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
@@ -145,7 +145,7 @@ _SYMBOLS = {
 
 
 def _batch(limits: CallLimits) -> dict[str, Sizes]:
-    """Tuned for one sequence, which has the least to hide latency behind."""
+    """Engines are tuned for one sequence, which has the least work to hide latency."""
     return {"B": (1, 1, limits.batch)}
 
 
@@ -154,7 +154,7 @@ def _buffers(limits: CallLimits) -> dict[str, Sizes]:
 
 
 def _trees(limits: CallLimits) -> dict[str, Sizes]:
-    """T nodes of a call, of a drafter's tree that has K."""
+    """A call takes T of the K nodes of a drafter's tree."""
     tuned, widest = limits.tuned, limits.widest
     return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest)}
 

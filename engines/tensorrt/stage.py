@@ -26,8 +26,8 @@ from redraft.engines.tensorrt.tools import Tools
 GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES)
 """Graphs of the verifier and of a step that engines are built of, whoever computes attention.
 
-TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting engine writes is
-copied to where it belongs, and slots are copied without an engine.
+TensorRT lets outputs share an input's memory for KV updates and plugins only. The gathering engine's output is copied
+to its place for this reason, and slots are copied without an engine.
 """
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]
@@ -36,8 +36,8 @@ Build = Callable[[EngineBuild], bytes | memoryview]
 def graphs_of(attention: Attention) -> tuple[str, ...]:
     """Return the graphs of the verifier and of a step that engines are built of.
 
-    Without the plugin also the one that keeps accepted rows, by TensorRT's KV update; beside the plugin our kernel does
-    it, which is built with it and needs no newer TensorRT.
+    Without the plugin, an engine also compacts accepted rows, by TensorRT's KV update. With the plugin our kernel does
+    it, which is built with the plugin and needs no newer TensorRT.
     """
     return (*GRAPHS, names.STEP_COMPACT_KV) if attention == "native" else GRAPHS
 
@@ -109,7 +109,7 @@ def _needs(
 
 
 def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools, build: Build) -> None:
-    """One engine into the bundle, from the cache where it is there."""
+    """Write one engine into the bundle, from the cache if it is there."""
     out = folder / f"{graph}.engine"
     files = {entry.value for t in prepared.graph.initializer for entry in t.external_data if entry.key == "location"}
     weights = DigestCache().digests(folder / file for file in files).values()
@@ -122,6 +122,6 @@ def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto
 
 
 def _put_beside(folder: Path, plugin: Plugin) -> str:
-    """The library in the bundle: an engine needs the very one it was built with."""
+    """Copy the library into the bundle: an engine needs the very one it was built with. Return its name."""
     shutil.copyfile(plugin.path, folder / plugin.path.name)
     return plugin.path.name

@@ -1,4 +1,4 @@
-"""What engines are built for here: a TensorRT version and a GPU. An engine runs with no other."""
+"""The TensorRT version and the GPU that engines are built for on this machine. An engine runs with no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redraft.errors import BackendError
 OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
 PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
-"""What to ask pip for."""
+"""The package to install by pip."""
 INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
 
 
@@ -82,7 +82,7 @@ def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module)
 
 
 def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
-    """Raise BackendError where engines were built for another TensorRT or GPU than `here`; `rebuild` mends it."""
+    """Raise BackendError if engines were built for another TensorRT or GPU than `here`. `rebuild` is the hint."""
     built = (record.version, record.gpu, record.compute_capability)
     if built != (here.version, here.gpu.name, here.compute_capability):
         raise BackendError(

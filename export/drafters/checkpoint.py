@@ -32,7 +32,7 @@ C = TypeVar("C", bound=LayerConfig)
 
 @dataclass(frozen=True)
 class Identity:
-    """Which verifier a drafter belongs to.
+    """The verifier that a drafter belongs to.
 
     weights:    SHA-256 of its weight files, in the order of their names.   tokenizer: SHA-256 of its tokenizer.json.
     """
@@ -62,7 +62,7 @@ class _ConfigFile:
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """What a drafter's folder says of itself. Nothing of the weights is read yet."""
+    """A drafter's folder and its configuration. `open` reads no weights."""
 
     path: Path
     method: str
@@ -71,7 +71,7 @@ class DrafterCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> DrafterCheckpoint:
-        """Read `path`/config.json. Raises CheckpointError where it is missing or has another form."""
+        """Read `path`/config.json. Raises CheckpointError if it is missing or has another form."""
         file = path / CONFIG_FILE
         try:
             values = from_plain(_ConfigFile, json.loads(file.read_text(encoding="utf-8")), file.name)
@@ -95,7 +95,7 @@ class DrafterCheckpoint:
             raise CheckpointError(error.message, error.hint) from None
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
-        """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
+        """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
         hint = f"train a drafter for this verifier with `redraft train {self.method} --verifier DIR`"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
@@ -121,9 +121,9 @@ class DrafterCheckpoint:
         return counts
 
     def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
-        """Where the parameters of these shapes lie, their names behind `stem`, and the token counts, int64 [V].
+        """Return a source of the parameters of these shapes, with their names behind `stem`, and the token counts [V].
 
-        Reads all weights once, none whole. Raises CheckpointError listing keys that are missing or surplus, or naming a
+        Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
         shape or number that does not fit.
         """
         file = self.path / WEIGHTS_FILE
@@ -155,7 +155,7 @@ def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
 
 
 def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """What does not fit about the tensors of a file."""
+    """Yield a description of each tensor that is missing, surplus or of another shape."""
     for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
         if keys:
             yield f"{word} {', '.join(sorted(keys))}"

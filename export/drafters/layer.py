@@ -118,7 +118,7 @@ class DrafterLayer(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows) -> torch.Tensor:
-        """See the class. Every row is a key; only those that `keep` picks go on after attention."""
+        """Compute the layer. Every row is a key. Only the rows that `keep` picks go on after attention."""
         normed = self.input_norm(x)
         q = self.rotary(self.q_proj(normed), positions, self.config.heads)
         k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)

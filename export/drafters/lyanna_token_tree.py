@@ -29,7 +29,7 @@ from redraft.methods.lyanna import tree_size
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
-"""What a token adds to the logits of the next one, [V]."""
+"""Returns the numbers that a token adds to the logits of the next one, [V]."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 
 def lookup(tables: Sequence[Any], token: int) -> Floats:
-    """What `token` adds to all logits, read from tables as `methods.lyanna.token_info_tables` lists them."""
+    """Return the numbers that `token` adds to all logits. `methods.lyanna.token_info_tables` describes the tables."""
     tables = [np.asarray(table) for table in tables]
     index = tables.pop() if tables[-1].ndim == 1 else None
     row = token if index is None else int(index[token])
@@ -157,7 +157,7 @@ def emit_token_tree(
 
 
 def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
-    """What tokens [B, W] add to logits: float32 [B, W, V]."""
+    """Return the numbers that tokens [B, W] add to logits: float32 [B, W, V]."""
     tables = list(tables)
     index = tables.pop() if len(tables[-1].shape) == 1 else None
     rows = tokens if index is None else op.Gather(index, tokens)

@@ -21,7 +21,7 @@ from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
-"""How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+"""Form of token information: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
 MOST_STEPS = 64
 """Steps of a chain at most, whose rows lie beyond the context while a draft runs."""
 

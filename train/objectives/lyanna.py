@@ -72,7 +72,7 @@ def chains(
 
 
 class LyannaObjective(nn.Module):
-    """A drafter beside its frozen verifier. A row of T inputs needs `lookahead` tokens more."""
+    """The loss of a drafter with its frozen verifier. A row of T inputs needs `lookahead` more tokens."""
 
     def __init__(
         self, verifier: Any, config: LyannaConfig, alpha: float = 1.0, beta: float = 1.0, step_weight: float = 0.8,
@@ -135,7 +135,7 @@ class LyannaObjective(nn.Module):
         return logits + self.added(distinct)[index]  # every distinct token once: V numbers each
 
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
-        """What tokens [D], each another, add to all logits: float32 [D, V]."""
+        """Return the numbers that distinct tokens [D] add to all logits: float32 [D, V]."""
         assert self.drafter.token_info is not None
         values: torch.Tensor = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
         return values

@@ -1,4 +1,4 @@
-"""How a Lyanna drafter is trained: its recipe, its shape beside a verifier, and where its weights begin."""
+"""Training of a Lyanna drafter: its recipe, its shape for a verifier, and its initial weights."""
 
 from __future__ import annotations
 
