@@ -155,7 +155,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
 
 
 def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
-    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError where it is too large."""
+    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError if it is too large."""
     rows = sorted(sampler.rows.items())
     spreads = [_spread(expected[position]) for position, _ in rows]
     apart = [row - expected[position] for position, row in rows]

@@ -28,7 +28,7 @@ _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that begin and end a text; None and empty where the checkpoint names none."""
+    """Ids that begin and end a text; None and empty if the checkpoint names none."""
 
     bos: int | None
     eos: tuple[int, ...]
@@ -65,7 +65,7 @@ def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
 def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
     """Put tokenizer, special tokens and chat templates into `bundle`, as transformers loads them from `checkpoint`.
 
-    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for what cannot be converted.
+    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a format that cannot be converted.
     """
     settings = {name: _read(checkpoint / name) for name in SETTINGS}
     tokenizer = load_tokenizer(checkpoint, settings["tokenizer_config.json"])

@@ -24,7 +24,7 @@ _MEBIBYTE = 1 << 20
 
 
 def open_cuda() -> Cuda:
-    """The first visible GPU. Raises BackendError where driver, package or GPU is missing."""
+    """The first visible GPU. Raises BackendError if driver, package or GPU is missing."""
     find_gpu()
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
@@ -114,7 +114,7 @@ class Cuda:
         self._staged = 0
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Return the work that `run` puts on the stream, as a graph that has not run. Raises BackendError if it cannot."""
+        """Return the work that `run` puts on the stream as a graph, without running it. Raises BackendError."""
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
         self._capturing, collecting = True, gc.isenabled()
@@ -185,7 +185,7 @@ class Event:
             cuda.call("cudaEventRecord", self._event, cuda._stream)
 
     def seconds_since(self, other: Event) -> float:
-        """Between two moments that are past. Raises BackendError with cudaErrorNotReady where one is not."""
+        """Between two moments that are past. Raises BackendError with cudaErrorNotReady if one is not."""
         return float(self._cuda.call("cudaEventElapsedTime", other._event, self._event)) * 1e-3
 
 

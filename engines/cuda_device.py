@@ -44,7 +44,7 @@ _MEBIBYTE = 1 << 20
 class CudaDevice(ABC):
     """See `redraft.engines.device.Device`. A subclass loads graphs.
 
-    kernels: ours for the GPU, where they are built.
+    kernels: our kernels for the GPU, if they are built.
     """
 
     name = "cuda"
@@ -67,7 +67,7 @@ class CudaDevice(ABC):
         """Memory of the device that a graph's weights take."""
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
-        """See `Device.empty`. Raises BackendError where the memory is used up."""
+        """See `Device.empty`. Raises BackendError if the memory is used up."""
         memory = self.cuda.allocate(byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 

@@ -1,7 +1,7 @@
-"""Graphs over buffers of one memory, a device's or the host's: what a step needs that must not come back in between.
+"""Graphs over buffers of one memory, a device's or the host's, so that a step's tensors stay there between graphs.
 
-Every tensor is a `Buffer`, each input and
-output is bound by name, and one program's output is the next one's input without a copy. The backends are ONNX Runtime
+Every tensor is a `Buffer`. Each input and output is bound by name, and one program's output is the next one's input
+without a copy. The backends are ONNX Runtime
 (CPU and CUDA) and TensorRT; the runtime's device path is the same over all of them.
 """
 
@@ -18,7 +18,7 @@ from redraft.names import Dim, Dtype, TensorSpec
 
 Array = NDArray[Any]
 Run = Callable[[], None]
-"""Work put in order behind what was put before; it may still be under way when the function returns."""
+"""Work that starts after all earlier work. It may still run when the function returns."""
 
 
 class Buffer(Protocol):
@@ -62,7 +62,7 @@ class HostInputs(Protocol):
         """A run that copies the filled arrays to `buffers`."""
 
     def open(self) -> Mapping[str, Array]:
-        """The arrays to fill in, by name, int64 each; they keep what was filled in before.
+        """The arrays to fill in, by name, int64 each; they keep their earlier values.
 
         Waits for the device if it was not waited for since they were sent last: they may still be on their way.
         """
@@ -135,7 +135,7 @@ class Device(Protocol):
         """
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
-        """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
+        """The bytes of `source` to `target`, within the device. Raises ValueError if their sizes do not agree."""
 
     @property
     def step_graphs(self) -> bool:
@@ -152,10 +152,10 @@ class Device(Protocol):
         """
 
     def chain(self, runs: Sequence[Run]) -> Work:
-        """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""
+        """All of `runs`, in order, as one: a CUDA graph if the backend can capture one."""
 
     def wait(self) -> None:
-        """Until all work put in order so far is done. Raises BackendError where it failed."""
+        """Until all work put in order so far is done. Raises BackendError if it failed."""
 
     def close(self) -> None:
         """Let go of all programs, once they are done. Their memory goes with the last one that holds them."""
@@ -177,13 +177,13 @@ def sized(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def check_values(buffer: Buffer, values: Array) -> None:
-    """Raises ValueError where `values` are not what the whole of `buffer` holds."""
+    """Raises ValueError if `values` are not what the whole of `buffer` holds."""
     if values.shape != buffer.shape or values.dtype != numpy_type(buffer.dtype):
         raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
 
 
 def check_part(buffer: Buffer, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where `shape` is more than `buffer` holds."""
+    """Raises ValueError if `shape` is more than `buffer` holds."""
     if math.prod(shape) > math.prod(buffer.shape):
         raise ValueError(f"{list(shape)} is more than the {list(buffer.shape)} that the buffer holds")
 
@@ -197,7 +197,7 @@ def copied_bytes(target: Buffer, source: Buffer) -> int:
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:
-    """Raises ValueError where the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
+    """Raises ValueError if the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
     names = {spec.name for spec in specs}
     if set(buffers) != names:
         wrong = sorted(set(buffers) ^ names)

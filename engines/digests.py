@@ -46,7 +46,7 @@ class DigestCache:
         self._entries = _read_entries(self._path)
 
     def digests(self, paths: Iterable[Path]) -> dict[Path, str]:
-        """SHA-256 of every path, hashing only what is new or changed. Raises OSError."""
+        """SHA-256 of every path, hashing only new or changed files. Raises OSError."""
         keys = {path: _identity(path) for path in paths}
         fresh = file_digests(path for path, key in keys.items() if key not in self._entries)
         for path, digest in fresh.items():

@@ -170,7 +170,7 @@ def dump_manifest(manifest: Manifest) -> str:
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's JSON values with the digest of all of them, which covers what no file's digest does."""
+    """Return a manifest's JSON values with the digest of all of them. Files' digests do not cover the manifest."""
     body = {key: value for key, value in values.items() if key != _DIGEST}
     return {**body, _DIGEST: text_digest(json.dumps(body, sort_keys=True))}
 
@@ -227,7 +227,7 @@ def _build(out: Path) -> str:
 
 
 def _rebuild(out: Path, values: dict[str, Any]) -> str:
-    """The same from what can be read of a manifest that is not in order."""
+    """Return the same command from the readable parts of a manifest that is not in order."""
     model, options = values.get("model"), values.get("options")
     source = model.get("source") if isinstance(model, dict) else None
     if not (isinstance(source, str) and source):

@@ -83,7 +83,7 @@ def load_session(
 
 
 def check_available(provider: str) -> None:
-    """Raises BackendError where this build of ONNX Runtime is one without the provider."""
+    """Raises BackendError if this build of ONNX Runtime is one without the provider."""
     available = ort.get_available_providers()
     if provider not in available:
         raise BackendError(
@@ -204,7 +204,7 @@ def _mismatches(found: list[Any], specs: tuple[TensorSpec, ...]) -> Iterator[str
 
 
 def _same_shape(found: list[int | str | None], expected: tuple[names.Dim, ...]) -> bool:
-    """Same rank and fixed sizes; a symbol may have any name, and an output may leave open what the manifest fixes."""
+    """Compare rank and fixed sizes. A symbol may have any name, and an output may leave a fixed size open."""
     return len(found) == len(expected) and all(
         not isinstance(a, int) or a == b for a, b in zip(found, expected, strict=True)
     )

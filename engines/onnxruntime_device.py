@@ -3,8 +3,8 @@
 Every tensor is bound by its address, so that nothing is copied between programs.
 
 On CUDA the sessions work on our stream and do not wait for their end, so that our copies and kernels come in order
-between theirs. An input that a session reads on the host is bound where the host keeps it (`Buffer.host`): bound on the
-GPU, it would be copied once, when it is bound.
+between theirs. An input that a session reads on the host is bound to its host array (`Buffer.host`): ONNX Runtime
+would copy an input on the GPU only once, when it is bound.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OnnxRuntimeCuda(CudaDevice):
     def _load(self, graph: str, record: GraphRecord) -> Program:
         options = {
             "user_compute_stream": str(self.cuda.stream),
-            "arena_extend_strategy": "kSameAsRequested",  # by powers of two, it takes up to twice what is needed
+            "arena_extend_strategy": "kSameAsRequested",  # growth by powers of two takes up to twice the need
             "use_tf32": "0",  # no TF32: float32 gives the tokens of the CPU
         }
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))

@@ -36,7 +36,7 @@ _TYPES: Mapping[Dtype, str] = {
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
-    """The GPU with the bundle's engines. Raises BackendError for what is missing, or not what they were built for."""
+    """The GPU with the bundle's engines. Raises BackendError for a missing part, or another TensorRT or GPU."""
     manifest = bundle.manifest
     built = manifest.tensorrt
     if built is None:
@@ -53,7 +53,7 @@ def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
 class TensorRtDevice(CudaDevice):
     """See `redraft.engines.device.Device`.
 
-    engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, where they are built.
+    engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, if they are built.
     embedded: the engines contain the plugin's library. TensorRT runs such engines only if that is allowed explicitly.
     """
 
@@ -132,7 +132,7 @@ class EngineProgram:
         self._written: dict[str, Memory] = {}
 
     def bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
-        """See `Program.bind`. Raises BackendError where no optimization profile takes the shapes."""
+        """See `Program.bind`. Raises BackendError if no optimization profile takes the shapes."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         device, inputs = self._device, [spec for spec in self.inputs if spec.name in self._has]
         strategy = device.tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED

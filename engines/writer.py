@@ -28,9 +28,9 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BundleWriter:
-    """Builds the bundle `out` in `staging`; `commit` puts it in place, anything else leaves `out` as it was.
+    """Builds the bundle `out` in `staging`. `commit` puts it in place; without it `out` stays unchanged.
 
-    Holds the bundle's lock from entry to exit, and clears what killed builds left. Without `force`, a bundle of
+    Holds the bundle's lock from entry to exit, and deletes files of killed builds. Without `force`, a bundle of
     another name or of an unreadable manifest is not replaced, nor one of a model by one of `random_weights`; a
     directory that is no bundle never is. Raises BundleError for these, for a second build at once, and in place of an
     OSError for want of space.

@@ -1,7 +1,7 @@
-"""transformers' attention and mask interfaces: what every layer's attention is given, recorded or traced.
+"""transformers' attention and mask interfaces, which record or trace the inputs of every layer's attention.
 
-A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds out how each layer attends, above
-all through which mask. The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
+A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds each layer's sizes and mask.
+The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AttentionCall:
 
     mask:   the object that the mask interface made, as the layer got it.
     sinks:  [Hq], or None.      slopes: [Hq], ALiBi's, or None.
-    window: of the layer's own, where the mask knows none.
+    window: the layer's own, if the mask has none.
     """
 
     module: nn.Module
@@ -133,7 +133,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D].
 
-    Raises UnsupportedModelError naming what the operator does not take.
+    Raises UnsupportedModelError naming an input that the operator does not support.
     """
     surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
     if surplus:
@@ -164,7 +164,7 @@ AttentionMaskInterface.register(INTERFACE, _mask)
 
 
 def key_dim(call: AttentionCall) -> int:
-    """Components of a key as the operator gets it: with its position, where ALiBi biases the scores."""
+    """Components of a key as the operator gets it: with its position if ALiBi biases the scores."""
     size = max(call.key.shape[-1], call.value.shape[-1])
     if call.slopes is None:
         return size
@@ -214,7 +214,7 @@ class LayerRecorder:
 def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
     """Return how each layer of a network attends, for texts of at most `positions` tokens. It reads no weight.
 
-    Raises UnsupportedModelError naming what cannot be honoured.
+    Raises UnsupportedModelError naming a feature that the operator lacks.
     """
     recorder = LayerRecorder(positions)
     token = CURRENT.set(recorder)

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk, read without loading it: configuration, and where every tensor's bytes lie.
+"""A Hugging Face checkpoint on disk, read without loading it: configuration, and the place of every tensor's bytes.
 
 A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes; a header entry
 gives `dtype`, `shape` and `data_offsets` relative to the end of the header.

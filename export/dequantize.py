@@ -3,7 +3,7 @@
 Symmetric, as TensorRT asks for: w ≈ code * scale. A weight [N, K] is kept transposed, codes [K, N]:
 
     int8, fp8 (E4M3)    one scale an output, [N]
-    int4                one scale for 128 inputs of an output, or 64 where 128 does not divide K: [K / 128, N]
+    int4                one scale for 128 inputs of an output, or 64 if 128 does not divide K: [K / 128, N]
 
 The product of the logits keeps its weights, and so do products that int4 does not fit: K must be a multiple of 64 and
 N of 2. TensorRT's documentation promises weight-only kernels for int4; of others it may dequantize the weights first.
@@ -32,7 +32,7 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 def block_of(kind: Kind, inputs: int, outputs: int) -> int | None:
-    """Inputs that share a scale, 0 for all of them; None where the weight does not fit."""
+    """Inputs that share a scale, 0 for all of them; None if the weight does not fit."""
     if kind != "int4":
         return 0
     return next((block for block in BLOCKS if inputs % block == 0 and outputs % 2 == 0), None)

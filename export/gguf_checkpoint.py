@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 CONVERTED = "GGUF "
-"""Before the type of tensors whose bytes cannot be used where they lie."""
+"""Prefix of the types of tensors whose bytes cannot be used in place."""
 
 
 def open_checkpoint(path: Path, weights: bool = True) -> AnyCheckpoint:

@@ -94,7 +94,7 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
 
 @contextmanager
 def given_to_transformers(header: Header) -> Iterator[None]:
-    """Within the context, transformers uses this header, where it would read the file again, which takes seconds."""
+    """Within the context, transformers uses this header instead of reading the file again, which takes seconds."""
     fields = {key: _reader_field(key, value) for key, value in header.metadata.items()}
     known = SimpleNamespace(fields=fields, tensors=header.tensors)
     with mock.patch.object(gguf, "GGUFReader", return_value=known):

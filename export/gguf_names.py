@@ -28,7 +28,7 @@ class Parameter:
     """A parameter and the stored rows that it is made of.
 
     shape: of the parameter.   order: the stored row of each of its rows, None if they are in order.
-    whole: whether transformers' processor needs the whole tensor.   source: the tensor's name in the file.
+    whole: True if transformers' processor needs the whole tensor.   source: the tensor's name in the file.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Find the stored tensors that make every parameter and buffer of a model, as transformers loads it.
 
 transformers' own loader runs on the meta device over symbolic tensors. It renames, merges and splits as it does for
-users of transformers, and reports what is missing, surplus or of another shape.
+users of transformers, and reports missing and surplus tensors, and those of another shape.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Architectures whose attention does not go through transformers' interface: their attention function is replaced.
 
-Everything else of their modules stays. Each replacement gives the interface what the module's own function computes
-with: queries, keys and values, the scale, a window, ALiBi's slopes.
+Everything else of their modules stays. Each replacement gives the interface the inputs of the module's own function:
+queries, keys and values, the scale, a window, ALiBi's slopes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _mpt(
 
 
 class _Mask:
-    """A mask for our interface, which the model converts to booleans: it stays what it is."""
+    """A mask for our interface. The model converts masks to booleans, and this one stays unchanged."""
 
     def __init__(self, mask: Any) -> None:
         self._mask = mask

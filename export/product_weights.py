@@ -26,7 +26,7 @@ class ProductWeight:
 
     @classmethod
     def of(cls, product: ir.Node, known: Collection[str]) -> ProductWeight | None:
-        """The weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W; None where that is none of the `known` parameters."""
+        """The weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W; None if that is none of the `known` parameters."""
         right = product.inputs[1]
         turn = right.producer() if right is not None else None
         if turn is None:

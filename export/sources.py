@@ -34,8 +34,8 @@ AnySource: TypeAlias = "Source | RandomSource | Beside"
 class Source:
     """The checkpoint's tensors by the names of the module's parameters.
 
-    tensors: what every parameter is made of.
-    prefix:  what the names of its files get in a bundle, where another checkpoint may have files of the same names.
+    tensors: the stored tensors of every parameter.
+    prefix:  prefix of its files' names in a bundle, since another checkpoint may have files of the same names.
     """
 
     checkpoint: AnyCheckpoint
@@ -100,7 +100,7 @@ class RandomSource:
     """Random weights, for latency work only: every tensor is a piece of one pool, so that few bytes are written.
 
     Pieces begin at different places, so that no two matrices of a model are the same numbers.
-    pool: where normal numbers, ones and zeros lie, `POOL` in this order.
+    pool: the places of normal numbers, ones and zeros, `POOL` in this order.
     """
 
     parameters: dict[str, tuple[int, ...]]

@@ -27,7 +27,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
-    """The architecture's configuration. Raises UnsupportedModelError naming what stands against an export."""
+    """The architecture's configuration. Raises UnsupportedModelError naming a reason against an export."""
     values = checkpoint.config
     kind = str(values.get("model_type"))
     if "auto_map" in values:
@@ -55,7 +55,7 @@ def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: st
         return
     kind = expected["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", f"mend [shape] of recipe {source}")
+        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", f"fix [shape] of recipe {source}")
     wanted = CONFIG_MAPPING[kind].from_dict(dict(expected)).to_dict()
     values = found.to_dict()
     rope = {"rope_parameters"} if {"rope_theta", "rope_scaling"} & set(expected) else set()
@@ -127,7 +127,7 @@ UNLIMITED_CONTEXT = 2048
 
 
 def rope_theta(config: Any) -> float:
-    """Base of the rotary embedding; of the full-attention layers, where kinds of layers have their own."""
+    """Base of the rotary embedding; that of the full-attention layers if kinds of layers have their own."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
@@ -155,7 +155,7 @@ def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
 
 
 def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:
-    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError where no one shape fits all.
+    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError if no one shape fits all.
 
     Layers with fewer key heads or smaller heads than others are padded to the largest.
     """

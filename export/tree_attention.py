@@ -17,7 +17,7 @@
     place
 
 Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
-keys at position p from a query at position q where q - p >= w; `chunk` c > 0 hides those where p // c < q // c;
+keys at position p from a query at position q if q - p >= w; `chunk` c > 0 hides those with p // c < q // c;
 `q_heads`, `kv_heads`. Query head h reads key head h * kv_heads // q_heads.
 """
 
@@ -269,9 +269,9 @@ def emit(*operands: Any) -> Any:
 
 
 def bodies(windowed: bool, chunked: bool = False, sinks: bool = False) -> list[onnx.FunctionProto]:
-    """The function bodies of a model, each before its callers, as some readers want them.
+    """The function bodies of a model, each before its callers, as some readers of ONNX require.
 
-    windowed, chunked, sinks: whether any of its layers has a window, chunks, sinks.
+    windowed, chunked, sinks: True if any of its layers has a window, chunks, sinks.
     """
     mask = ChunkedTreeMask if chunked else WindowedTreeMask if windowed else TreeMask
     masks = [RowPositions] * (windowed or chunked) + [WindowedTreeMask] * chunked

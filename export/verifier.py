@@ -32,7 +32,7 @@ GRAPH = "verifier.onnx"
 class VerifierExport:
     """An exported verifier. `graph` and the files of `weights` are relative to the output folder.
 
-    embedding, head: the parameters that drafters share.   source: where the parameters' values come from.
+    embedding, head: the parameters that drafters share.   source: the source of the parameters' values.
     """
 
     shape: signatures.VerifierShape
@@ -53,8 +53,8 @@ def export_verifier(
 ) -> VerifierExport:
     """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model that ends after so many layers.
 
-    Raises UnsupportedModelError naming what cannot be exported faithfully, CheckpointError naming a tensor that is
-    missing or of the wrong shape. No weight is read into memory unless its type has to be converted.
+    Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
+    or of the wrong shape. No weight is read into memory unless its type has to be converted.
     """
     config = config or BuildConfig()
     progress("trace", 0, 1)
@@ -120,7 +120,7 @@ def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str
 
 
 def finish(model: ir.Model) -> None:
-    """Drop what nothing reads and all notes of the tracer, and append the bodies of our operators."""
+    """Drop unused nodes and all notes of the tracer, and append the bodies of our operators."""
     common.RemoveUnusedNodesPass()(model)
     tree_attention.add_bodies(model)
     model.ir_version = IR_VERSION

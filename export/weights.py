@@ -1,4 +1,4 @@
-"""Places a graph's weights: the checkpoint's own bytes where its type fits, else a file written tensor by tensor.
+"""Places a graph's weights: the checkpoint's own bytes if their type fits, else a file written tensor by tensor.
 
 No tensor is held whole: the checkpoint is memory-mapped, and conversions work on slabs of rows.
 """
@@ -21,7 +21,7 @@ from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, Made, Progre
 from redraft.names import WeightRef
 
 IN_PLACE_FROM = 0.5
-"""Share of what a graph reads of a file, in bytes, from which on the file becomes part of the bundle."""
+"""Least share of a file's bytes that a graph must read, so that the file becomes part of the bundle."""
 
 
 def place(

@@ -37,7 +37,7 @@ def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class _Args(ctypes.Structure):
-    """A struct filled by name; what is not given is 0 or null."""
+    """A struct that is filled by name. Other fields are 0 or null."""
 
     def __init__(self, **values: int | float | None) -> None:
         known = {field[0] for field in self._fields_}
@@ -134,7 +134,7 @@ class Kernels:
 
 
 def missing_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why there is no library to load, or None where its file exists."""
+    """Return the reason why there is no library to load, or None if its file exists."""
     path = _library_path(name, environment)
     if path.exists():
         return None
@@ -149,7 +149,7 @@ def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
 
 
 def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels | None:
-    """The kernels for the GPU, None where none were built. Raises KernelError for a library that cannot be used."""
+    """The kernels for the GPU, None if none were built. Raises KernelError for a library that cannot be used."""
     if not environment.get(LIBRARY_VARIABLE) and not (BUILD / name).exists():
         return None
     kernels = open_kernels(name, environment)

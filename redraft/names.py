@@ -1,4 +1,4 @@
-"""Names of graphs, tensors and files, and what they share: element types and a few sizes. Their one home."""
+"""The only home of names of graphs, tensors and files, of element types, and of a few sizes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
 VERIFIER = "verifier"
-"""The verifier's graph, any batch, standard operators only: what engines of GPUs are made of."""
+"""The verifier's graph, any batch, standard operators only. Engines of GPUs are made of it."""
 VERIFIER_BATCH = "verifier.batch"
 """The same graph lowered to ONNX Runtime's CPU kernels, any batch (absent in halves)."""
 VERIFIER_SINGLE = "verifier.single"
-"""The same, to the bit, for chains of one sequence (absent where the kernel does not fit the model)."""
+"""The same, to the bit, for chains of one sequence (absent if the kernel does not fit the model)."""
 VERIFIER_FAST = "verifier.fast"
 """As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
 
 DRAFT, RESAMPLE, COPY_SLOT = "draft", "resample", "copy_slot"
-"""Roles of a drafter's graphs: a fresh tree, a tree from what the last draft left, one slot's state to another slot."""
+"""Roles of a drafter's graphs: a fresh tree, a tree from the last draft's rest, one slot's state to another slot."""
 SINGLE = ".single"
 """Suffix of the role whose graph is lowered for one sequence, as `VERIFIER_SINGLE` is."""
 

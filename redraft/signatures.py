@@ -29,11 +29,9 @@ class VerifierShape:
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the verifier's graph, in order.
 
-    `tree_mask[b, i, j]` is true where node j is i or an ancestor of i (padding rows see only themselves); `cache_len`
-    is
-    the number of rows already live; `kv_len` is the largest cache_len + T; `output_rows` picks the rows whose logits
-    are
-    wanted, in 0..T-1.
+    `tree_mask[b, i, j]` is true if node j is i or an ancestor of i (padding rows see only themselves). `cache_len` is
+    the number of committed rows. `kv_len` is the largest cache_len + T. `output_rows` picks the rows whose logits are
+    computed, in 0..T-1.
     """
     return (
         TensorSpec(names.TOKEN_IDS, "int64", ("B", "T")),

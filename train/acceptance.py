@@ -1,4 +1,4 @@
-"""Conditional acceptance of a drafter by depth: given that what it drafted so far was right, is the next token?"""
+"""Conditional acceptance of a drafter by depth: the share of right tokens after drafts that were right so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: data mixture and optimisation of a run, and the shape of what it trains, in one frozen value.
+"""Recipes: data mixture and optimisation of a run, and the shape of the trained model, in one frozen value.
 
 The TOML recipe and the command line build the same class; an unknown key is refused.
 """
@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training run, except where its files are. What is trained is up to subclasses.
+    """Everything that decides a training run, except the places of its files. Subclasses add the trained model.
 
     `steps` is the whole length; with `epochs` it follows from the data's size. The learning rate warms up, is constant
     until the last `decay_share` of the steps, then falls linearly to zero, so a run can be resumed with another length
@@ -50,7 +50,7 @@ class Recipe:
     seed: int = 0
 
     adjustable: ClassVar[frozenset[str]] = frozenset({"steps", "epochs"})
-    """Fields that a resumed run may change, where the steps behind it would have gone the same."""
+    """Fields that a resumed run may change, if its earlier steps would have been the same."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", dict(self.weights))
@@ -92,7 +92,7 @@ class Recipe:
         return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
 
     def with_options(self, steps: int | None, seed: int | None) -> Self:
-        """The same recipe with what the command line gave; a number of steps takes the place of epochs."""
+        """Return the recipe with the command line's options. A number of steps replaces epochs."""
         recipe = self if steps is None else dataclasses.replace(self, steps=steps, epochs=0)
         return recipe if seed is None else dataclasses.replace(recipe, seed=seed)
 

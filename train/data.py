@@ -158,7 +158,7 @@ def _split_text(kind: str, text: str) -> list[Document]:
 
 
 def _book_name(text: str) -> str:
-    """Title and author where the text begins with them as Markdown headings, else a hash of its beginning."""
+    """Return title and author if the text begins with them as Markdown headings, else a hash of its beginning."""
     title = re.match(r"# Title: (.+)", text)
     author = re.search(r"^## Author: (.+)", text[:500], re.MULTILINE)
     if title:

@@ -1,4 +1,4 @@
-"""The recipe of a drafter: what it learns from, how often it is measured, and its method's own table."""
+"""The recipe of a drafter: its texts, the steps between measurements, and its method's own table."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ class DrafterRecipe(Recipe):
 
 
 def stream_name(kind: str, source: str) -> str:
-    """Name of the stream of a kind's documents (`text`), or of what the verifier wrote."""
+    """Return the name of the stream of a kind's documents (`text`), or of the verifier's texts."""
     return kind if source == "text" else f"{kind}.{source}"

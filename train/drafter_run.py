@@ -59,7 +59,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, run: Path) -> RunFacts | None:
-        """The facts in a run folder; None where there are none."""
+        """The facts in a run folder; None if there are none."""
         try:
             return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
         except FileNotFoundError:
@@ -78,7 +78,7 @@ class RunFacts:
         return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
 
     def check_same(self, run: Path) -> None:
-        """Raise TrainingError where the run folder is of another verifier or has texts of another recipe."""
+        """Raise TrainingError if the run folder is of another verifier or has texts of another recipe."""
         before = RunFacts.read(run)
         if before is None:
             raise TrainingError(f"no drafter's run in {run} to resume", "start without --resume")
@@ -111,8 +111,8 @@ def train_drafter(
 ) -> int:
     """Train, or go on training, in the run folder `out`; returns the number of steps run now.
 
-    Texts are made first, and kept where a start of the same run was interrupted. Raises UsageError, DataError,
-    CheckpointError, UnsupportedModelError or TrainingError, each naming what does not fit.
+    Texts are made first. Those of an interrupted start of the same run are used again. Raises UsageError, DataError,
+    CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
     """
     check_device(device)
     if not resume:
@@ -142,7 +142,7 @@ def train_drafter(
 
 
 def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:
-    """The recipe with a weight for every kind, where it leaves them open."""
+    """Return the recipe with a weight for every kind, if it has none."""
     if not recipe.weights:
         return replace(recipe, weights=dict.fromkeys(sorted(sources) or [SELF], 1.0))
     if not sources and set(recipe.weights) != {SELF}:

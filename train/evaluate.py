@@ -96,7 +96,7 @@ def read_prompts(path: Path) -> list[str]:
 def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
     """Bits a byte over the documents of `text` (EOS counted, BOS given), and tokens a byte.
 
-    Windows are as long as the model's positions and advance by half; a token is scored where it has most context.
+    Windows are as long as the model's positions and advance by half; a token is scored with its longest context.
     """
     window: int = model.config.max_position_embeddings
     nats, tokens, size = 0.0, 0, 0
@@ -121,7 +121,7 @@ def greedy(
     prompts: Sequence[str],
     new_tokens: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of every prompt and of its greedy completion, through EOS where it comes."""
+    """Return token ids of every prompt and of its greedy completion, up to EOS."""
     rows = []
     for first in range(0, len(prompts), _GENERATION_ROWS):
         batch = tokenizer(list(prompts[first : first + _GENERATION_ROWS]), return_tensors="pt", padding=True)

@@ -44,7 +44,7 @@ class Method:
     recipe:     class of its recipes.   config: class of its drafter's configuration.
     module:     a configuration to a fresh drafter.
     configure:  a recipe and a verifier to the configuration.
-    objective:  model, configuration, recipe and whether to compile to the objective, initialised by torch's generator.
+    objective:  model, configuration, recipe and a flag to compile -> the objective, initialised by torch's generator.
     warm_start: fills a fresh drafter from the verifier's multi-token-prediction module.
     """
 

@@ -76,7 +76,7 @@ def train_verifier(
 
 
 def refuse_run(out: Path) -> None:
-    """Raise UsageError where a run's checkpoint would be overwritten."""
+    """Raise UsageError if a run's checkpoint would be overwritten."""
     if (out / NAME).exists():
         raise UsageError(f"{out} holds a run already", "give --resume or another --out")
 

@@ -68,11 +68,11 @@ class VerifierModel:
 def open_verifier(path: Path, device: str) -> VerifierModel:
     """Load a checkpoint folder, fp32 on the CPU and bf16 on CUDA, in evaluation mode, its parameters frozen.
 
-    Raises CheckpointError where the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
-    where logits are not its LM head's product with its features times a constant.
+    Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
+    if logits are not its LM head's product with its features times a constant.
     """
     checkpoint = Checkpoint.open(path)
-    support.load_config(checkpoint)  # refuses what cannot be exported anyway
+    support.load_config(checkpoint)  # refuses models that cannot be exported anyway
     tokenizer = _tokenizer(path)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
@@ -88,7 +88,7 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
 
 
 def check_device(device: str) -> None:
-    """Raise UsageError where the device is not usable here."""
+    """Raise UsageError if the device is not usable here."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here", "use --device cpu")
 

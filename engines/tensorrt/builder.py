@@ -66,9 +66,9 @@ class Settings:
 
 
 def build_engine(build: EngineBuild) -> memoryview:
-    """The serialized engine, where TensorRT holds it: it is as large as the weights, and is not copied.
+    """Return the serialized engine in TensorRT's own memory. It is as large as the weights, and is not copied.
 
-    The driver must have been asked before. Raises BackendError with TensorRT's own line.
+    The caller must have found the driver (`driver`) before. Raises BackendError with TensorRT's own line.
     """
     tensorrt = import_tensorrt()
     try:

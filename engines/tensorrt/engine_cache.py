@@ -47,7 +47,7 @@ def _polygraphy() -> str:
 
 
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
-    """Put the cached engine of this key at `out`. False where there is none."""
+    """Put the cached engine of this key at `out`. False if there is none."""
     cached = _path(key, folder)
     if not cached.is_file():
         return False

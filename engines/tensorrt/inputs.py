@@ -64,7 +64,7 @@ def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, 
 
 
 def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
-    """The symbols of what a profile is tuned for."""
+    """Return the sizes of the symbols that a profile is tuned for."""
     known = {spec.name: spec for spec in record.inputs}
     return {
         dim: size

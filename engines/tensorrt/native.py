@@ -28,7 +28,7 @@ _PLUGIN = "build with --attention plugin"
 
 
 def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
-    """Replace every TreeAttention node in place. Raises BackendError for what TensorRT's own layers do not compute."""
+    """Replace every TreeAttention node in place. Raises BackendError for a node that TensorRT cannot compute."""
     nodes = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
     if nodes and release < SINCE["TensorScatter"]:
         raise BackendError(
@@ -65,8 +65,8 @@ def lower_keep(model: ir.Model) -> None:
 class _Chain:
     """A node over KV buffers, and the single rows that follow it.
 
-    presents:  the buffers after it, keys and values.   joined: rows read of each, then those that followed.
-    cache_len:  where the latest node's rows begin.      seen:   the mask of the buffer, then of each that followed.
+    presents:   the buffers after it, keys and values.   joined: rows read from each, then the later rows.
+    cache_len:  first row of the latest node.            seen:   masks of the buffer, then of each later row.
     """
 
     presents: list[ir.Value]

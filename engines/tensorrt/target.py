@@ -40,7 +40,7 @@ class Target:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(10, 13) of 10.13.3.9. Raises BackendError for what does not begin like a version."""
+    """(10, 13) of 10.13.3.9. Raises BackendError for a text that does not begin like a version."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if not match:
         raise BackendError(f"TensorRT has the unknown version {text!r}", INSTALL)
@@ -50,7 +50,7 @@ def parse_version(text: str) -> tuple[int, int]:
 def find_target(
     gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module
 ) -> Target:
-    """The GPU first, then TensorRT. Raises BackendError where one is missing or the version is not supported."""
+    """The GPU first, then TensorRT. Raises BackendError if one is missing or the version is not supported."""
     found = gpu()
     version = str(import_tensorrt(load).__version__)
     release = parse_version(version)
@@ -60,7 +60,7 @@ def find_target(
 
 
 def check_precision(precision: Precision, gpu: Gpu) -> None:
-    """Raise BackendError where a GPU has no kernels for this precision, before anything is built."""
+    """Raise BackendError if a GPU has no kernels for this precision, before anything is built."""
     if precision == "fp8" and gpu.compute_capability < FP8_CAPABILITY:
         needed, found = (".".join(map(str, each)) for each in (FP8_CAPABILITY, gpu.compute_capability))
         raise BackendError(
@@ -70,7 +70,7 @@ def check_precision(precision: Precision, gpu: Gpu) -> None:
 
 
 def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:
-    """TensorRT's Python package. Raises BackendError where it or a library of it is missing."""
+    """TensorRT's Python package. Raises BackendError if it or a library of it is missing."""
     try:
         return load("tensorrt")
     except ModuleNotFoundError as error:

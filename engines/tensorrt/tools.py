@@ -23,7 +23,7 @@ class Tools:
 
 
 def find_tools(config: BuildConfig) -> Tools:
-    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or cannot do what is asked."""
+    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or does not support the build."""
     target = find_target()
     check_precision(config.precision, target.gpu)
     plugin = find_plugin(target.release[0]) if config.tensorrt.attention == "plugin" else None

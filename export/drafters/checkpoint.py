@@ -1,4 +1,4 @@
-"""A trained drafter on disk: `config.json` and `model.safetensors`, and which verifier it was trained for.
+"""A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
 config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
 model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token

@@ -1,4 +1,4 @@
-"""The draft graph of drafters that read hidden states and unroll a chain: what their exports share."""
+"""Shared parts of draft graphs that read hidden states and unroll a chain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def stem(name: str) -> str:
-    """Return what the names of a drafter's parameters begin with in a bundle."""
+    """Return the prefix of a drafter's parameters in a bundle."""
     return f"{name}."
 
 
@@ -65,7 +65,7 @@ def random_source(name: str, module: nn.Module, precision: Precision, out: Path)
 
 
 def drafter_precision(chosen: Precision | None, verifier: VerifierExport) -> Precision:
-    """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
+    """Return the chosen precision, or one that fits the verifier. Raises UsageError for two types in one graph."""
     dtype = verifier.shape.dtype
     fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
     fitting = [precision for precision in fitting if precision != "fp8"]

@@ -8,7 +8,7 @@ its final norm, E its embedding and M its head:
     l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
 
 The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))].
-The chain's states are normalized on their way in and out, so that h_i lies where f lies.
+The chain's states are normalized on their way in and out, so that h_i has the scale of f.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig
 
 
 class TokenInfo(nn.Module):
-    """RMSNorm(W2 W1 E(t)): what a token does to the logits of the next one."""
+    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the logits of the next one."""
 
     def __init__(self, config: LyannaConfig) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TokenInfo(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings [..., n] to what is added to logits [..., V]."""
+        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., V]."""
         added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
         return added
 

@@ -59,7 +59,7 @@ def export_lyanna(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
     options: LyannaBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    """Write the graphs of `drafter`, by the id `name`, into `out`, where the graph of its verifier lies already.
+    """Write the graphs of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
     Raises CheckpointError if the drafter was trained for another verifier or does not load.
     """

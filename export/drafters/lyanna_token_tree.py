@@ -69,7 +69,7 @@ def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> T
 
 
 def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
-    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root where too few remain."""
+    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root if too few remain."""
     remaining = chain_logits[first_step:]
     return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
 
@@ -181,7 +181,7 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
 
 
 def _beyond(used: Any, steps: int, width: int) -> Any:
-    """0 where a node's step counts, -inf where it is one of the last `used`: float32 [B, nodes of the whole tree]."""
+    """0 if a node's step counts, -inf if it is one of the last `used`: float32 [B, nodes of the whole tree]."""
     steps_left = [steps + 1] + [steps - step for step in range(steps) for _ in range(width if step == 0 else width**2)]
     counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints(steps_left))
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))

@@ -31,7 +31,7 @@ class MtpDrafter(nn.Module):
         self, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
         keep: Keep = all_rows,
     ) -> torch.Tensor:  # fmt: skip
-        """Hidden states [B, T, n] at `positions` and embeddings of the tokens after them -> states of what follows."""
+        """Hidden states [B, T, n] at `positions` and embeddings of the tokens after them -> the next hidden states."""
         fused = self.projection(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embeddings)], dim=-1))
         out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out

@@ -1,4 +1,4 @@
-"""The specification of a drafting method: what building, engines and inspection must know of it.
+"""The specification of a drafting method, which building, engines and inspection work from.
 
 A method's own file fills in a `Method`. Its functions take the method's shape: a frozen dataclass of the sizes that one
 drafter was built with. Symbols of sizes: B sequences, C rows of KV buffers, M rows to catch up on, W pending rows.
@@ -20,7 +20,7 @@ Rows = Literal["none", "last", "all"]
 Sizes = tuple[int, int, int]
 """Smallest, tuned and largest value of a symbol."""
 PREFILL, TOKEN, TREE = "prefill", "token", "tree"
-"""Profiles of engines: after a prompt, for one token, for a step with a tree."""
+"""Names of engine profiles: after a prompt, for one token, for a step with a tree."""
 
 
 def no_sizes(shape: Any) -> Mapping[str, Any]:
@@ -95,11 +95,11 @@ class Method(Generic[S]):
 
     id:            the method's word in a drafter's configuration, in recipes and manifests.
     summary:       one sentence for command lines.
-    hidden_states: those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
+    hidden_states: the verifier's hidden states that it reads.   rows: all rows of a call, the last row, or none.
     graphs:        by role. None for a method without engines.
     shape:         class of the shape; None for a method without engines.
     state:         tensors of a slot, B first; allocated, moved and sized by their specs alone.
-    spare_rows:    rows of its KV buffers beyond the context, at most.
+    spare_rows:    at most so many rows of its KV buffers beyond the context.
     tables:        inputs of its graphs that are bound once, from a file.
     limits:        the largest tree.   describe: the shape for reading.
     options:       class of its options at run time.   build_options: class of its options for building.

@@ -1,4 +1,4 @@
-"""Lyanna: drafts from a chain of predicted hidden states, and resampling of what a verification left over.
+"""Lyanna: drafts from a chain of predicted hidden states, and resampling of the steps that a verification left over.
 
 Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". The draft graph catches up on the rows
 since the last draft, unrolls the chain and builds the tree (Algorithm 1); the resample graph builds a new tree from the
@@ -62,7 +62,7 @@ class LyannaShape:
     """Sizes of the drafter's graphs and buffers.
 
     steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
-    hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
+    hot:   H, tokens that have token information, the most frequent ones; the whole vocabulary if all have.
     rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
     """
 
@@ -82,9 +82,9 @@ class LyannaShape:
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return the inputs that hold token information, bound once from a file.
 
-    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8
-    is held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the
-    table is zero, and so is its column H; `index[t]` is token t's row, H where cold. The low-rank form has the
+    Hot token i adds `table[i, j]` to the logit of hot token j, times `scales[i]` if the table's type is short (fp8 is
+    stored as bytes of float8 E4M3, which ONNX's Gather does not know). If not every token is hot, row H and column H of
+    the table are zero, and `index[t]` is token t's row, or H for a cold token. The low-rank form has the
     normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
     """
     rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1

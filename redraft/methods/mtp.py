@@ -19,7 +19,7 @@ from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
 MOST_STEPS = 16
-"""Steps of a chain at most."""
+"""Most steps of a chain."""
 
 
 @dataclass(frozen=True)

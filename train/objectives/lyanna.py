@@ -1,7 +1,7 @@
 """Lyanna's loss: α·MSE of hidden states and β·CE of distributions, over every step of every chain (§4.1).
 
 Chains start at all positions of a row at once. The rows of step 0 attend causally; a row of step i attends to step 0's
-rows up to its start and to the earlier steps of its own chain, which is what decoding computes.
+rows up to its start and to the earlier steps of its own chain, as decoding does.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LyannaObjective(nn.Module):
             yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """l'_i: logits of hidden states [B, T, n], with what the tokens [B, T] before each predicted one add."""
+        """l'_i: logits of hidden states [B, T, n], and token information of the tokens [B, T] before those predicted."""
         head = self.verifier.get_output_embeddings().weight
         logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
         if self.drafter.token_info is None:

@@ -46,7 +46,7 @@ class LyannaRecipe(DrafterRecipe):
 
 
 def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
-    """The drafter's configuration: the verifier's own sizes where the recipe leaves them open."""
+    """Return the drafter's configuration. Sizes that the recipe leaves open are the verifier's."""
     table = recipe.drafter
     return configuration_of(
         verifier.config,
@@ -71,7 +71,7 @@ def objective(model: Any, config: LyannaConfig, recipe: LyannaRecipe, compile_gr
 def warm_start(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
     """Begin with the verifier's MTP module, which has the same form but for the norm on a chain's own states.
 
-    Raises CheckpointError where the verifier has none, UsageError where the drafter has another shape.
+    Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
     """
     state = drafter.state_dict()
     width = drafter.config.hidden_size
