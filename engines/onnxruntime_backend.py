@@ -127,7 +127,7 @@ def preload_cuda() -> str:
 def _check_in_use(session: ort.InferenceSession, provider: str) -> None:
     if provider not in session.get_providers():
         missing = preload_cuda() if provider == CUDA else ""
-        raise _not_started(provider, missing or "its log above says why")
+        raise _not_started(provider, missing or "see its log above")
 
 
 def _not_started(provider: str, reason: str) -> BackendError:

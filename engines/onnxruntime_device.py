@@ -79,7 +79,7 @@ class OnnxRuntimeCuda(CudaDevice):
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))
         on_host = host_inputs(session)
         if wrong := sorted(on_host - {names.KV_LEN}):
-            raise self._bundle.error(f"graph {graph}: {CUDA} leaves what reads {', '.join(wrong)} to the CPU")
+            raise self._bundle.error(f"graph {graph}: {CUDA} leaves nodes that read {', '.join(wrong)} to the CPU")
         if left := left_to_cpu(session.get_provider_graph_assignment_info()):
             _LOG.warning("graph %s: %s leaves nodes to the CPU, which costs time: %s", graph, CUDA, left)
         return OnnxRuntimeProgram(session, record, self.name, on_host, self._without_waiting)

@@ -201,7 +201,7 @@ def _check_scale(header: Header, config: PretrainedConfig) -> None:
     scalar, head_dim = getattr(config, "query_pre_attn_scalar", None), _head_dim(config)
     if scalar is not None and scalar != head_dim:
         raise UnsupportedModelError(
-            f"{header.path} does not say the attention scale of its heads of {head_dim}, which {config.model_type} in "
+            f"{header.path} has no attention scale for its heads of {head_dim}, which {config.model_type} in "
             f"transformers takes as 1/sqrt({scalar})",
             AS_FOLDER,
         )

@@ -27,7 +27,7 @@ POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
 """Random matrices begin at multiples of so many numbers, at so many places."""
 _POOL_BLOCK = 1 << 20
-AnySource: TypeAlias = "Source | RandomSource | Beside"
+AnySource: TypeAlias = "Source | RandomSource | DrafterSource"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class DrafterSource:
     """A drafter's own parameters and those of its verifier, which its graph uses too."""
 
     own: AnySource

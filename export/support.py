@@ -63,7 +63,7 @@ def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: st
     for field in fields:
         if values.get(field) != wanted.get(field):
             raise CheckpointError(
-                f"the checkpoint is not what recipe {source} is for: {field} is {values.get(field)!r}, "
+                f"the checkpoint does not fit recipe {source}: {field} is {values.get(field)!r}, "
                 f"expected {wanted.get(field)!r}",
                 "give that model's folder, or build the folder without the recipe",
             )

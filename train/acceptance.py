@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.train.method import DrafterObjective
-from redraft.train.verifier_model import autocast_beside
+from redraft.train.verifier_model import autocast_of
 
 _ROWS_AT_ONCE = 8
 WIDTH = 4
@@ -50,7 +50,7 @@ def greedy_draft_logit_scale(objective: DrafterObjective, rows: NDArray[np.integ
     totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
     for begin in range(0, len(rows), _ROWS_AT_ONCE):
         tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(objective.verifier.device)
-        with autocast_beside(objective.verifier):
+        with autocast_of(objective.verifier):
             totals += _log_probabilities(objective, tokens, first)
     return SHARPNESS[int(totals.argmax())]
 
@@ -99,7 +99,7 @@ def acceptance_of(objective: DrafterObjective, texts: Iterable[tuple[NDArray[np.
     top, wide = _Tally(objective.lookahead), _Tally(objective.lookahead)
     for rows, first in texts:
         tokens = torch.from_numpy(rows.astype(np.int64)).to(objective.verifier.device)
-        with autocast_beside(objective.verifier):
+        with autocast_of(objective.verifier):
             _count(objective, tokens, first, top, wide)
     return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
 

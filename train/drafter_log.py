@@ -37,7 +37,7 @@ class DrafterLog:
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step. If due, write a line of losses (means since the last line), acceptance and draft logit scale."""
+        """Show one step. If due, write a line: mean losses since the last line, acceptance, draft logit scale."""
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)

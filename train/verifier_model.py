@@ -106,7 +106,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def autocast_beside(verifier: Any) -> torch.autocast:
+def autocast_of(verifier: Any) -> torch.autocast:
     """Compute products in bf16 if the verifier is in bf16. A drafter's parameters are in fp32."""
     return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 

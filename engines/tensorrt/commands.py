@@ -134,7 +134,7 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRe
     tolerance = str(max(_TOLERANCE.get(spec.dtype, 0.0) for spec in record.outputs))
     kept = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
     return Command(
-        f"{graph}: compared with what ONNX Runtime gave",
+        f"{graph}: compared with ONNX Runtime's outputs",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
          *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
          "--atol", tolerance, "--rtol", tolerance),

@@ -120,27 +120,27 @@ def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     }
 
 
-def _judging(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+def _around_verification(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """The graphs before and after a verification take one token or a tree."""
     return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
 
 
-def _keeping(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+def _compaction(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Compaction runs for trees only: a root alone is in its place."""
     return {TREE: {**_buffers(limits), **_trees(limits)}}
 
 
-def _collecting(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+def _gathering(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Rows come from trees and prompts, and pending rows are collected for a draft: few calls share sizes."""
-    room = names.MAX_PENDING_FEATURES
-    rows = (1, limits.tuned, room)
-    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
+    most = names.MAX_PENDING_FEATURES
+    rows = (1, limits.tuned, most)
+    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, most, most)}}
 
 
 _SYMBOLS = {
-    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _judging, names.STEP_ACCEPT: _judging,
-    names.STEP_COMPACT_KV: _keeping,
-    names.STEP_GATHER_FEATURES: _collecting,
+    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _around_verification, names.STEP_ACCEPT: _around_verification,
+    names.STEP_COMPACT_KV: _compaction,
+    names.STEP_GATHER_FEATURES: _gathering,
 }  # fmt: skip
 
 

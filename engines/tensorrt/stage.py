@@ -89,7 +89,7 @@ def stage_engines(
         compute_capability=target.compute_capability,
         attention=options.attention,
         plugin=plugin.digest if plugin else "",
-        plugin_file=_put_beside(folder, plugin) if plugin and not options.embed_plugin else "",
+        plugin_file=_copy_plugin(folder, plugin) if plugin and not options.embed_plugin else "",
         engines={g: EngineRecord(f"{g}.engine", graph_file(g), one.profiles) for g, one in builds.items()},
     )
     return replace(manifest, backend_version=target.version, tensorrt=record)
@@ -121,7 +121,7 @@ def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto
     engine_cache.keep(key, out)
 
 
-def _put_beside(folder: Path, plugin: Plugin) -> str:
+def _copy_plugin(folder: Path, plugin: Plugin) -> str:
     """Copy the library into the bundle: an engine needs the very one it was built with. Return its name."""
     shutil.copyfile(plugin.path, folder / plugin.path.name)
     return plugin.path.name

@@ -18,7 +18,7 @@ from redraft.export import modules, passes, tracing
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.layer import Attend, LayerConfig
-from redraft.export.sources import AnySource, Beside, RandomSource
+from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
 from redraft.export.weight_files import STORED, Progress
@@ -197,7 +197,7 @@ def write_draft(
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
     rename(model, {**own_names, "embedding": verifier.embedding, "head": verifier.head})
-    source = Beside(own, verifier.source)
+    source = DrafterSource(own, verifier.source)
     refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
     finish(model)
     ir.save(model, out / graph_file(name, names.DRAFT))

@@ -15,7 +15,7 @@ from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
-from redraft.train.verifier_model import autocast_beside, verifier_states
+from redraft.train.verifier_model import autocast_of, verifier_states
 
 
 class ChainAttention:
@@ -126,7 +126,7 @@ class LyannaObjective(nn.Module):
             yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """l'_i: logits of hidden states [B, T, n], and token information of the tokens [B, T] before those predicted."""
+        """l'_i: logits of hidden states [B, T, n], and token information of the tokens [B, T] before them."""
         head = self.verifier.get_output_embeddings().weight
         logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
         if self.drafter.token_info is None:
@@ -143,7 +143,7 @@ class LyannaObjective(nn.Module):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
         device = self.verifier.device
-        with autocast_beside(self.verifier):
+        with autocast_of(self.verifier):
             mse, ce, hits = self._losses(batch.tokens.to(device))
         weights = self._step_weight ** torch.arange(len(mse), device=device)
         total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()
