@@ -1,6 +1,6 @@
 """The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure is one line with CUDA's name.
 
-Everything here is put in order on the stream. Nothing of CUDA is touched before its driver was found.
+All work runs in order on the stream. No function of CUDA is called before its driver was found.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Cuda:
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
         self._capturing, collecting = True, gc.isenabled()
-        gc.disable()  # memory given back while work is captured would be an error
+        gc.disable()  # freeing memory while work is captured would be an error
         try:
             run()
         except BaseException:
@@ -134,7 +134,7 @@ class Cuda:
         return Graph(self, self.call("cudaStreamEndCapture", self._stream))
 
     def _stage(self, size: int) -> Array:
-        """A piece of pinned memory that no copy under way uses."""
+        """Return a piece of pinned memory that no running copy uses."""
         if self._staged + size > self._staging.size:
             self.synchronize()
         piece: Array = self._staging[self._staged : self._staged + size]
@@ -143,7 +143,7 @@ class Cuda:
 
 
 class Memory:
-    """Zeroed memory of the device, given back with the object."""
+    """Zeroed memory of the device, freed with the object."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
@@ -160,7 +160,7 @@ class Memory:
 
 
 class Pinned:
-    """Memory of the host that is not paged out, given back with the object. `bytes` uint8[size]."""
+    """Memory of the host that is not paged out, freed with the object. `bytes` uint8[size]."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.address = int(cuda.call("cudaMallocHost", max(size, 1)))
@@ -177,7 +177,7 @@ class Event:
         _give_back(self, cuda._runtime, "cudaEventDestroy", self._event)
 
     def record(self) -> None:
-        """The moment when all work put in order so far is done; in a graph, of each of its runs."""
+        """Record the moment when all earlier work is done; in a graph, once for each of its runs."""
         cuda = self._cuda
         if cuda._capturing:
             cuda.call("cudaEventRecordWithFlags", self._event, cuda._stream, cuda._runtime.cudaEventRecordExternal)

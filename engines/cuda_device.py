@@ -168,7 +168,7 @@ class Copy:
 
 
 class Send(Copy):
-    """The copy of an inbox. `at`: how often the device had been waited for when it was put in order last."""
+    """The copy of host inputs. `at`: the number of waits for the device before its latest run."""
 
     at = -1
 

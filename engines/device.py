@@ -41,7 +41,7 @@ class Buffer(Protocol):
         """The array that the host reads and writes: the buffer on the host, host inputs on a GPU, otherwise None."""
 
     def write(self, values: Array) -> None:
-        """Copy from the host, behind all work put in order so far. The array may be reused at once."""
+        """Copy from the host, after all earlier work. The array may be reused at once."""
 
     def read(self) -> Array:
         """Wait for the device, and return a copy of the buffer on the host."""
@@ -148,14 +148,14 @@ class Device(Protocol):
     def program(self, graph: str, short: bool = False) -> Program:
         """Load a graph of the bundle. `short` graphs take less time than several threads need to share them.
 
-        Raises BundleError, and BackendError where it does not fit or run here.
+        Raises BundleError, and BackendError if it does not fit or run here.
         """
 
     def chain(self, runs: Sequence[Run]) -> Work:
         """All of `runs`, in order, as one: a CUDA graph if the backend can capture one."""
 
     def wait(self) -> None:
-        """Until all work put in order so far is done. Raises BackendError if it failed."""
+        """Wait until all earlier work is done. Raises BackendError if it failed."""
 
     def close(self) -> None:
         """Let go of all programs, once they are done. Their memory goes with the last one that holds them."""
@@ -177,7 +177,7 @@ def sized(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def check_values(buffer: Buffer, values: Array) -> None:
-    """Raises ValueError if `values` are not what the whole of `buffer` holds."""
+    """Raises ValueError if `values` do not have the type and size of `buffer`."""
     if values.shape != buffer.shape or values.dtype != numpy_type(buffer.dtype):
         raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
 

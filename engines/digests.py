@@ -37,8 +37,8 @@ def text_digest(*parts: str) -> str:
 class DigestCache:
     """Digests of files by device, inode, size and modification time: hard links of one file share an entry.
 
-    For deciding whether a build is needed; opening a bundle never trusts it. Lives in the user's cache folder; one
-    that cannot be read or written costs time, not correctness.
+    It decides if a build is needed. Opening a bundle never trusts it. It is in the user's cache folder. If it cannot be
+    read or written, that costs time, not correctness.
     """
 
     def __init__(self, path: Path | None = None) -> None:

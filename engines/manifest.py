@@ -113,7 +113,7 @@ class DrafterRecord:
 class Manifest:
     """Everything that opening a bundle needs. The records above describe their own fields.
 
-    max_model_len: at most so many tokens in a sequence.   hidden_states: the verifier's outputs.
+    max_model_len: largest number of tokens in a sequence.   hidden_states: the verifier's outputs.
     graphs:     the verifier's and a step's; a drafter's own are in its record.   drafters: by id.
     tensorrt:   the engines of the backend tensorrt, which were built from the portable `graphs`.
     tools:      versions of the libraries that built the bundle.

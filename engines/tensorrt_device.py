@@ -87,7 +87,7 @@ class TensorRtDevice(CudaDevice):
         return EngineProgram(self, graph, record, engine)
 
     def _deserialized(self, graph: str) -> Any:
-        """Read by way of the file's pages: an engine of many GB need not be in the host's memory as well."""
+        """Read the engine through the file's pages: an engine of many GB need not be in the host's memory too."""
         try:
             with self._files[graph].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
                 return self._runtime.deserialize_cuda_engine(data)

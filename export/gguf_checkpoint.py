@@ -37,7 +37,7 @@ def open_checkpoint(path: Path, weights: bool = True) -> AnyCheckpoint:
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """A GGUF file. Nothing is read before it is asked for, since that needs torch."""
+    """A GGUF file. Tensors are read on demand, since that needs torch."""
 
     file: Path
     weights: bool = True

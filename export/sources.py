@@ -25,7 +25,7 @@ LINK_FROM_BYTES = 256 << 20
 RANDOM_STD = 0.02
 POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
-"""Random matrices begin at multiples of so many numbers, at so many places."""
+"""Random matrices begin at a multiple of POOL_SHIFT numbers, at one of POOL_SHIFTS places."""
 _POOL_BLOCK = 1 << 20
 AnySource: TypeAlias = "Source | RandomSource | DrafterSource"
 

@@ -69,7 +69,7 @@ def _tagged(tensor: torch.Tensor, entry: TensorEntry | None, made: Any) -> Store
 
 
 def select(tensor: torch.Tensor, index: int) -> StoredTensor:
-    """Return `tensor[index]`: the stored tensor itself if it was stacked from such, or if it is a contiguous part."""
+    """Return `tensor[index]`: a stored tensor if `tensor` was stacked from those, or if it is a contiguous part."""
     found = _stored(tensor)
     if found.entry is not None:
         return StoredTensor.of(_part(found.entry, index, index + 1, found.entry.shape[1:]))
@@ -82,7 +82,7 @@ def select(tensor: torch.Tensor, index: int) -> StoredTensor:
 
 
 def narrow(tensor: torch.Tensor, begin: int, end: int) -> StoredTensor:
-    """Return `tensor[begin:end]`: the stored tensor itself if it was concatenated from such."""
+    """Return `tensor[begin:end]`: a stored tensor if `tensor` was concatenated from those."""
     found = _stored(tensor)
     if found.entry is not None:
         return StoredTensor.of(_part(found.entry, begin, end, (end - begin, *found.entry.shape[1:])))

@@ -104,7 +104,7 @@ class _TracedPass:
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Each head of x [B, H, T, D] so many times."""
+    """Repeat each head of x [B, H, T, D] `times` times."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 

@@ -1,20 +1,20 @@
 """`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
 
     out, present_key, present_value = TreeAttention(
-        q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, live, sinks)
+        q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len, sinks)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
-    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are live; the rest is garbage
+    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; the rest is garbage
     value_cache  [B, Hkv, C, D]
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
-    cache_len     int64 [B]          live rows before the call; row r < cache_len holds position r
-    live         int64 [1]          largest cache_len + T: rows that are read, whatever the capacity C
+    cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
+    kv_len       int64 [1]          largest cache_len + T: rows that are read, for every capacity C
     sinks        [Hq]               optional: the score of a key without a value, which each head may attend to instead
     out          [B, T, Hq * D]
-    present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1; the same buffer when run in
-    place
+    present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1;
+                                    in place when run
 
 Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
 keys at position p from a query at position q if q - p >= w; `chunk` c > 0 hides those with p // c < q // c;

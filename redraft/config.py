@@ -54,9 +54,9 @@ class TensorRtBuild:
 
     attention:     computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
     embed_plugin:  make the plugin's library part of the engines instead of a file next to them.
-    batch:         at most so many sequences in one call.
-    tree_nodes:    at most so many nodes in a tree, its root included.
-    prefill:       at most so many prompt tokens in one call.
+    batch:         largest number of sequences in one call.
+    tree_nodes:    largest number of nodes in a tree, its root included.
+    prefill:       largest number of prompt tokens in one call.
     ignore_memory: build even if the free GPU memory seems too little.
     """
 
@@ -82,7 +82,7 @@ class BuildConfig:
     drafters:        drafters that are built with it.
     precision:       precision of the matrix products: fp32, or weight-only int8 or int4.
     backend:         the library that runs the engines.
-    max_model_len:   at most so many tokens in a sequence; None takes the model's own limit.
+    max_model_len:   largest number of tokens in a sequence; None takes the model's own limit.
     hidden_states:   the verifier's hidden states that drafters read (`last`, or a layer number).
     random_weights:  use the checkpoint's shapes with random weights, for latency work only.
     tensorrt:        configuration of engines of the backend tensorrt.

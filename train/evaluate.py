@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from redraft.errors import CheckpointError
 from redraft.train.data import SEPARATOR
 from redraft.train.publish import load_mtp
-from redraft.train.python_text import verdict
+from redraft.train.python_text import syntax_checks
 
 NEW_TOKENS = 128
 _GENERATION_ROWS = 16
@@ -61,7 +61,7 @@ def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
     mtp = load_mtp(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
     kinds: dict[str, KindFigures] = {}
-    verdicts: list[tuple[bool, bool]] = []
+    checked: list[tuple[bool, bool]] = []
     for path in paths:
         prompts = read_prompts(folder / "prompts" / f"{path.stem}.jsonl")
         bits, per_byte = bits_per_byte(model, tokenizer, path.read_text(encoding="utf-8"))
@@ -76,14 +76,14 @@ def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
         )
         if path.stem == "code":
             texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for _, row in rows]
-            verdicts = [verdict(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+            checked = [syntax_checks(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     return Figures(
         parameters=sum(p.numel() for p in model.parameters()),
         mtp_parameters=sum(p.numel() for p in mtp.parameters()),
         new_tokens=new_tokens,
         kinds=kinds,
-        python_without_error=sum(v[0] for v in verdicts) / max(1, len(verdicts)),
-        python_parsed=sum(v[1] for v in verdicts) / max(1, len(verdicts)),
+        python_without_error=sum(v[0] for v in checked) / max(1, len(checked)),
+        python_parsed=sum(v[1] for v in checked) / max(1, len(checked)),
     )
 
 

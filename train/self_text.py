@@ -1,6 +1,6 @@
 """Text that a verifier writes itself. A drafter will have to predict such text, so it learns from it.
 
-Rows are begun by stretches of a corpus and continued greedily or by sampling, many at once.
+Rows begin with stretches of a corpus. The verifier continues many at once, greedily or by sampling.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
 
 
 def _values(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
-    """Ranges of integer inputs that are sound together: every node sees the committed rows."""
+    """Ranges of integer inputs that are valid together: every node sees the committed rows."""
     token = (0, manifest.shape.vocabulary - 1)
     rows = _DRAFTED if names.NUM_PENDING in {spec.name for spec in record.inputs} else _ROWS
     known = {

@@ -82,7 +82,7 @@ def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
 
 
 class _Driver:
-    """The driver's functions, every one of which returns 0 or an error code."""
+    """The driver's functions. Each returns 0 or an error code."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -2,7 +2,7 @@
 
 RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
 RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin), whatever follows is kept.
-Forms that the exporter does not write are left as they are, for the check of operators to name.
+Other forms than the exporter's stay unchanged; the check of operators names them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Integer inputs that are sound together, for tools that would make them up: tokens of the vocabulary, rows that exist.
+"""Valid integer inputs for tools that would invent them: tokens of the vocabulary, rows that exist.
 
-trtexec fills integers with numbers from -128 on, with which a graph reads outside of its buffers, or times calls that
-nobody makes. Of other inputs any values will do.
+trtexec fills integers with numbers from -128 on. With them a graph reads outside of its buffers, or the timed call is
+one that never happens. Other inputs may have any values.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_inputs(folder: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
-    """Return least and largest sound values of the inputs that only a drafter's method has."""
+    """Return least and largest valid values of the inputs that only a drafter's method has."""
     drafter = drafter_of(manifest, graph)
     spec = drafter.engine_graphs.get(graph) if drafter else None
     return spec.integers(drafter.shape) if drafter and spec else {}

@@ -1,4 +1,4 @@
-"""Drafting methods: one file a method, each with its specification `METHOD`, imported when it is asked for.
+"""Drafting methods: one file a method, each with its specification `METHOD`, imported on first use.
 
 A method called x also has `export/drafters/x_graphs.py`, `train/objectives/x_method.py` and `runtime/drafters/x.py`.
 """

@@ -45,7 +45,7 @@ class GraphSpec(Generic[S]):
     inputs, outputs: the signature by the shape. An output in place names the input whose buffer it updates.
     exists:      False if a drafter of this shape needs no such graph.
     profiles:    sizes of the graph's symbols by TensorRT profile. B and C have ranges of their own and are left out.
-    integers:    least and largest sound value of integer inputs that only this method has.
+    integers:    least and largest valid value of integer inputs that only this method has.
     looked_up:   rows of a table that one call reads, by table; other tables are read whole.
     chain_steps: steps of the causal chain that the graph unrolls, each of which updates the KV buffers. The CPU's form
                  for one sequence is made of such a graph; None makes none.
@@ -99,9 +99,9 @@ class Method(Generic[S]):
     graphs:        by role. None for a method without engines.
     shape:         class of the shape; None for a method without engines.
     state:         tensors of a slot, B first; allocated, moved and sized by their specs alone.
-    spare_rows:    at most so many rows of its KV buffers beyond the context.
+    spare_rows:    largest number of rows of its KV buffers beyond the context.
     tables:        inputs of its graphs that are bound once, from a file.
-    limits:        the largest tree.   describe: the shape for reading.
+    limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
     """
 

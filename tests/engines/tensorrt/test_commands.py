@@ -65,7 +65,7 @@ def test_the_reference_runs_on_the_portable_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_polygraphy_takes_the_comparison(native: bool, tmp_path: Path) -> None:
     """It writes the script that it would run, which is as far as it goes without TensorRT."""
-    words = list(found(tmp_path, manifest(native))["verifier: compared with what ONNX Runtime gave"])
+    words = list(found(tmp_path, manifest(native))["verifier: compared with ONNX Runtime's outputs"])
     words = words[words.index("polygraphy") + 1 :]
     result = polygraphy([*words, "--gen-script", "script.py"], tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -130,7 +130,7 @@ def test_a_plugin_inside_the_engine_is_needed_for_building_only(
     assert {f"--dynamicPlugins={library}", f"--setPluginsToSerialize={library}", "--versionCompatible"} <= set(built)
     assert "--versionCompatible" in timed
     assert not any("Plugins" in word for word in timed)
-    assert f"{VARIABLE}={library}" in commands["verifier: compared with what ONNX Runtime gave"]
+    assert f"{VARIABLE}={library}" in commands["verifier: compared with ONNX Runtime's outputs"]
 
 
 def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) -> None:
