@@ -123,7 +123,7 @@ def _(
 
 @script(OPSET, default_opset=op)
 def TreeRows(tree_mask, positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
-    """Committed rows and ancestors of each node, bool [B, T, live]."""
+    """Committed rows and ancestors of each node, bool [B, T, kv_len]."""
     rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
     past = op.Unsqueeze(cache_len, op.Constant(value_ints=[1, 2]))
     committed = op.Less(op.Unsqueeze(rows, op.Constant(value_ints=[0, 1])), past)
@@ -133,7 +133,7 @@ def TreeRows(tree_mask, positions, cache_len, kv_len):  # type: ignore[no-untype
 
 @script(OPSET, default_opset=op)
 def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
-    """Position of every row, int64 [B, 1, live]."""
+    """Position of every row, int64 [B, 1, kv_len]."""
     rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
     base = op.Expand(rows, op.Concat(op.Shape(cache_len), kv_len, axis=0))
     return op.Unsqueeze(op.TensorScatter(base, positions, cache_len, axis=1), op.Constant(value_ints=[1]))
@@ -141,7 +141,7 @@ def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
 
 @script(OPSET, default_opset=op)
 def TreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
-    """Rows that each node sees, bool [B, 1, T, live], in a model without windows."""
+    """Rows that each node sees, bool [B, 1, T, kv_len], in a model without windows."""
     return op.Unsqueeze(TreeRows(tree_mask, positions, cache_len, kv_len), op.Constant(value_ints=[1]))
 
 
