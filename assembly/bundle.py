@@ -52,11 +52,12 @@ def build_bundle(
     model: Model, config: BuildConfig, out: Path, texts: Mapping[str, str], force: bool, report: Report,
     check: bool = True,
 ) -> tuple[Manifest, bool]:  # fmt: skip
-    """Build the bundle `out`, or find that it is already what a build would make.
+    """Build the bundle `out`, unless it is current.
 
     check: compare the engines with transformers' own model before the bundle is put in place.
     texts: held-out text by kind, whose perplexity goes into the manifest; none is measured for random weights.
-    Returns the manifest and whether it was there already. Raises CheckpointError, UnsupportedModelError, BundleError.
+    Returns the manifest, and True if the bundle was current.
+    Raises CheckpointError, UnsupportedModelError, BundleError.
     """
     report("reading the checkpoint")
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
@@ -88,7 +89,7 @@ def build_bundle(
 
 
 def _load_libraries() -> None:
-    """PyTorch and what stands on it, which takes a second or two and must not be interrupted."""
+    """Import PyTorch and its users, which takes a second or two and must not be interrupted."""
     with interrupts_deferred():
         import redraft.export.verifier
         import redraft.export.weights  # noqa: F401
@@ -119,7 +120,6 @@ def _stage(
         model=ModelIdentity(
             source=model.source,
             architecture=next(iter(checkpoint.config.get("architectures") or ()), "unknown"),
-            model_type=str(checkpoint.config.get("model_type", "unknown")),
             weights={},
             random_weights=config.random_weights,
             random_drafters=tuple(drafter.id for drafter in config.drafters if drafter.source == RANDOM),
@@ -133,7 +133,6 @@ def _stage(
         max_model_len=exported.shape.max_positions,
         bos_token_id=special.bos,
         eos_token_ids=special.eos,
-        pad_token_id=special.pad,
         hidden_states=exported.hidden_states,
         graphs={
             **_graphs(exported, folder),
@@ -177,7 +176,7 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
 
 
 def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[str, GraphRecord]:
-    """Write what a runtime on a device runs between the engines. gathers: True if a drafter reads hidden states."""
+    """Write the graphs that a device runs between engines. gathers: True if a drafter reads hidden states."""
     from redraft.export.step_graphs import export_step_graphs
 
     files = export_step_graphs(exported.shape, folder, gathers)
@@ -188,7 +187,7 @@ def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[
 def _quality(
     checkpoint: AnyCheckpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
 ) -> Quality | None:
-    """Perplexity of what was built, and of fp32, which is built beside it for the comparison and dropped."""
+    """Return the perplexity of the bundle and of its model in fp32, which is built for this and deleted."""
     if not texts:
         return None
     report("measuring perplexity on held-out text")
@@ -202,9 +201,9 @@ def _quality(
 
 
 def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, report: Report) -> None:
-    """Compare the staged engines with transformers' own model. Raises UnsupportedModelError where they differ.
+    """Compare the staged engines with transformers' own model. Raises UnsupportedModelError if they differ.
 
-    Raises BackendError where there is too little memory: what was not compared is not put in place unasked.
+    Raises BackendError if there is too little memory, since a bundle is put in place uncompared on request only.
     In fp32 the engines themselves must agree to rounding. In other precisions an export of the first layers in fp32
     must, and the engines as well as their precision allows. An fp32 model that does not fit in memory three times is
     compared on its first layers too, and engines that do not fit, or that the CPU does not run, not at all.
@@ -258,7 +257,7 @@ def _tools() -> dict[str, str]:
 
 
 def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) -> int:
-    """Upper bound of what the weights take: nothing for what becomes a hard link, fp32 for what is quantized."""
+    """Return an upper bound of the weights' bytes: none for hard links, fp32 for quantized tensors."""
     from redraft.export.checkpoint import ITEM_BYTES
     from redraft.export.sources import LINK_FROM_BYTES
     from redraft.export.weight_files import STORED

@@ -1,4 +1,4 @@
-"""Perplexity of a bundle on held-out text, and of the same model in fp32 beside it."""
+"""Perplexity of a bundle on held-out text, and of the same model in fp32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELD_OUT = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "heldout"
 
 
 def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
-    """Held-out text by kind: the repository's own, none where only the wheel is installed."""
+    """Held-out text by kind: the repository's own, none if only the wheel is installed."""
     return {path.stem: path for path in sorted(folder.glob("*.txt"))}
 
 

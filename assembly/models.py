@@ -1,4 +1,4 @@
-"""What MODEL names: a recipe, a checkpoint folder, a GGUF file, or a Hugging Face id to download."""
+"""Resolve MODEL: a recipe, a checkpoint folder, a GGUF file, or a Hugging Face id to download."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "mer
 class Model:
     """A checkpoint on disk, and the name that a bundle of it takes.
 
-    source: what the user named, and `options` where it is, so that an error can repeat the command.
-    build:  how its recipe builds it.
-    shape:  what its recipe expects of config.json; empty where there is none.
+    source:  the user's name for it.   options: those of the command line that give its place, for errors.
+    build:   configuration of its recipe.
+    shape:   values that its recipe expects in config.json; empty without a recipe.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a recipe's checkpoint comes from.
+    """The source of a recipe's checkpoint.
 
     path:    a folder that has it, instead of the recipe's own source.
-    random:  only its shape is needed: nothing is downloaded for a recipe that says it.
+    random:  only its shape is needed. If the recipe has the shape, nothing is downloaded.
     scratch: an empty folder, for a config.json made of that shape.
     """
 
@@ -54,7 +54,7 @@ class Place:
 
 
 def find_recipe(model: str) -> Recipe | None:
-    """The recipe that the user named, None where it is a folder or an id. Raises UsageError for a wrong recipe."""
+    """The recipe that the user named, None if it is a folder or an id. Raises UsageError for a wrong recipe."""
     from redraft.engines.recipes import load_recipe, recipe_names
 
     named = not Path(model).is_dir() and (model in recipe_names() or model.endswith(".toml"))
@@ -62,9 +62,9 @@ def find_recipe(model: str) -> Recipe | None:
 
 
 def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
-    """The checkpoint of a recipe or of what else the user named, downloading a Hugging Face id.
+    """Return the checkpoint that MODEL names. A Hugging Face id is downloaded.
 
-    Raises UsageError where it is none of these, CheckpointError where the download fails.
+    Raises UsageError if it is none of these, CheckpointError if the download fails.
     """
     from redraft.engines.recipes import recipe_names
 
@@ -95,7 +95,7 @@ def _gguf_file(model: str) -> Path:
 
 
 def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
-    """The folder of a recipe's checkpoint; of its bare shape where that is enough."""
+    """Return the folder of a recipe's checkpoint, or of its bare shape if that is enough."""
     if place.path is not None:
         return place.path
     if Path(recipe.source).is_dir():

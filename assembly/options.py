@@ -18,8 +18,8 @@ DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
     """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
-    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone. A recipe's settings for the same id hold
-    unless an option says otherwise. Raises UsageError.
+    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone. An option overrides a recipe's settings for
+    the same id. Raises UsageError.
     """
     if not drafters:
         return _implied(config)
@@ -130,7 +130,7 @@ def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
 
 
 def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, dict[str, Any]]]:
-    """Return what tells drafters apart; a method that a recipe leaves to the folder does not."""
+    """Return id, source and options of drafters, to compare them. The method may come from the folder."""
     return [(drafter.id, drafter.source, dict(drafter.options)) for drafter in drafters]
 
 

@@ -33,7 +33,7 @@ ROUNDED: dict[Precision, float] = {"fp16": 0.1, "int8": 0.3, "int4": 0.8}
 
 @dataclass(frozen=True)
 class Compared:
-    """What was compared. difference: the largest of a logit, in standard deviations of its row."""
+    """The result of a comparison. difference: the largest of a logit, in standard deviations of its row."""
 
     tokens: int
     accepted: int
@@ -50,7 +50,7 @@ class Compared:
 
 @dataclass
 class KnownText(Sampler):
-    """A sampler that accepts the tokens of a known text, and keeps the logits at each of its positions."""
+    """A sampler that accepts the tokens of a known text, and stores the logits at each of its positions."""
 
     tokens: Sequence[int]
     rows: dict[int, FloatArray] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
 
 
 def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
-    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError where it is too large."""
+    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError if it is too large."""
     rows = sorted(sampler.rows.items())
     spreads = [_spread(expected[position]) for position, _ in rows]
     apart = [row - expected[position] for position, row in rows]

@@ -49,7 +49,7 @@ def vocabulary_file(folder: Path) -> Path | None:
 def load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Load a checkpoint's tokenizer as `AutoTokenizer.from_pretrained(folder)` does.
 
-    settings: what `tokenizer_config.json` holds.
+    settings: values of `tokenizer_config.json`.
     Raises CheckpointError when a file or a Python package is missing or a file is damaged, and UnsupportedModelError
     when transformers has no converter for the format.
     """
@@ -103,7 +103,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, path: Path, source: Path
 def _encode(
     tokenizer: PreTrainedTokenizerFast, written: Tokenizer, text: str, added: bool, source: Path | None
 ) -> tuple[list[int], list[int]]:
-    """Ids of a text, by transformers and by what was written."""
+    """Ids of a text, by transformers and by the written tokenizer."""
     try:
         expected = tokenizer(text, add_special_tokens=added)["input_ids"]
         return list(expected), written.encode(text, add_special_tokens=added).ids

@@ -28,11 +28,10 @@ _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that begin, end and pad a text; None and empty where the checkpoint names none."""
+    """Ids that begin and end a text; None and empty if the checkpoint names none."""
 
     bos: int | None
     eos: tuple[int, ...]
-    pad: int | None
 
 
 def text_files(checkpoint: Path) -> tuple[str, ...]:
@@ -60,13 +59,13 @@ def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(bundle / names.TOKENIZER_FILE))
-    return SpecialTokens(None, (), None)
+    return SpecialTokens(None, ())
 
 
 def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
     """Put tokenizer, special tokens and chat templates into `bundle`, as transformers loads them from `checkpoint`.
 
-    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for what cannot be converted.
+    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a format that cannot be converted.
     """
     settings = {name: _read(checkpoint / name) for name in SETTINGS}
     tokenizer = load_tokenizer(checkpoint, settings["tokenizer_config.json"])
@@ -96,10 +95,10 @@ def _chat_templates(found: Any) -> dict[str, str]:
 def _special_tokens(
     tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, dict[str, Any]], config: dict[str, Any]
 ) -> SpecialTokens:
-    """The ids at which `generate` of transformers stops, and the tokenizer's own tokens that begin and pad a text.
+    """Return the tokenizer's token that begins a text, and the ids at which `generate` of transformers stops.
 
     Ids are read from generation_config.json, then config.json, then the `text_config` inside it. EOS falls back to the
-    tokenizer's token. The padding token falls back to the files, and BOS does if the tokenizer has no settings at all.
+    tokenizer's token, and BOS to the files if the tokenizer has no settings at all.
     """
     nested = config.get("text_config")
     sources = (settings["generation_config.json"], config, nested if isinstance(nested, dict) else {})
@@ -107,12 +106,10 @@ def _special_tokens(
     def listed(name: str) -> tuple[int, ...]:
         return _ids(name, next((source[name] for source in sources if source.get(name) is not None), None))
 
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is None and not settings["tokenizer_config.json"] and not settings["special_tokens_map.json"]:
         bos = next(iter(listed("bos_token_id")), None)
-    if pad is None:
-        pad = next(iter(listed("pad_token_id")), None)
-    return SpecialTokens(bos, listed("eos_token_id") or (() if eos is None else (eos,)), pad)
+    return SpecialTokens(bos, listed("eos_token_id") or (() if eos is None else (eos,)))
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from redraft.export.architecture import Architecture
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import CONFIG_FILE as DRAFTER_CONFIG
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, WEIGHTS_FILE, Identity
-from redraft.export.drafters.lyanna import LyannaDrafter, beside
+from redraft.export.drafters.lyanna import LyannaDrafter, configuration_of
 from redraft.export.weight_files import STORED
 from redraft.methods.lyanna import METHOD
 
@@ -74,7 +74,7 @@ def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
     checkpoint = Checkpoint.open(model)
     verifier = support.load_config(checkpoint)
     options = next((drafter.options for drafter in recipe.build.drafters if drafter.method == METHOD.id), {})
-    settings = beside(verifier, verifier.vocab_size, steps=options.get("steps", 0))
+    settings = configuration_of(verifier, verifier.vocab_size, steps=options.get("steps", 0))
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in LyannaDrafter(settings).state_dict().items()}
     dtypes = {**dict.fromkeys(shapes, "BF16"), TOKEN_COUNTS: "I64"}

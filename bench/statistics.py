@@ -1,4 +1,4 @@
-"""Figures from pairs: medians with bootstrap intervals, and how much of an output is repetition."""
+"""Figures from pairs: medians with bootstrap intervals, loops, and first differences."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 LOOP_TOKENS, LONGEST_PERIOD = 64, 16
-REPETITIVE_SHARE = 0.2
-"""An output counts as repetitive when more than this share of its 4-grams occurred earlier in it."""
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -34,17 +32,6 @@ def median_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(medians, (tail, 1 - tail))
     return Estimate(float(np.median(data)), float(low), float(high), len(data))
-
-
-def repeated_share(token_ids: Sequence[int], size: int = 4) -> float:
-    """Share of the n-grams of `size` tokens that occurred earlier in the same sequence; 0 where there is none."""
-    grams = list(zip(*(token_ids[start:] for start in range(size)), strict=False))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def is_repetitive(token_ids: Sequence[int]) -> bool:
-    """True if more than REPETITIVE_SHARE of the 4-grams of an output occurred earlier in it."""
-    return repeated_share(token_ids) > REPETITIVE_SHARE
 
 
 def loops(token_ids: Sequence[int]) -> bool:

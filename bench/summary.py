@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from redraft.bench.compare import INEXACT, PLAIN, Run
-from redraft.bench.statistics import REPETITIVE_SHARE, first_difference, is_repetitive, median_estimate, repeated_share
+from redraft.bench.statistics import first_difference, median_estimate
 from redraft.runtime import Generation
 
 NEAR_TIE = 1e-4
@@ -52,7 +52,6 @@ def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool)
         **_sections(outcomes, method),
         "differences": [each.difference for each in outcomes if each.difference],
         "kinds": {kind: _sections([o for o in outcomes if o.run.prompt.kind == kind], method) for kind in kinds},
-        "repetition": _repetition(runs, method),
     }
 
 
@@ -118,18 +117,6 @@ def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     differences = [each.difference for each in outcomes if each.difference]
     lossless = all(difference["near_tie"] for difference in differences)
     return {"identical_to_plain": not differences, "lossless": lossless, "differing_outputs": len(differences)}
-
-
-def _repetition(runs: Sequence[Run], method: str) -> dict[str, Any]:
-    """Share of repeated 4-grams in the plain outputs, and the figures again without the most repetitive outputs."""
-    outputs = [run.generations[PLAIN].token_ids for run in runs]
-    varied = [run for run, output in zip(runs, outputs, strict=True) if not is_repetitive(output)]
-    return {
-        "repeated_4gram_share": float(np.mean([repeated_share(output) for output in outputs])),
-        "looping_above_share": REPETITIVE_SHARE,
-        "looping_outputs": len(runs) - len(varied),
-        "without_looping": _figures(varied, method),
-    }
 
 
 def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -25,7 +25,7 @@ from redraft.cli.options import (
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from redraft.bench.compare import Run, Settings
     from redraft.runtime import Runtime
@@ -174,8 +174,9 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def warnings(result: dict[str, Any]) -> Iterator[str]:
-    """What a reader of the figures must know: random weights, forced acceptance, differing tokens, looping texts."""
-    from redraft.bench.compare import INEXACT
+    """Warn of random weights, forced acceptance, differing tokens and looping texts."""
+    from redraft.bench.compare import INEXACT, PLAIN
+    from redraft.bench.statistics import LONGEST_PERIOD, LOOP_TOKENS
 
     yield from result["environment"]["model"]["caveats"]
     if result["turns_left_out"]:
@@ -188,15 +189,8 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
             gap = "past the end" if found["logit_margin"] is None else f"gap {found['logit_margin']:.2g}"
             turn = f", turn {found['turn']}" if result["chat"] else ""
             yield f"{kind}: prompt {found['prompt']}{turn}, token {found['token']}, {gap}"
-    yield _loops_line(result["methods"]["none"])
-
-
-def _loops_line(plain: Mapping[str, Any]) -> str:
-    """How many plain outputs loop, and what share of them all is repetition."""
-    from redraft.bench.statistics import LONGEST_PERIOD, LOOP_TOKENS
-
-    share = plain["repetition"]["repeated_4gram_share"]
-    return (
+    plain = result["methods"][PLAIN]
+    yield (
         f"plain outputs that loop (the last {LOOP_TOKENS} tokens repeat a period of at most {LONGEST_PERIOD}): "
-        f"{plain['looping_outputs']} of {plain['outputs']}; repeated 4-grams in all of them: {100 * share:.1f} %"
+        f"{plain['looping_outputs']} of {plain['outputs']}"
     )

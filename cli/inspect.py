@@ -12,6 +12,7 @@ from redraft.cli.console import print_json
 from redraft.cli.options import Json
 from redraft.errors import UsageError
 from redraft.names import is_cache
+from redraft.records import to_plain
 
 if TYPE_CHECKING:
     from redraft.engines import Bundle
@@ -48,11 +49,10 @@ def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
 
 def as_object(bundle: Bundle) -> dict[str, Any]:
     """The manifest, where it lies, and commands of other tools by what they are for."""
-    from redraft.engines.records import to_json
     from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
-    values: dict[str, Any] = to_json(bundle.manifest)
+    values: dict[str, Any] = to_plain(bundle.manifest)
     sizes = {"bytes": total_bytes(bundle.manifest), "own_bytes": own_bytes(bundle.path, bundle.manifest)}
     shares = dict(weight_shares(bundle.manifest))
     found = commands(bundle.path, bundle.manifest)

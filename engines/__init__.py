@@ -1,4 +1,4 @@
-"""Engine bundles: what is on disk, opening it, and running its graphs."""
+"""Engine bundles: their files, opening them, and running their graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device
     """The device `name`, which keeps a whole step: TensorRT's if the bundle has engines, otherwise ONNX Runtime's.
 
     `cpu` runs the graphs of a GPU on the host, for tests and comparisons.
-    Raises UsageError for another name, BundleError and BackendError if what runs them is not here.
+    Raises UsageError for another name, BundleError and BackendError if the libraries that run them are not here.
     """
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(DEVICES)}")

@@ -1,4 +1,4 @@
-"""What can build engines on this machine, and what to install where it cannot."""
+"""Check that this machine can build engines for a backend, and name the package to install if it cannot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
 
 
 def check_buildable(config: BuildConfig) -> None:
-    """Raise BackendError where engines of this configuration cannot be built here, naming what to install."""
+    """Raise BackendError if engines of this configuration cannot be built here, naming what to install."""
     if config.backend != "tensorrt":
         return
     if find_spec("tensorrt") is None:

@@ -1,4 +1,4 @@
-"""Opening an engine bundle. It fails closed: what was expected, what was found, and the command that mends it."""
+"""Open an engine bundle. It fails closed: errors name what was expected, what was found, and a command to fix it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bundle:
     manifest: Manifest
 
     def graph(self, name: str) -> GraphRecord:
-        """The record of graph `name`. Raises BundleError where the bundle has none."""
+        """The record of graph `name`. Raises BundleError if the bundle has none."""
         record = self.manifest.all_graphs.get(name)
         if record is None:
             raise self.error(f"expected a graph {name!r}, found {', '.join(sorted(self.manifest.all_graphs))}")
@@ -151,7 +151,7 @@ def _signatures(bundle: Bundle) -> Iterator[str]:
 
 
 def _drafters(bundle: Bundle) -> Iterator[str]:
-    """Yield what does not fit about drafters: records, graphs and tables."""
+    """Yield the problems of drafters: records, graphs and tables."""
     manifest = bundle.manifest
     digest = verifier_digest(manifest.model.weights)
     for name, record in manifest.drafters.items():
@@ -168,7 +168,7 @@ def _drafters(bundle: Bundle) -> Iterator[str]:
 
 
 def _graph_differences(wanted: Mapping[str, signatures.Signature], manifest: Manifest) -> Iterator[str]:
-    """Yield what does not fit about graphs that must be there, by name."""
+    """Yield the problems of required graphs, by name."""
     graphs = manifest.all_graphs
     for graph, signature in wanted.items():
         if record := graphs.get(graph):
@@ -179,7 +179,7 @@ def _graph_differences(wanted: Mapping[str, signatures.Signature], manifest: Man
 
 
 def _tables(bundle: Bundle, drafter: BuiltDrafter) -> Iterator[str]:
-    """Yield what does not fit about where a drafter's tables lie."""
+    """Yield the problems of a drafter's tables: their places and sizes."""
     refs = {ref.initializer: ref for ref in drafter.record.tables}
     for spec in drafter.method.tables(drafter.shape):
         ref = refs.get(spec.name)

@@ -1,4 +1,4 @@
-"""Whether a bundle is already what a build would make: a key over everything that the build depends on."""
+"""Skip a build whose bundle is there already: a key covers everything that the build depends on."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def code_digests(*folders: Path) -> dict[str, str]:
 
 
 def is_current(out: Path, key: str) -> bool:
-    """Whether `out` is a bundle built from `key` with nothing missing or changed.
+    """Return True if `out` is a bundle built from `key` with nothing missing or changed.
 
-    Files whose size and modification time have not moved since they were last digested are not read again.
+    A file is not read again if its size and modification time are those of its last digest.
     """
     try:
         manifest = load_manifest(out)

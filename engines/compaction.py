@@ -16,11 +16,11 @@ from redraft.names import TensorSpec
 from redraft.plugins.library import DTYPES, HEAD_DIMS, CompactArgs
 
 _ENTRY_BYTES = 8
-"""Of a path, which is int64."""
+"""Bytes of an element of a path, which is int64."""
 
 
 class Compact(Protocol):
-    """What launches the kernel: `redraft.plugins.library.Kernels`."""
+    """A library that launches the kernel: `redraft.plugins.library.Kernels`."""
 
     def compact(self, args: CompactArgs, stream: int = 0) -> None:
         """Make the rows of accepted nodes contiguous in all caches."""
@@ -77,7 +77,7 @@ class CompactRun:
 
 
 def can_compact(record: GraphRecord) -> bool:
-    """Whether the kernel knows the KV buffers' element type and head size."""
+    """Return True if the kernel supports the KV buffers' element type and head size."""
     return all(spec.dtype in DTYPES and spec.shape[3] in HEAD_DIMS for spec in _caches(record.inputs))
 
 

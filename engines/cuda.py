@@ -1,6 +1,6 @@
 """The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure is one line with CUDA's name.
 
-Everything here is put in order on the stream. Nothing of CUDA is touched before its driver was found.
+All work runs in order on the stream. No function of CUDA is called before its driver was found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEBIBYTE = 1 << 20
 
 
 def open_cuda() -> Cuda:
-    """The first visible GPU. Raises BackendError where driver, package or GPU is missing."""
+    """The first visible GPU. Raises BackendError if driver, package or GPU is missing."""
     find_gpu()
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
@@ -34,9 +34,10 @@ def open_cuda() -> Cuda:
 
 
 class Cuda:
-    """A stream and what can be put on it. `runtime` is the module cuda.bindings.runtime. Not for several threads.
+    """A stream, and memory, copies and graphs for it. `runtime` is cuda.bindings.runtime. Use it from one thread.
 
-    waits: how often the stream was waited for.   captured: graphs made.   told: whether it was said that one cannot be.
+    waits: how often the host waited for the stream.   captured: number of graphs.   told: True after the first warning
+    that a graph cannot be captured.
     """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
@@ -55,7 +56,7 @@ class Cuda:
         self.captured = 0
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What the function gives besides its status. Raises BackendError with the error's name."""
+        """Return the function's results without its status. Raises BackendError with the error's name."""
         answer = getattr(self._runtime, function)(*arguments)
         if (status := answer[0]) != self._success:
             self.forget_error()
@@ -63,7 +64,7 @@ class Cuda:
         return answer[1] if len(answer) == 2 else answer[1:]
 
     def forget_error(self) -> None:
-        """CUDA keeps a failure until it is asked for, and a launch of somebody else's would be blamed for it."""
+        """Clear CUDA's last error. CUDA stores it until it is read, and would report it for another launch."""
         self._runtime.cudaGetLastError()
 
     def allocate(self, size: int) -> Memory:
@@ -75,14 +76,14 @@ class Cuda:
         return Pinned(self, size)
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody uses."""
+        """Free bytes of the device's memory."""
         free, _ = self.call("cudaMemGetInfo")
         return int(free)
 
     def write(self, address: int, values: Array) -> None:
-        """Copy a C-contiguous array to the device. It may be reused at once: it goes by way of pinned memory.
+        """Copy a C-contiguous array to the device, through pinned memory. The array may be reused at once.
 
-        Raises BackendError where CUDA fails, also in work that was put in order before; so do all that follow.
+        Raises BackendError if CUDA fails, also for earlier work on the stream. All later calls then raise it too.
         """
         source = values.reshape(-1).view(np.uint8)
         for start in range(0, source.size, self._staging.size):
@@ -113,11 +114,11 @@ class Cuda:
         self._staged = 0
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """What `run` puts on the stream, as a graph; nothing is executed. Raises BackendError where it cannot be."""
+        """Return the work that `run` puts on the stream as a graph, without running it. Raises BackendError."""
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
         self._capturing, collecting = True, gc.isenabled()
-        gc.disable()  # memory given back while work is captured would be an error
+        gc.disable()  # freeing memory while work is captured would be an error
         try:
             run()
         except BaseException:
@@ -133,7 +134,7 @@ class Cuda:
         return Graph(self, self.call("cudaStreamEndCapture", self._stream))
 
     def _stage(self, size: int) -> Array:
-        """A piece of pinned memory that no copy under way uses."""
+        """Return a piece of pinned memory that no running copy uses."""
         if self._staged + size > self._staging.size:
             self.synchronize()
         piece: Array = self._staging[self._staged : self._staged + size]
@@ -142,7 +143,7 @@ class Cuda:
 
 
 class Memory:
-    """Zeroed memory of the device, given back with the object."""
+    """Zeroed memory of the device, freed with the object."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
@@ -159,7 +160,7 @@ class Memory:
 
 
 class Pinned:
-    """Memory of the host that is not paged out, given back with the object. `bytes` uint8[size]."""
+    """Memory of the host that is not paged out, freed with the object. `bytes` uint8[size]."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.address = int(cuda.call("cudaMallocHost", max(size, 1)))
@@ -176,7 +177,7 @@ class Event:
         _give_back(self, cuda._runtime, "cudaEventDestroy", self._event)
 
     def record(self) -> None:
-        """The moment when all work put in order so far is done; in a graph, of each of its runs."""
+        """Record the moment when all earlier work is done; in a graph, once for each of its runs."""
         cuda = self._cuda
         if cuda._capturing:
             cuda.call("cudaEventRecordWithFlags", self._event, cuda._stream, cuda._runtime.cudaEventRecordExternal)
@@ -184,7 +185,7 @@ class Event:
             cuda.call("cudaEventRecord", self._event, cuda._stream)
 
     def seconds_since(self, other: Event) -> float:
-        """Between two moments that are past. Raises BackendError with cudaErrorNotReady where one is not."""
+        """Between two moments that are past. Raises BackendError with cudaErrorNotReady if one is not."""
         return float(self._cuda.call("cudaEventElapsedTime", other._event, self._event)) * 1e-3
 
 

@@ -37,14 +37,14 @@ from redraft.names import Dtype
 _LOG = logging.getLogger("redraft.cuda")
 _COPY_SLOT = f".{names.COPY_SLOT}"
 _ALIGNMENT_BYTES = 256
-"""Of every address that TensorRT is given."""
+"""Alignment in bytes of every address that TensorRT gets."""
 _MEBIBYTE = 1 << 20
 
 
 class CudaDevice(ABC):
-    """See `redraft.engines.device.Device`. Who derives from it says how a graph is loaded.
+    """See `redraft.engines.device.Device`. A subclass loads graphs.
 
-    kernels: ours for the GPU, where they are built.
+    kernels: our kernels for the GPU, if they are built.
     """
 
     name = "cuda"
@@ -67,7 +67,7 @@ class CudaDevice(ABC):
         """Memory of the device that a graph's weights take."""
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
-        """See `Device.empty`. Raises BackendError where the memory is used up."""
+        """See `Device.empty`. Raises BackendError if the memory is used up."""
         memory = self.cuda.allocate(byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 
@@ -168,7 +168,7 @@ class Copy:
 
 
 class Send(Copy):
-    """The copy of an inbox. `at`: how often the device had been waited for when it was put in order last."""
+    """The copy of host inputs. `at`: the number of waits for the device before its latest run."""
 
     at = -1
 
@@ -215,7 +215,7 @@ class PinnedOutputs:
 
 
 class MoveProgram:
-    """Slots copied by CUDA: the host, which chose them, says where from and where to."""
+    """Copies slots by CUDA. The host chooses the slots and gives their addresses."""
 
     def __init__(self, record: GraphRecord, cuda: Cuda) -> None:
         self.inputs = record.inputs

@@ -1,7 +1,7 @@
-"""Graphs over buffers of one memory, a device's or the host's: what a step needs that must not come back in between.
+"""Graphs over buffers of one memory, a device's or the host's, so that a step's tensors stay there between graphs.
 
-Every tensor is a `Buffer`, each input and
-output is bound by name, and one program's output is the next one's input without a copy. The backends are ONNX Runtime
+Every tensor is a `Buffer`. Each input and output is bound by name, and one program's output is the next one's input
+without a copy. The backends are ONNX Runtime
 (CPU and CUDA) and TensorRT; the runtime's device path is the same over all of them.
 """
 
@@ -18,7 +18,7 @@ from redraft.names import Dim, Dtype, TensorSpec
 
 Array = NDArray[Any]
 Run = Callable[[], None]
-"""Work put in order behind what was put before; it may still be under way when the function returns."""
+"""Work that starts after all earlier work. It may still run when the function returns."""
 
 
 class Buffer(Protocol):
@@ -34,17 +34,17 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins, in the device's memory."""
+        """Address of the first byte in the device's memory."""
 
     @property
     def host(self) -> Array | None:
-        """Where the host reads and writes it: all of it on the host, on a GPU what the host sends, otherwise None."""
+        """The array that the host reads and writes: the buffer on the host, host inputs on a GPU, otherwise None."""
 
     def write(self, values: Array) -> None:
-        """Copy from the host, behind all work put in order so far. The array may be reused at once."""
+        """Copy from the host, after all earlier work. The array may be reused at once."""
 
     def read(self) -> Array:
-        """A copy on the host, once all work put in order so far is done: what waits for the device."""
+        """Wait for the device, and return a copy of the buffer on the host."""
 
     def part(self, *shape: int, start: int = 0) -> Self:
         """The elements from `start` on under another shape, of at most as many; shares the memory.
@@ -58,21 +58,21 @@ class HostInputs(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
-        """What programs read, by name."""
+        """The buffers that programs read, by name."""
 
     @property
     def send(self) -> Run:
-        """Copies what was filled in to `buffers`."""
+        """A run that copies the filled arrays to `buffers`."""
 
     def open(self) -> Mapping[str, Array]:
-        """The arrays to fill in, by name, int64 each; they keep what was filled in before.
+        """The arrays to fill in, by name, int64 each; they keep their earlier values.
 
         Waits for the device if it was not waited for since they were sent last: they may still be on their way.
         """
 
 
 class HostOutputs(Protocol):
-    """What the host reads of a buffer again and again."""
+    """A copy of a buffer on the host, which is read again and again."""
 
     @property
     def fetch(self) -> Run:
@@ -90,7 +90,7 @@ class Work(Protocol):
         """Put them in order."""
 
     def seconds(self) -> float:
-        """How long the latest of them took where they run, once the device has been waited for; 0 before the first."""
+        """Return the device's time for the latest run, after a wait for the device; 0 before the first run."""
 
 
 class Program(Protocol):
@@ -98,11 +98,11 @@ class Program(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What it takes, as the manifest says."""
+        """The graph's inputs, as the manifest lists them."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it gives."""
+        """The graph's outputs."""
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
         """The graph over these buffers, one for every input and output; outputs in place share their input's.
@@ -116,11 +116,11 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As users say it: `cpu`, `cuda` …"""
+        """The user's name for the device: `cpu`, `cuda` …"""
 
     @property
     def asynchronous(self) -> bool:
-        """Whether work may still be under way when the call that put it in order returns."""
+        """True if a call may return before the work that it started is done."""
 
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
         """A buffer of zeros."""
@@ -132,13 +132,13 @@ class Device(Protocol):
         """An outbox of all of `buffer`."""
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """Buffers of so many bytes, by what they are for, and these graphs are asked for next.
+        """Check that buffers of so many bytes, by purpose, and these graphs fit together before they are loaded.
 
         Raises BackendError if they do not fit together.
         """
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
-        """The bytes of `source` to `target`, within the device. Raises ValueError where their sizes do not agree."""
+        """The bytes of `source` to `target`, within the device. Raises ValueError if their sizes do not agree."""
 
     @property
     def step_graphs(self) -> bool:
@@ -151,14 +151,14 @@ class Device(Protocol):
     def program(self, graph: str, short: bool = False) -> Program:
         """Load a graph of the bundle. `short` graphs take less time than several threads need to share them.
 
-        Raises BundleError, and BackendError where it does not fit or run here.
+        Raises BundleError, and BackendError if it does not fit or run here.
         """
 
     def chain(self, runs: Sequence[Run]) -> Work:
-        """All of `runs`, in order, as one: a CUDA graph where the backend can capture one."""
+        """All of `runs`, in order, as one: a CUDA graph if the backend can capture one."""
 
     def wait(self) -> None:
-        """Until all work put in order so far is done. Raises BackendError where it failed."""
+        """Wait until all earlier work is done. Raises BackendError if it failed."""
 
     def close(self) -> None:
         """Let go of all programs, once they are done. Their memory goes with the last one that holds them."""
@@ -180,13 +180,13 @@ def sized(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def check_values(buffer: Buffer, values: Array) -> None:
-    """Raises ValueError where `values` are not what the whole of `buffer` holds."""
+    """Raises ValueError if `values` do not have the type and size of `buffer`."""
     if values.shape != buffer.shape or values.dtype != numpy_type(buffer.dtype):
         raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
 
 
 def check_part(buffer: Buffer, shape: tuple[int, ...], start: int) -> None:
-    """Raises ValueError where `shape`, from element `start` on, is more than `buffer` holds."""
+    """Raises ValueError if `shape`, from element `start` on, is more than `buffer` holds."""
     if start < 0 or start + math.prod(shape) > math.prod(buffer.shape):
         after = f" after {start} elements" if start else ""
         raise ValueError(f"{list(shape)}{after} is more than the {list(buffer.shape)} that the buffer holds")
@@ -198,7 +198,7 @@ def slots_of(buffer: Buffer, slots: range) -> Buffer:
 
 
 def copied_bytes(target: Buffer, source: Buffer) -> int:
-    """How many bytes a copy moves. Raises ValueError where the buffers' sizes do not agree."""
+    """Return the bytes that a copy moves. Raises ValueError if the buffers' sizes differ."""
     sizes = [byte_size(buffer.dtype, buffer.shape) for buffer in (target, source)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"expected buffers of the same size, found {sizes[0]} and {sizes[1]} bytes")
@@ -206,7 +206,7 @@ def copied_bytes(target: Buffer, source: Buffer) -> int:
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:
-    """Raises ValueError where the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
+    """Raises ValueError if the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
     names = {spec.name for spec in specs}
     if set(buffers) != names:
         wrong = sorted(set(buffers) ^ names)

@@ -37,8 +37,8 @@ def text_digest(*parts: str) -> str:
 class DigestCache:
     """Digests of files by device, inode, size and modification time: hard links of one file share an entry.
 
-    For deciding whether a build is needed; opening a bundle never trusts it. Lives in the user's cache folder; one
-    that cannot be read or written costs time, not correctness.
+    It decides if a build is needed. Opening a bundle never trusts it. It is in the user's cache folder. If it cannot be
+    read or written, that costs time, not correctness.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -46,7 +46,7 @@ class DigestCache:
         self._entries = _read_entries(self._path)
 
     def digests(self, paths: Iterable[Path]) -> dict[Path, str]:
-        """SHA-256 of every path, hashing only what is new or changed. Raises OSError."""
+        """SHA-256 of every path, hashing only new or changed files. Raises OSError."""
         keys = {path: _identity(path) for path in paths}
         fresh = file_digests(path for path, key in keys.items() if key not in self._entries)
         for path, digest in fresh.items():

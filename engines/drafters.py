@@ -67,7 +67,7 @@ def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
 
 
 def drafter_problems(drafter: BuiltDrafter, manifest: Manifest, verifier: str) -> Iterator[str]:
-    """Yield what does not fit about a drafter's record, except graphs and tables. verifier: digest of its weights."""
+    """Yield the problems of a drafter's record, except graphs and tables. verifier: digest of its weights."""
     record, method = drafter.record, drafter.method
     if record.verifier_digest != verifier:
         found, expected = record.verifier_digest[:12], verifier[:12]

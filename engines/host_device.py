@@ -21,7 +21,7 @@ BLOCK_ROWS = 128
 class HostDevice:
     """See `redraft.engines.device.Device`. It runs the graphs that are lowered to the CPU's kernels.
 
-    max_num_seqs, exact: what the verifier's graph must fit (`Bundle.host_graph`).   verifier_graph: another one.
+    max_num_seqs, exact: these choose the verifier's graph (`Bundle.host_graph`).   verifier_graph: another one.
     step_graphs:  run the step's graphs as a GPU does; otherwise NumPy functions take their place.
     kernels:      ours for the CPU, which are for tests; None leaves everything to graphs.
     """
@@ -55,7 +55,7 @@ class HostDevice:
         return ArrayOutputs(array_of(buffer))
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """See `Device.expect`: nobody knows how much of the host's memory is free, since it may be swapped."""
+        """See `Device.expect`: the free memory of the host is unknown, since memory may be swapped."""
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
         """See `Device.copy`."""

@@ -1,4 +1,4 @@
-"""The host's memory: what a graph's weights take of it, and the refusal where that is more than there is."""
+"""Estimate the host memory of a graph's weights, and refuse a graph that does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def graph_bytes(bundle: Bundle, graph: str) -> int:
 
 
 def check_host_memory(bundle: Bundle, graph: str) -> None:
-    """Raise BackendError where the host has less memory than the graph's weights take: it would end the process."""
+    """Raise BackendError if the host has less memory than the graph's weights take: it would end the process."""
     available = available_bytes()
     stored = graph_bytes(bundle, graph)
     needed = stored * _WIDENED.get(bundle.manifest.precision, 1)
@@ -38,7 +38,7 @@ def check_host_memory(bundle: Bundle, graph: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """What Linux would give without swapping; None where it does not say."""
+    """Bytes that Linux could give without swapping; None if the system does not report them."""
     with contextlib.suppress(OSError):
         if found := _AVAILABLE.search(MEMINFO.read_text()):
             return int(found[1]) * 1024

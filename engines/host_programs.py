@@ -13,7 +13,7 @@ Arrays = Mapping[str, Array]
 
 
 def host_program(graph: str, record: GraphRecord) -> Program | None:
-    """The function that does what this graph does, None if there is none."""
+    """Return the function that replaces this graph, None without one."""
     if graph == names.STEP_GATHER_FEATURES:
         return HostProgram(record, gather_features)
     return None

@@ -2,7 +2,7 @@
 
 A step of one token reads every weight once, so it is bound by memory, and with pages of 4 KiB the processor looks up a
 page for every 64 cache lines. Linux (6.1 and newer) collapses memory that is already filled into pages of 2 MiB on
-request (madvise(2), MADV_COLLAPSE). Elsewhere, or where the kernel declines, nothing changes.
+request (madvise(2), MADV_COLLAPSE). Elsewhere, or if the kernel declines, nothing changes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def huge_pages() -> Iterator[None]:
 
 
 def _anonymous() -> list[Span]:
-    """Private writable memory of this process, as address ranges in order; empty where there is no such listing."""
+    """Private writable memory of this process, as address ranges in order; empty if there is no such listing."""
     if not sys.platform.startswith("linux") or not _MAPS.exists():
         return []
     return [(int(low, 16), int(high, 16)) for low, high in _ANONYMOUS.findall(_MAPS.read_text())]

@@ -19,8 +19,8 @@ from redraft.errors import BundleError
 def build_lock(path: Path, target: Path) -> Iterator[None]:
     """Hold the lock file `path` while `target` is being built; the file is gone afterwards.
 
-    The operating system drops the lock of a killed process. Raises BundleError at once where another process holds
-    it, naming that process, and where no file can be made.
+    The operating system drops the lock of a killed process. Raises BundleError at once if another process holds
+    it, naming that process, and if no file can be made.
     """
     descriptor = _acquire(path, target)
     try:
@@ -50,7 +50,7 @@ def _acquire(path: Path, target: Path) -> int:
 
 
 def unwritable(path: Path, error: OSError) -> BundleError:
-    """What to say of a bundle or folder that cannot be made."""
+    """Return the error for a bundle or folder that cannot be created."""
     return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
 
 

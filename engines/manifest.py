@@ -12,11 +12,11 @@ from typing import Any
 
 from redraft.config import Backend, Precision
 from redraft.engines.digests import text_digest
-from redraft.engines.records import RecordError, from_json, to_json
 from redraft.engines.tensorrt.records import TensorRtRecord
-from redraft.errors import BundleError
-from redraft.methods.base import Limits, Rows
+from redraft.errors import BundleError, UsageError
+from redraft.methods.base import Rows, TreeLimits
 from redraft.names import TensorSpec, WeightRef, drafter_graph
+from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
 SCHEMA_VERSION = 5
@@ -26,18 +26,17 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which checkpoint a bundle was built from.
+    """The checkpoint that a bundle was built from.
 
-    source:  what the user named: a recipe, a directory or a Hub id.
+    source:  the user's name for it: a recipe, a directory or a Hub id.
     weights: SHA-256 of every weight file of the checkpoint, by file name.
-    random_weights, random_drafters: what has random weights: the verifier, drafters by name.
-    stand_in_tokenizer: the tokenizer is not the model's: a token a byte.
-    inexact: what else of the checkpoint the bundle has in another form, a sentence each.
+    random_weights: the verifier has random weights.   random_drafters: names of drafters that have.
+    stand_in_tokenizer: the tokenizer is not the model's, but has a token for each byte.
+    inexact: a sentence for each other part of the checkpoint that the bundle stores in another form.
     """
 
     source: str
     architecture: str
-    model_type: str
     weights: Mapping[str, str]
     random_weights: bool = False
     random_drafters: tuple[str, ...] = ()
@@ -46,7 +45,7 @@ class ModelIdentity:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What every output made with the bundle must say of it."""
+        """Warnings that belong to every output of the bundle."""
         random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
         said = {
             f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
@@ -74,7 +73,7 @@ class GraphRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file of the bundle must be."""
+    """Size and digest of a file of the bundle."""
 
     size: int
     sha256: str
@@ -89,7 +88,6 @@ class DrafterRecord:
     hidden_states:    those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
     graphs:           by role.   weights: of its graphs.   tables: inputs that are bound once.
     state:            tensors of a slot.
-    draft_vocabulary: the verifier's token of each of its own tokens; None if they are the same.
     limits:           its largest tree.
     """
 
@@ -100,11 +98,10 @@ class DrafterRecord:
     rows: Rows
     graphs: Mapping[str, GraphRecord]
     state: tuple[TensorSpec, ...]
-    limits: Limits
+    limits: TreeLimits
     shape: Mapping[str, Any]
     weights: tuple[WeightRef, ...] = ()
     tables: tuple[WeightRef, ...] = ()
-    draft_vocabulary: WeightRef | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -114,13 +111,13 @@ class DrafterRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the fields of the records above; besides:
+    """Everything that opening a bundle needs. The records above describe their own fields.
 
-    max_model_len: tokens of a sequence at most.   hidden_states: those that the verifier gives out.
+    max_model_len: largest number of tokens in a sequence.   hidden_states: the verifier's outputs.
     graphs:     the verifier's and a step's; a drafter's own are in its record.   drafters: by id.
-    tensorrt:   the engines of the backend tensorrt; `graphs` are the portable ones they were made from.
-    tools:      versions of what built the bundle.
-    options:    what `redraft build` was told besides the model, to repeat the command.
+    tensorrt:   the engines of the backend tensorrt, which were built from the portable `graphs`.
+    tools:      versions of the libraries that built the bundle.
+    options:    options of `redraft build`, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
     files:      every file of the bundle but the manifest; filled in when the bundle is committed.
     """
@@ -134,7 +131,6 @@ class Manifest:
     max_model_len: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
     hidden_states: tuple[str, ...]
     graphs: Mapping[str, GraphRecord]
     weights: tuple[WeightRef, ...] = ()
@@ -164,17 +160,17 @@ def verifier_digest(weights: Mapping[str, str]) -> str:
 
 
 def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = ()) -> str:
-    """The command that mends a bundle which cannot be used."""
+    """Return the command that replaces a bundle which cannot be used."""
     return f"run `{shlex.join(['redraft', 'build', source, '-o', str(out), *options, '--force'])}`"
 
 
 def dump_manifest(manifest: Manifest) -> str:
     """The manifest as indented JSON, keys in the order of the fields, its own digest last."""
-    return json.dumps(signed(to_json(manifest)), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(signed(to_plain(manifest)), indent=1, ensure_ascii=False) + "\n"
 
 
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's JSON values with the digest of all of them, which covers what no file's digest does."""
+    """Return a manifest's JSON values with the digest of all of them. Files' digests do not cover the manifest."""
     body = {key: value for key, value in values.items() if key != _DIGEST}
     return {**body, _DIGEST: text_digest(json.dumps(body, sort_keys=True))}
 
@@ -190,7 +186,7 @@ def bundle_name(bundle: Path) -> str:
 
 
 def has_random_weights(bundle: Path) -> bool:
-    """Whether a bundle has a model's shape only; of one of an older schema that is not known, and counts as none."""
+    """Return True if a bundle has random weights. Bundles of an older schema count as not random."""
     with contextlib.suppress(BundleError):
         return load_manifest(bundle).model.random_weights
     return False
@@ -199,8 +195,8 @@ def has_random_weights(bundle: Path) -> bool:
 def load_manifest(bundle: Path) -> Manifest:
     """Read `bundle`/manifest.json.
 
-    Raises BundleError where it is missing, is not JSON, is of another schema version, has another form, or is not what
-    was written.
+    Raises BundleError if it is missing, is not JSON, has another schema version or form, or was changed after it was
+    written.
     """
     path = bundle / MANIFEST
     try:
@@ -217,9 +213,9 @@ def load_manifest(bundle: Path) -> Manifest:
     if found != SCHEMA_VERSION:
         raise BundleError(f"{path}: expected schema version {SCHEMA_VERSION}, found {found}", _rebuild(bundle, values))
     try:
-        manifest = from_json(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
-    except RecordError as error:
-        raise BundleError(f"{path}: {error}", _rebuild(bundle, values)) from None
+        manifest = from_plain(Manifest, {key: value for key, value in values.items() if key != _DIGEST}, "manifest")
+    except UsageError as error:
+        raise BundleError(f"{path}: {error.message}", _rebuild(bundle, values)) from None
     if values.get(_DIGEST) != signed(values)[_DIGEST]:
         raise BundleError(f"{path}: its digest does not hold: it was changed", rebuild_command(bundle))
     _check_paths(manifest, bundle)
@@ -231,7 +227,7 @@ def _build(out: Path) -> str:
 
 
 def _rebuild(out: Path, values: dict[str, Any]) -> str:
-    """The same from what can be read of a manifest that is not in order."""
+    """Return the same command from the readable parts of a manifest that is not in order."""
     model, options = values.get("model"), values.get("options")
     source = model.get("source") if isinstance(model, dict) else None
     if not (isinstance(source, str) and source):
@@ -248,8 +244,7 @@ def _check_paths(manifest: Manifest, bundle: Path) -> None:
             raise BundleError(f"{bundle}: file name {name!r} leaves the bundle", hint)
     used = {record.file for record in manifest.all_graphs.values()} | {ref.file for ref in manifest.weights}
     for drafter in manifest.drafters.values():
-        vocabulary = (drafter.draft_vocabulary,) if drafter.draft_vocabulary else ()
-        used |= {ref.file for ref in (*drafter.weights, *drafter.tables, *vocabulary)}
+        used |= {ref.file for ref in (*drafter.weights, *drafter.tables)}
     if built := manifest.tensorrt:
         used |= {file for engine in built.engines.values() for file in (engine.file, engine.graph)}
         used |= {built.plugin_file} - {""}

@@ -31,7 +31,7 @@ _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
 _SPIN_US = "100"
-"""How long an idle thread spins before it sleeps."""
+"""Time that an idle thread spins before it sleeps."""
 Provider = tuple[str, Mapping[str, str]]
 """An execution provider and its options."""
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -83,7 +83,7 @@ def load_session(
 
 
 def check_available(provider: str) -> None:
-    """Raises BackendError where this build of ONNX Runtime is one without the provider."""
+    """Raises BackendError if this build of ONNX Runtime is one without the provider."""
     available = ort.get_available_providers()
     if provider not in available:
         raise BackendError(
@@ -94,9 +94,9 @@ def check_available(provider: str) -> None:
 
 @cache
 def start_provider(provider: str) -> None:
-    """Start a provider on a model of one node, before any weights are read. Raises BackendError where it does not.
+    """Start a provider on a model of one node, before any weights are read. Raises BackendError if it does not start.
 
-    Where its libraries are missing ONNX Runtime says so in its log and gives a session on the CPU, which loads all
+    If the provider's libraries are missing, ONNX Runtime logs that and returns a session on the CPU, which loads all
     weights there, or fails for a kernel that only the provider has.
     """
     check_available(provider)
@@ -127,7 +127,7 @@ def preload_cuda() -> str:
 def _check_in_use(session: ort.InferenceSession, provider: str) -> None:
     if provider not in session.get_providers():
         missing = preload_cuda() if provider == CUDA else ""
-        raise _not_started(provider, missing or "its log above says why")
+        raise _not_started(provider, missing or "see its log above")
 
 
 def _not_started(provider: str, reason: str) -> BackendError:
@@ -204,7 +204,7 @@ def _mismatches(found: list[Any], specs: tuple[TensorSpec, ...]) -> Iterator[str
 
 
 def _same_shape(found: list[int | str | None], expected: tuple[names.Dim, ...]) -> bool:
-    """Same rank and fixed sizes; a symbol may have any name, and an output may leave open what the manifest fixes."""
+    """Compare rank and fixed sizes. A symbol may have any name, and an output may leave a fixed size open."""
     return len(found) == len(expected) and all(
         not isinstance(a, int) or a == b for a, b in zip(found, expected, strict=True)
     )

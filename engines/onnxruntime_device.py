@@ -3,8 +3,8 @@
 Every tensor is bound by its address, so that nothing is copied between programs.
 
 On CUDA the sessions work on our stream and do not wait for their end, so that our copies and kernels come in order
-between theirs. An input that a session reads on the host is bound where the host keeps it (`Buffer.host`): bound on the
-GPU, it would be copied once, when it is bound.
+between theirs. An input that a session reads on the host is bound to its host array (`Buffer.host`): ONNX Runtime
+would copy an input on the GPU only once, when it is bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from redraft.names import TensorSpec
 from redraft.plugins.library import find_kernels
 
 NO_WAITING = "disable_synchronize_execution_providers"
-"""What a run on CUDA is told: its end is put in order on the stream, not waited for."""
+"""Options of a run on CUDA: ONNX Runtime does not wait for the end of its work on the stream."""
 _LOG = logging.getLogger("redraft.onnxruntime")
 _BFLOAT16 = 16
 """ONNX's number of the type, which NumPy lacks."""
@@ -38,7 +38,7 @@ _SIZES = frozenset({
     "Add", "Cast", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Mul", "Range",
     "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where",
 })  # fmt: skip
-"""What ONNX Runtime computes on the host on purpose, where it makes the sizes of tensors."""
+"""Node types that ONNX Runtime computes on the host on purpose, if they make the sizes of tensors."""
 
 
 def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeCuda:
@@ -50,8 +50,8 @@ def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRun
 def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: str = "error") -> OnnxRuntimeProgram:
     """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
 
-    Raises BundleError if the graph is absent, does not load, or has another signature than the manifest says, and
-    if this ONNX Runtime is older than the one the bundle was built with.
+    Raises BundleError if the graph is absent, does not load, or has another signature than in the manifest, and if this
+    ONNX Runtime is older than the one that the bundle was built with.
     """
     record = bundle.graph(graph)
     return OnnxRuntimeProgram(load_session(bundle, graph, threads, log=log), record)
@@ -73,13 +73,13 @@ class OnnxRuntimeCuda(CudaDevice):
     def _load(self, graph: str, record: GraphRecord) -> Program:
         options = {
             "user_compute_stream": str(self.cuda.stream),
-            "arena_extend_strategy": "kSameAsRequested",  # by powers of two, it takes up to twice what is needed
-            "use_tf32": "0",  # float32 means what it says: the tokens of the CPU
+            "arena_extend_strategy": "kSameAsRequested",  # growth by powers of two takes up to twice the need
+            "use_tf32": "0",  # no TF32: float32 gives the tokens of the CPU
         }
         session = load_session(self._bundle, graph, self._threads, (CUDA, options))
         on_host = host_inputs(session)
         if wrong := sorted(on_host - {names.KV_LEN}):
-            raise self._bundle.error(f"graph {graph}: {CUDA} leaves what reads {', '.join(wrong)} to the CPU")
+            raise self._bundle.error(f"graph {graph}: {CUDA} leaves nodes that read {', '.join(wrong)} to the CPU")
         if left := left_to_cpu(session.get_provider_graph_assignment_info()):
             _LOG.warning("graph %s: %s leaves nodes to the CPU, which costs time: %s", graph, CUDA, left)
         return OnnxRuntimeProgram(session, record, self.name, on_host, self._without_waiting)
@@ -133,7 +133,7 @@ def host_inputs(session: ort.InferenceSession) -> frozenset[str]:
 
 
 def left_to_cpu(assignment: Iterable[Any]) -> str:
-    """Node types that a session's provider left to the CPU, those that make sizes aside: `TopK (2), Attention (1)`."""
+    """Node types that a session's provider left to the CPU, except those that make sizes: `TopK (2), Attention (1)`."""
     kinds = [
         node.op_type
         for part in assignment

@@ -1,4 +1,4 @@
-"""What a bundle takes on disk, and how many of its numbers are kept in how many bits."""
+"""Sizes of a bundle on disk, and shares of its numbers by bits."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def weight_shares(manifest: Manifest) -> Mapping[str, float]:
 
 
 def describe_shares(shares: Mapping[str, float]) -> str:
-    """For reading: `78.2 % in 4 bits, 20.9 % in 8 bits, 0.9 % in fp32`."""
+    """Return shares in words: `78.2 % in 4 bits, 20.9 % in 8 bits, 0.9 % in fp32`."""
     return ", ".join(f"{100 * share:.1f} % in {kind}" for kind, share in shares.items())
 
 
 def describe_size(total: int, own: int) -> str:
-    """For reading: `154.2 MB`, or `699.0 MB, of which 154.2 MB are its own and the rest hard links`."""
+    """Return a size in words: `154.2 MB`, or `699.0 MB, of which 154.2 MB are its own and the rest hard links`."""
     if own == total:
         return f"{total / 1e6:.1f} MB"
     return f"{total / 1e6:.1f} MB, of which {own / 1e6:.1f} MB are its own and the rest hard links"

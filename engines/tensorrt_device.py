@@ -36,7 +36,7 @@ _TYPES: Mapping[Dtype, str] = {
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
-    """The GPU with the bundle's engines. Raises BackendError for what is missing, or not what they were built for."""
+    """The GPU with the bundle's engines. Raises BackendError for a missing part, or another TensorRT or GPU."""
     manifest = bundle.manifest
     built = manifest.tensorrt
     if built is None:
@@ -53,8 +53,8 @@ def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
 class TensorRtDevice(CudaDevice):
     """See `redraft.engines.device.Device`.
 
-    engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, where they are built.
-    embedded: the plugin's library is part of the engines, which TensorRT runs only where it is told that it may.
+    engines: files by graph.   tensorrt: the Python package.   kernels: our kernels for the GPU, if they are built.
+    embedded: the engines contain the plugin's library. TensorRT runs such engines only if that is allowed explicitly.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TensorRtDevice(CudaDevice):
         return EngineProgram(self, graph, record, engine)
 
     def _deserialized(self, graph: str) -> Any:
-        """Read by way of the file's pages: an engine of many GB need not be in the host's memory as well."""
+        """Read the engine through the file's pages: an engine of many GB need not be in the host's memory too."""
         try:
             with self._files[graph].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
                 return self._runtime.deserialize_cuda_engine(data)
@@ -96,7 +96,7 @@ class TensorRtDevice(CudaDevice):
 
 
 class Failure:
-    """What TensorRT logs goes to Python's logging, and its last error is kept: calls only say that they failed."""
+    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed."""
 
     def __init__(self, tensorrt: Any) -> None:
         self.last = "no reason given"
@@ -132,7 +132,7 @@ class EngineProgram:
         self._written: dict[str, Memory] = {}
 
     def bind(self, buffers: Mapping[str, Buffer]) -> EngineRun:
-        """See `Program.bind`. Raises BackendError where no optimization profile takes the shapes."""
+        """See `Program.bind`. Raises BackendError if no optimization profile takes the shapes."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         device, inputs = self._device, [spec for spec in self.inputs if spec.name in self._has]
         strategy = device.tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -153,7 +153,7 @@ class EngineProgram:
         return run
 
     def _input_address(self, spec: TensorSpec, buffer: Buffer) -> int:
-        """Where TensorRT reads an input: sizes, on the host, when work is put on the stream, so that none is stale."""
+        """Return the address of an input. TensorRT reads sizes on the host, when work is put on the stream."""
         if spec.name not in self._on_host:
             return buffer.address
         if buffer.host is None:
@@ -161,7 +161,7 @@ class EngineProgram:
         return int(buffer.host.ctypes.data)
 
     def _output_address(self, spec: TensorSpec, buffer: Buffer, run: EngineRun) -> int:
-        """Return where TensorRT writes an output: KV buffers where they are, others in place beside, to be copied."""
+        """Return the address of an output: KV buffers in place, memory of their own for other outputs in place."""
         if spec.in_place_of is None or names.is_cache(spec.in_place_of):
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
@@ -172,7 +172,7 @@ class EngineProgram:
         return beside.address
 
     def _profile(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> int:
-        """Of the profiles that hold all shapes, that which is tuned for the nearest."""
+        """Return the profile that holds all shapes and is tuned for the nearest ones."""
         sizes = {
             spec.name: buffers[spec.name].shape for spec in inputs if not all(isinstance(d, int) for d in spec.shape)
         }
@@ -215,18 +215,18 @@ class EngineRun:
             self._device.cuda.copy(target, beside.address, size, "cudaMemcpyDeviceToDevice")
 
     def must(self, worked: bool) -> None:
-        """Raises BackendError where TensorRT says that it did not."""
+        """Raises BackendError if TensorRT reports a failure."""
         if not worked:
             raise BackendError(f"TensorRT refuses {self._graph}: {self._device.failure.last}")
 
 
 def _distance(profile: Sequence[Any], shape: tuple[int, ...]) -> int:
-    """How far `shape` is from what a profile's range of a tensor is tuned for."""
+    """Return the distance of `shape` from the shape that a profile's range of a tensor is tuned for."""
     return sum(abs(tuned - size) for tuned, size in zip(tuple(profile[1]), shape, strict=True))
 
 
 def _holds(profile: Sequence[Any], shape: tuple[int, ...]) -> bool:
-    """Whether a profile's range (smallest, tuned for, largest) of a tensor holds `shape`."""
+    """Return True if a profile's range (smallest, tuned for, largest) of a tensor holds `shape`."""
     least, _, most = (tuple(sizes) for sizes in profile)
     return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
 

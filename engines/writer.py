@@ -28,9 +28,9 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BundleWriter:
-    """Builds the bundle `out` in `staging`; `commit` puts it in place, anything else leaves `out` as it was.
+    """Builds the bundle `out` in `staging`. `commit` puts it in place; without it `out` stays unchanged.
 
-    Holds the bundle's lock from entry to exit, and clears what killed builds left. Without `force`, a bundle of
+    Holds the bundle's lock from entry to exit, and deletes files of killed builds. Without `force`, a bundle of
     another name or of an unreadable manifest is not replaced, nor one of a model by one of `random_weights`; a
     directory that is no bundle never is. Raises BundleError for these, for a second build at once, and in place of an
     OSError for want of space.
@@ -66,7 +66,7 @@ class BundleWriter:
             raise self._out_of_space(written) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """Say before writing how much the bundle will take. Raises BundleError where less is free."""
+        """Check before writing that the disk has space for the bundle. Raises BundleError if it has not."""
         self._needed_bytes = size_bytes
         if shutil.disk_usage(self.staging).free < size_bytes:
             raise self._out_of_space(0)
@@ -144,7 +144,7 @@ class BundleWriter:
 
 
 def _is_out_of_space(error: BaseException) -> bool:
-    """Whether the error or a cause of it is a full disk, also where a library only says so in words."""
+    """Return True if the error or a cause of it is a full disk, also if only a library's message names it."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

@@ -1,4 +1,4 @@
-"""Which class of transformers a checkpoint's configuration stands for, and which part of it is the text decoder."""
+"""Find the transformers class of a checkpoint's configuration, and its text decoder."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WHOLE = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 class Architecture:
     """A decoder, and the model that its checkpoint was saved from: the same, or one that sees and hears as well.
 
-    text:   configuration and class of the decoder, which is what is exported.
-    whole:  configuration and class that the checkpoint's tensors are named by.
+    text:   configuration and class of the decoder, which is exported.
+    whole:  configuration and class whose names the checkpoint's tensors have.
     """
 
     text: PretrainedConfig
@@ -38,7 +38,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
-        """The architecture of a configuration. Raises UnsupportedModelError where it is no decoder-only model."""
+        """The architecture of a configuration. Raises UnsupportedModelError if it is no decoder-only model."""
         text = config.get_text_config(decoder=True)
         if config.is_encoder_decoder or text.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModelError(f"{config.model_type} is no decoder-only language model", DECODERS_ONLY)
@@ -53,7 +53,7 @@ class Architecture:
     def names_in_whole(self, whole: PreTrainedModel) -> dict[str, str]:
         """Names of the decoder's parameters and buffers: those of `text_class` to those in `whole`.
 
-        Raises UnsupportedModelError where the decoder inside of the whole is another one.
+        Raises UnsupportedModelError if the decoder inside of the whole is another one.
         """
         if self.whole_class is self.text_class:
             return {name: name for name in _names(whole)}

@@ -1,7 +1,7 @@
-"""transformers' attention and mask interfaces: what every layer's attention is given, recorded or traced.
+"""transformers' attention and mask interfaces, which record or trace the inputs of every layer's attention.
 
-A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds out how each layer attends, above
-all through which mask. The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
+A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds each layer's sizes and mask.
+The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _PROBED_TOKENS = 4
 
 @dataclass(frozen=True)
 class Mask:
-    """Which earlier tokens a layer sees: the last `window` and those of the same `chunk`; 0 stands for no limit."""
+    """The earlier tokens that a layer sees: the last `window`, and those of the same `chunk`. 0 is no limit."""
 
     window: int = 0
     chunk: int = 0
 
     def sees(self, query: int, key: int) -> bool:
-        """Whether the token at position `query` sees the one at `key`."""
+        """Return True if the token at position `query` sees the one at `key`."""
         near = not self.window or query - key < self.window
         return key <= query and near and (not self.chunk or key // self.chunk == query // self.chunk)
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one layer attends. `head_dim` is that of its KV buffers, the larger of keys' and values'."""
+    """The attention of one layer. `head_dim` is that of its KV buffers, the larger of keys' and values'."""
 
     q_heads: int
     kv_heads: int
@@ -77,7 +77,7 @@ class AttentionCall:
 
     mask:   the object that the mask interface made, as the layer got it.
     sinks:  [Hq], or None.      slopes: [Hq], ALiBi's, or None.
-    window: of the layer's own, where the mask knows none.
+    window: the layer's own, if the mask has none.
     """
 
     module: nn.Module
@@ -98,7 +98,7 @@ class AttentionCall:
 
 
 class ForwardPass(Protocol):
-    """What a running forward pass does with masks and attention calls."""
+    """Handles masks and attention calls of a running forward pass."""
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
         """An object that stands for a mask, given to the layers."""
@@ -133,7 +133,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D].
 
-    Raises UnsupportedModelError naming what the operator does not take.
+    Raises UnsupportedModelError naming an input that the operator does not support.
     """
     surplus = sorted(k for k, v in rest.items() if k not in HARMLESS and v is not None and v is not False)
     if surplus:
@@ -164,7 +164,7 @@ AttentionMaskInterface.register(INTERFACE, _mask)
 
 
 def key_dim(call: AttentionCall) -> int:
-    """Components of a key as the operator gets it: with its position, where ALiBi biases the scores."""
+    """Components of a key as the operator gets it: with its position if ALiBi biases the scores."""
     size = max(call.key.shape[-1], call.value.shape[-1])
     if call.slopes is None:
         return size
@@ -181,7 +181,7 @@ class LayerRecorder:
         self._masks: list[tuple[Any, Callable[[], Mask]]] = []
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
-        """A tensor of the shape of an eager mask, remembered with what the function says."""
+        """Return a tensor of the shape of an eager mask, and remember it with the mask that the function describes."""
         stand_in = torch.zeros(1, 1, _PROBED_TOKENS, _PROBED_TOKENS)
         self._masks.append((stand_in, partial(mask_of, mask_function, self._positions)))
         return stand_in
@@ -212,9 +212,9 @@ class LayerRecorder:
 
 
 def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
-    """How each layer of a network attends, for texts of at most `positions` tokens. No weight is read.
+    """Return how each layer of a network attends, for texts of at most `positions` tokens. It reads no weight.
 
-    Raises UnsupportedModelError naming what cannot be honoured.
+    Raises UnsupportedModelError naming a feature that the operator lacks.
     """
     recorder = LayerRecorder(positions)
     token = CURRENT.set(recorder)
@@ -243,9 +243,9 @@ def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
 
 
 def mask_of(mask_function: Callable[..., Any], positions: int) -> Mask:
-    """What a mask function of transformers hides, found by calling it for texts of at most `positions` tokens.
+    """Return the mask that a mask function of transformers makes. It is called for texts of at most `positions` tokens.
 
-    Raises UnsupportedModelError where it is neither causal nor causal within a window or a chunk.
+    Raises UnsupportedModelError if the mask is neither causal nor causal within a window or a chunk.
     """
     with unset_fake_temporarily():
         sees = _evaluated(mask_function)

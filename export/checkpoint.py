@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk, read without loading it: configuration, and where every tensor's bytes lie.
+"""A Hugging Face checkpoint on disk, read without loading it: configuration, and the place of every tensor's bytes.
 
 A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes; a header entry
 gives `dtype`, `shape` and `data_offsets` relative to the end of the header.
@@ -69,7 +69,7 @@ class TensorEntry:
 
 
 class AnyCheckpoint(Protocol):
-    """What an export needs of a checkpoint, in whichever format it is."""
+    """A checkpoint of any format, as an export reads it."""
 
     @property
     def path(self) -> Path:
@@ -93,7 +93,7 @@ class AnyCheckpoint(Protocol):
 
     @property
     def is_safetensors(self) -> bool:
-        """Whether transformers loads the same folder tensor by tensor."""
+        """True if transformers loads the same folder tensor by tensor."""
 
     @property
     def readable(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ class AnyCheckpoint(Protocol):
         """A tensor, or a contiguous part of one, in fp32, a few rows at a time."""
 
     def is_finite(self, entry: TensorEntry) -> bool:
-        """Whether a tensor has finite numbers only."""
+        """Return True if a tensor has finite numbers only."""
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
         """The grid that a tensor is stored on, if it is quantized without a minimum."""
@@ -171,7 +171,7 @@ class Checkpoint:
 
     @property
     def is_safetensors(self) -> bool:
-        """Whether transformers reads the same folder by itself."""
+        """True: transformers reads the same folder by itself."""
         return True
 
     @property
@@ -183,7 +183,7 @@ class Checkpoint:
         """None: its tensors are numbers, not codes."""
 
     def is_finite(self, entry: TensorEntry) -> bool:
-        """Whether a tensor of type F32, F16 or BF16 has finite numbers only. Reads it once, slab by slab."""
+        """Return True if a tensor of type F32, F16 or BF16 has finite numbers only. Reads it once, slab by slab."""
         bits = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}[entry.dtype]
         exponent = bits({"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[entry.dtype])
         raw = np.ravel(self._map(entry)).view(bits)

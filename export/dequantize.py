@@ -3,7 +3,7 @@
 Symmetric, as TensorRT asks for: w ≈ code * scale. A weight [N, K] is kept transposed, codes [K, N]:
 
     int8, fp8 (E4M3)    one scale an output, [N]
-    int4                one scale for 128 inputs of an output, or 64 where 128 does not divide K: [K / 128, N]
+    int4                one scale for 128 inputs of an output, or 64 if 128 does not divide K: [K / 128, N]
 
 The product of the logits keeps its weights, and so do products that int4 does not fit: K must be a multiple of 64 and
 N of 2. TensorRT's documentation promises weight-only kernels for int4; of others it may dequantize the weights first.
@@ -11,9 +11,8 @@ N of 2. TensorRT's documentation promises weight-only kernels for int4; of other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from redraft.export.product_weights import ProductWeight, feeds
+from redraft.export.weight_files import Made, Slabs
 
 Kind = Literal["int8", "int4", "fp8"]
 LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -29,13 +29,10 @@ STORED: dict[Kind, str] = {"int8": "I8", "int4": "I4", "fp8": "F8_E4M3"}
 BLOCKS = (128, 64)
 _SMALLEST_SCALE = 2.0**-24
 """The smallest fp16: TensorRT takes positive scales only."""
-Slabs: TypeAlias = Iterator[NDArray[Any]]
-Tensor: TypeAlias = tuple[str, str, tuple[int, ...], tuple[str, ...], Callable[[], Slabs]]
-"""Name, stored type, shape, parameters and content of a tensor to be written."""
 
 
 def block_of(kind: Kind, inputs: int, outputs: int) -> int | None:
-    """Inputs that share a scale, 0 for all of them; None where the weight does not fit."""
+    """Inputs that share a scale, 0 for all of them; None if the weight does not fit."""
     if kind != "int4":
         return 0
     return next((block for block in BLOCKS if inputs % block == 0 and outputs % 2 == 0), None)
@@ -67,13 +64,13 @@ def pack(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     return packed
 
 
-def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -> list[Tensor]:
+def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -> list[Made]:
     """Let products over stored weights read codes, in place; `output` is that of the product left alone.
 
     Returns the tensors that must be written. `source` gives the parameters' shapes and, in slabs of rows, their values.
     """
     kept = next((value.producer() for value in model.graph.outputs if value.name == output), None)
-    made: dict[str, Tensor] = {}
+    made: dict[str, Made] = {}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
         weight = ProductWeight.of(node, source.parameters)
         if weight is not None and not feeds(node, kept):
@@ -82,22 +79,22 @@ def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -
     return list(made.values())
 
 
-def _dequantized(model: ir.Model, node: ir.Node, weight: ProductWeight, source: Any, kind: Kind) -> dict[str, Tensor]:
+def _dequantized(model: ir.Model, node: ir.Node, weight: ProductWeight, source: Any, kind: Kind) -> dict[str, Made]:
     outputs, inputs = weight.shape(source)
     block = block_of(kind, inputs, outputs)
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
     if block is None or dtype is None:
         return {}
-    stem, sources = weight.stem, weight.tensors(source)
+    stem = weight.stem
     read = partial(_read, source, weight, kind, dtype.numpy(), block)
-    made: dict[str, Tensor] = {
-        f"{stem}.{kind}": (f"{stem}.{kind}", STORED[kind], (inputs, outputs), sources, partial(read, codes=True)),
-        f"{stem}.{kind}.scales": (
-            f"{stem}.{kind}.scales", _SCALES[dtype], (inputs // block, outputs) if block else (outputs,), sources,
+    made: dict[str, Made] = {
+        f"{stem}.{kind}": Made(f"{stem}.{kind}", STORED[kind], (inputs, outputs), partial(read, codes=True)),
+        f"{stem}.{kind}.scales": Made(
+            f"{stem}.{kind}.scales", _SCALES[dtype], (inputs // block, outputs) if block else (outputs,),
             partial(read, codes=False),
         ),
     }  # fmt: skip
-    values = [_initializer(model, name, _TYPES[stored], shape) for name, stored, shape, _, _ in made.values()]
+    values = [_initializer(model, each.name, _TYPES[each.dtype], each.shape) for each in made.values()]
     attributes = {"axis": 0, "block_size": block} if block else {"axis": 1}
     spread = ir.node("DequantizeLinear", values, attributes, name=f"{stem}.{kind}.dequantize")
     spread.outputs[0].name = f"{stem}.{kind}.value.{len(model.graph)}"

@@ -1,6 +1,6 @@
 """Mixtures of experts with every expert's products written out, so that each reads its own checkpoint tensors.
 
-transformers keeps all experts of a layer in one tensor and says by flags how it is laid out
+transformers keeps all experts of a layer in one tensor and describes its layout by flags
 (`use_experts_implementation`). Every expert runs on every token and is weighted by its router probability, zero if the
 router did not choose it. A tree of a few nodes touches nearly all experts, and a graph without data-dependent shapes is
 the same in every backend.
@@ -77,7 +77,7 @@ class _Product(nn.Module):
 
 
 def _has_separate_gate(fused: Any) -> bool:
-    """Whether gate and up are the halves of one stored matrix, multiplied after the activation."""
+    """Return True if gate and up are the halves of one stored matrix, multiplied after the activation."""
     standard = getattr(type(fused), "_apply_gate", None) is _default_apply_gate
     return bool(fused.has_gate and standard and not fused.is_transposed and not fused.has_bias)
 

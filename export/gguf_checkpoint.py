@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 CONVERTED = "GGUF "
-"""Before the type of tensors whose bytes cannot be used where they lie."""
+"""Prefix of the types of tensors whose bytes cannot be used in place."""
 
 
 def open_checkpoint(path: Path, weights: bool = True) -> AnyCheckpoint:
@@ -37,7 +37,7 @@ def open_checkpoint(path: Path, weights: bool = True) -> AnyCheckpoint:
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """A GGUF file. Nothing is read before it is asked for, since that needs torch."""
+    """A GGUF file. Tensors are read on demand, since that needs torch."""
 
     file: Path
     weights: bool = True
@@ -76,7 +76,7 @@ class GgufCheckpoint:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """What the file's tensors are, by the names of a Hugging Face checkpoint. Raises as `TensorMap.parameters`."""
+        """The parameters that the file's tensors hold, by Hugging Face names. Raises as `TensorMap.parameters`."""
         return self._map.parameters()
 
     @cached_property
@@ -102,7 +102,7 @@ class GgufCheckpoint:
         return tuple(sorted({entry.dtype for entry in self.tensors.values()}))
 
     def is_finite(self, entry: TensorEntry) -> bool:
-        """Whether a tensor has finite numbers only. Reads it once."""
+        """Return True if a tensor has finite numbers only. Reads it once."""
         return all(np.isfinite(slab).all() for slab in self.slabs(entry))
 
     def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
@@ -139,7 +139,7 @@ class GgufCheckpoint:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def inexact(self, precision: Precision) -> tuple[str, ...]:
-        """What a bundle of this precision has in another form than the file, a sentence each."""
+        """Return a sentence for each part of the file that a bundle of this precision stores in another form."""
         from redraft.export.gguf_grids import inexact_at_4_bits
         from redraft.export.gguf_text import unknown_split
 

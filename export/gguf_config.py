@@ -58,7 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HARMLESS = ("rope.scaling.finetuned",)
 ROPE_SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every published model with frequency factors has; compared with the factors before it is used."""
+"""Values of every published model with frequency factors. They are compared with the factors before use."""
 FACTOR_ERROR = 1e-4
 
 
@@ -94,7 +94,7 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
 
 @contextmanager
 def given_to_transformers(header: Header) -> Iterator[None]:
-    """Within the context, transformers uses this header, where it would read the file again, which takes seconds."""
+    """Within the context, transformers uses this header instead of reading the file again, which takes seconds."""
     fields = {key: _reader_field(key, value) for key, value in header.metadata.items()}
     known = SimpleNamespace(fields=fields, tensors=header.tensors)
     with mock.patch.object(gguf, "GGUFReader", return_value=known):
@@ -165,7 +165,7 @@ def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
 
 
 def _found(config: PretrainedConfig, key: str) -> Any:
-    """What the configuration says of a key, None if nothing."""
+    """Return the configuration's value for a key, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     head_dim = _head_dim(config)
@@ -189,7 +189,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def _changes_nothing(key: str, value: Any, stated: dict[str, Any]) -> bool:
-    """Whether a model with this key is the model without it."""
+    """Return True if a model with this key is the same as without it."""
     if key == "attention.sliding_window":
         return isinstance(value, int) and value >= stated.get("context_length", math.inf)
     unscaled = key.startswith("rope.scaling.") and stated.get("rope.scaling.type", "none") == "none"
@@ -201,7 +201,7 @@ def _check_scale(header: Header, config: PretrainedConfig) -> None:
     scalar, head_dim = getattr(config, "query_pre_attn_scalar", None), _head_dim(config)
     if scalar is not None and scalar != head_dim:
         raise UnsupportedModelError(
-            f"{header.path} does not say the attention scale of its heads of {head_dim}, which {config.model_type} in "
+            f"{header.path} has no attention scale for its heads of {head_dim}, which {config.model_type} in "
             f"transformers takes as 1/sqrt({scalar})",
             AS_FOLDER,
         )

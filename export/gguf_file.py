@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where each tensor's bytes lie.
+"""Reads the header of a GGUF file: its metadata, and the place of each tensor's bytes.
 
 A GGUF file is a magic, a version, counts, key-value pairs, a table of tensors, then the tensors' bytes.
 """

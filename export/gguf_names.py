@@ -1,4 +1,4 @@
-"""Which parameters of a transformers model the tensors of a GGUF file are, and how llama.cpp changed them."""
+"""Map the tensors of a GGUF file to parameters of a transformers model, and undo llama.cpp's changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Parameter:
     """A parameter and the stored rows that it is made of.
 
     shape: of the parameter.   order: the stored row of each of its rows, None if they are in order.
-    whole: whether transformers' processor needs the whole tensor.   source: the tensor's name in the file.
+    whole: True if transformers' processor needs the whole tensor.   source: the tensor's name in the file.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Parameter:
 
     @property
     def as_stored(self) -> bool:
-        """Whether the stored bytes are the parameter."""
+        """True if the stored bytes are the parameter."""
         return self.stored.type in PLAIN_TYPES and self.order is None and not self.whole
 
 
@@ -112,7 +112,10 @@ class TensorMap:
         yield Parameter(target, stored.name, stored, shape_there, order, whole)
 
     def _order(self, stored: Stored) -> tuple[NDArray[np.intp] | None, bool]:
-        """How the processor orders rows, found by giving it their numbers; True if it does something else."""
+        """Return the order in which the processor puts rows, and True if it does more than reorder.
+
+        The rows' numbers are given to the processor to find out.
+        """
         rows = stored.shape[0] if stored.shape else 1
         probe = np.arange(rows, dtype=np.float64) if len(stored.shape) < 2 else np.arange(2.0 * rows).reshape(rows, 2)
         try:

@@ -32,6 +32,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _decode_float(value: dict[str, Any]) -> Any:
-    """The float that an object stands for, else the object itself."""
+    """Return the float that an object represents, else the object itself."""
     tag = value.get(_FLOAT)
     return _FLOATS.get(tag, value) if len(value) == 1 and isinstance(tag, str) else value

@@ -1,7 +1,7 @@
-"""Which stored tensors every parameter and buffer of a model is made of, as transformers loads the model.
+"""Find the stored tensors that make every parameter and buffer of a model, as transformers loads it.
 
 transformers' own loader runs on the meta device over symbolic tensors. It renames, merges and splits as it does for
-users of transformers, and reports what is missing, surplus or of another shape.
+users of transformers, and reports missing and surplus tensors, and those of another shape.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LoadedTensors:
 
     parameters: every parameter, tied ones under each of their names.
     buffers:    the persistent buffers that the checkpoint has.
-    tied:       True if head and embedding are one tensor, whatever the configuration says.
+    tied:       True if head and embedding are one tensor, even if the configuration denies it.
     """
 
     parameters: Mapping[str, StoredTensor]
@@ -125,7 +125,7 @@ def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> No
 
 
 def _is_causal_mask(checkpoint: AnyCheckpoint, name: str) -> bool:
-    """Whether a tensor is a mask that older GPT models stored: a triangle of ones, or the score of hidden keys.
+    """Return True for a mask that older GPT models stored: a triangle of ones, or the score of hidden keys.
 
     transformers makes both itself.
     """
@@ -141,7 +141,7 @@ def _is_causal_mask(checkpoint: AnyCheckpoint, name: str) -> bool:
 
 
 def _equal(checkpoint: AnyCheckpoint, one: Any, other: Any) -> bool:
-    """Whether two stored tensors hold the same numbers."""
+    """Return True if two stored tensors hold the same numbers."""
     if one is other:
         return True
     if one.entry is None or other.entry is None or one.shape != other.shape:

@@ -1,4 +1,4 @@
-"""Single operators in place of what transformers spells out: RMS normalization and rotary embedding.
+"""Single operators for modules of many operators: RMS normalization and rotary embedding.
 
 A module is replaced only after the replacement has agreed with it on random numbers; a module that computes something
 else is exported as it is written.
@@ -40,8 +40,8 @@ def rotary(
 ) -> torch.Tensor:
     """Rotate halves (not interleaved) of each head: x [B, T, heads * D], cos and sin [P, R / 2], positions [B, T].
 
-    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept; `rotated` is R, or 0 where
-    it is all of D.
+    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept. `rotated` is R, or 0
+    if all D are rotated.
     """
     batch, nodes, _ = x.shape
     half = cos.shape[1]
@@ -70,7 +70,7 @@ def emit_rotary(x: Any, cos: Any, sin: Any, positions: Any, heads: int, rotated:
 
 
 class SingleRmsNorm(nn.Module):
-    """RMS normalization as one operator; `offset` is what the architecture adds to the stored gain (1 in Gemma)."""
+    """RMS normalization as one operator; the architecture adds `offset` to the stored gain (1 in Gemma)."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class SingleRmsNorm(nn.Module):
 
 
 def replace_rms_norms(model: nn.Module) -> None:
-    """Put `SingleRmsNorm` where a module with one gain turns out to be an RMS normalization."""
+    """Replace every module with one gain that proves to be an RMS normalization by `SingleRmsNorm`."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if "norm" in type(child).__name__.lower() and (single := _as_rms_norm(child)) is not None:
@@ -126,7 +126,7 @@ class RotaryTables:
         self.half_cos, self.half_sin = (t[:, : t.shape[1] // 2].contiguous() for t in (self.cos, self.sin))
 
     def rotates_halves(self, apply: Callable[..., Any]) -> bool:
-        """Whether `apply(q, k, cos, sin)` is what `rotary` computes from these tables."""
+        """Return True if `apply(q, k, cos, sin)` equals the result of `rotary` from these tables."""
         generator = torch.Generator().manual_seed(0)
         rows = min(len(self.cos), 5)
         q = torch.randn(1, 2, rows, self.cos.shape[1], generator=generator)
@@ -145,10 +145,10 @@ def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 @contextmanager
 def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
-    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, where that is the same.
+    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, if that gives the same.
 
-    It is the same for cosines and sines that come from the rotary module as they are. Where a model changes them first,
-    or rotates by another function, its own code is traced.
+    It does for unchanged cosines and sines of the rotary module. If a model changes them first, or rotates by another
+    function, its own code is traced.
     """
     module = getattr(model.base_model, "rotary_emb", None)
     source = sys.modules[type(model).__module__]
@@ -166,7 +166,7 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
 
 
 class _Latest:
-    """A rotary module's forward pass that remembers its positions and what it gave for them."""
+    """A rotary module's forward pass that remembers its latest positions and results."""
 
     def __init__(self, forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._forward = forward
@@ -178,7 +178,7 @@ class _Latest:
         return self.given
 
     def gave(self, cos: Any, sin: Any) -> bool:
-        """Whether these are the very tensors that the latest call gave."""
+        """Return True if these are the very tensors that the latest call returned."""
         return self.given is not None and cos is self.given[0] and sin is self.given[1]
 
 

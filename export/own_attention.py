@@ -1,7 +1,7 @@
 """Architectures whose attention does not go through transformers' interface: their attention function is replaced.
 
-Everything else of their modules stays. Each replacement gives the interface what the module's own function computes
-with: queries, keys and values, the scale, a window, ALiBi's slopes.
+Everything else of their modules stays. Each replacement gives the interface the inputs of the module's own function:
+queries, keys and values, the scale, a window, ALiBi's slopes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from redraft.errors import UnsupportedModelError
 from redraft.export.attention import INTERFACE, attend, current_positions
 
 COMPLEX_ROTATIONS = {"Llama4TextRotaryEmbedding": ("llama4", 2), "DeepseekV2RotaryEmbedding": ("deepseek_v2", 1)}
-"""By class of a rotary module that gives complex numbers: its model type, and the axis of heads in what is rotated."""
+"""Model type and axis of heads of the rotated tensor, by class of a rotary module that returns complex numbers."""
 CLASS_TABLES = {
     "gptj": ("GPTJ_ATTENTION_CLASSES", "GPTJAttention"),
     "gpt_neo": ("GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention"),
     "falcon": ("FALCON_ATTENTION_CLASSES", "FalconAttention"),
 }
-"""By model type: where transformers looks up an attention class by implementation, and the class to replace in."""
+"""By model type: the table in which transformers looks up attention classes, and the class that it must give."""
 
 
 def register(model_type: str) -> None:
@@ -100,7 +100,7 @@ def _mpt(
 
 
 class _Mask:
-    """A mask for our interface, which the model converts to booleans: it stays what it is."""
+    """A mask for our interface. The model converts masks to booleans, and this one stays unchanged."""
 
     def __init__(self, mask: Any) -> None:
         self._mask = mask
@@ -180,7 +180,7 @@ REPLACEMENTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "BloomAttention": ("forward", _bloom),
     "MptAttention": ("forward", _mpt),
 }
-"""By class: the method to replace and its replacement."""
+"""The method to replace and its replacement, by class."""
 
 
 def _modeling(model_type: str) -> Any:

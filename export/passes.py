@@ -1,7 +1,7 @@
 """Graph passes after tracing: fewer products, no reshapes or transposes that move nothing, no shape arithmetic.
 
 They work on facts of the graph (known shapes, shared inputs), never on an architecture's names, and leave weights as
-references into the checkpoint: what they concatenate, they concatenate in the graph.
+references into the checkpoint: weights are concatenated in the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def simplify(model: ir.Model) -> None:
 
 
 def compose_transposes(model: ir.Model) -> None:
-    """Turn a transpose of a transpose into one, or into none where the two cancel."""
+    """Turn a transpose of a transpose into one, or into none if the two cancel."""
     for node in _nodes(model, "Transpose"):
         before = node.inputs[0].producer() if node.inputs[0] is not None else None
         if before is None or before.op_type != "Transpose":
@@ -41,7 +41,7 @@ def compose_transposes(model: ir.Model) -> None:
 
 
 def settle_reshapes(model: ir.Model) -> None:
-    """Let reshapes start from what they first came from, drop those that change nothing, and make targets constant."""
+    """Let a chain of reshapes start from its first input, drop those that change nothing, and make targets constant."""
     for node in _nodes(model, "Reshape"):
         source = node.inputs[0]
         while source is not None and (before := source.producer()) is not None and before.op_type == "Reshape":
@@ -81,7 +81,7 @@ def drop_idle(model: ir.Model) -> None:
 
 
 def spell_out_gemms(model: ir.Model) -> None:
-    """Write a Gemm as the product, and the sum, that other passes know, behind a transpose where transB asks for it."""
+    """Write a Gemm as the product, and the sum, that other passes know, behind a transpose if transB is set."""
     for node in _nodes(model, "Gemm"):
         plain = all(node.attributes[n].as_float() == 1.0 for n in ("alpha", "beta") if n in node.attributes)
         if not plain or _flag(node, "transA"):
@@ -101,7 +101,7 @@ def _flag(node: ir.Node, name: str) -> bool:
 
 
 def merge_products(model: ir.Model) -> None:
-    """One product where sibling projections (of one parent module) multiply the same value, then a split."""
+    """Join sibling projections (of one parent module) that multiply the same value into one product, then split it."""
     siblings: dict[tuple[int, str], list[ir.Node]] = defaultdict(list)
     for node in _nodes(model, "MatMul"):
         weight = weight_of(node)

@@ -26,7 +26,7 @@ class ProductWeight:
 
     @classmethod
     def of(cls, product: ir.Node, known: Collection[str]) -> ProductWeight | None:
-        """The weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W; None where that is none of the `known` parameters."""
+        """The weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W; None if that is none of the `known` parameters."""
         right = product.inputs[1]
         turn = right.producer() if right is not None else None
         if turn is None:
@@ -43,7 +43,7 @@ class ProductWeight:
 
     @property
     def stem(self) -> str:
-        """What the names of tensors that are made of this weight begin with."""
+        """The prefix of names of tensors that are made of this weight."""
         return self.parameters[0] if len(self.parameters) == 1 else f"{self.parameters[0]}.merged"
 
     def shape(self, source: AnySource) -> tuple[int, int]:
@@ -52,10 +52,6 @@ class ProductWeight:
         if self.turned:
             return shapes[0][1], shapes[0][0]
         return sum(shape[0] for shape in shapes), shapes[0][1]
-
-    def tensors(self, source: AnySource) -> tuple[str, ...]:
-        """The checkpoint's names of the parameters; none of random ones."""
-        return tuple(stored for name in self.parameters for stored in source.names(name))
 
     def slabs(self, source: AnySource) -> Slabs:
         """The weight [out, in] in fp32, a few outputs at a time.
@@ -72,7 +68,7 @@ class ProductWeight:
 
 
 def feeds(product: ir.Node, last: ir.Node | None) -> bool:
-    """Whether only elementwise work (softcap, scaling, a cast) lies between the product and what `last` computes."""
+    """Return True if only elementwise operators (softcap, scaling, a cast) are between the product and `last`."""
     while last is not None and last.op_type in ("Mul", "Tanh", "Div", "Cast"):
         last = last.inputs[0].producer() if last.inputs[0] is not None else None
     return last is product

@@ -19,8 +19,8 @@ from redraft.export.weight_files import ONNX_TYPES, Made, Slabs
 def quantize_products(model: ir.Model, source: AnySource, precision: Precision, output: str) -> list[Made]:
     """Replace products over stored weights by MatMulNBits.
 
-    At int4, the products of the logits and of queries, keys and values keep 8 bits. These are few weights and half of
-    what 4 bits lose (docs/log.md). A weight that a checkpoint stores in 4 bits loses nothing, and keeps them.
+    At int4, the products of the logits and of queries, keys and values keep 8 bits. These are few weights, and cause
+    half of the loss of 4 bits (docs/log.md). A weight that a checkpoint stores in 4 bits loses nothing, and keeps them.
     """
     made: list[Made] = []
     attended = before_attention(model)
@@ -59,12 +59,11 @@ def _tensors(weight: ProductWeight, source: AnySource, bits: int) -> list[Made]:
         names.SCALES: ("F32", (rows, blocks), lambda: (grid.scales for grid in grids)),
         names.ZEROS: ("U8", (rows, -(-blocks * bits // 8)), zeros),
     }
-    stem, sources = weight.stem, weight.tensors(source)
-    return [Made(f"{stem}{part}", dtype, shape, sources, slabs) for part, (dtype, shape, slabs) in parts.items()]
+    return [Made(f"{weight.stem}{part}", dtype, shape, slabs) for part, (dtype, shape, slabs) in parts.items()]
 
 
 def _replace(model: ir.Model, node: ir.Node, tensors: list[Made], columns: int, bits: int) -> None:
-    """Put a MatMulNBits of `columns` inputs over the tensors, which are placed later, where the product is."""
+    """Replace the product by a MatMulNBits of `columns` inputs over the tensors, which are placed later."""
     known = model.graph.initializers
     for tensor in tensors:
         if tensor.name in known:

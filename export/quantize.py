@@ -22,14 +22,14 @@ from redraft.names import QUANTIZATION_BLOCK
 
 BLOCK = QUANTIZATION_BLOCK
 WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Of a grid in 4 bits, as a share of the range of its block."""
+"""Widths that are tried for a grid of 4 bits, as shares of the range of its block."""
 _PIECE = 1 << 16
 """Numbers worked on at once: temporaries then stay in a core's cache, which is three times as fast."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What the codes of a weight [out, in] stand for: scales float32 and zero points uint8, both [out, blocks]."""
+    """Scales float32 and zero points uint8 of the codes of a weight [out, in], both [out, blocks]."""
 
     scales: NDArray[np.float32]
     zeros: NDArray[np.uint8]
@@ -38,11 +38,6 @@ class Grid:
 def blocks_of(columns: int) -> int:
     """Blocks a row of `columns` inputs is cut into; the last one may be padded."""
     return -(-columns // BLOCK)
-
-
-def zero_bytes(columns: int, bits: int) -> int:
-    """Bytes of zero points a row."""
-    return -(-blocks_of(columns) * bits // 8)
 
 
 def fit(weight: NDArray[np.float32], bits: int) -> Grid:

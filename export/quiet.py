@@ -7,6 +7,6 @@ import warnings
 
 
 def quiet_export() -> None:
-    """Silence what tracing says about itself; errors still come."""
+    """Silence warnings and logs of tracing. Errors are still raised."""
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""transformers' own model of a checkpoint: what an exported one must compute.
+"""transformers' own model of a checkpoint, whose results an exported one must equal.
 
 transformers loads safetensors itself. A GGUF file, which it would read whole, is filled in from our own reading.
 
@@ -32,9 +32,9 @@ LEAST_LAYERS = 2
 def reference_logits(
     checkpoint: AnyCheckpoint, texts: Sequence[Sequence[int]], layers: int | None = None
 ) -> list[NDArray[np.float32]]:
-    """Logits [T, V] of each text by eager modules in fp32, of the first `layers` layers only where it is given.
+    """Logits [T, V] of each text by eager modules in fp32, of the first `layers` layers only if it is given.
 
-    Holds these weights in memory. Raises UnsupportedModelError where transformers cannot run the model.
+    Holds these weights in memory. Raises UnsupportedModelError if transformers cannot run the model.
     """
     config = load_config(checkpoint)
     architecture = Architecture.of(config if layers is None else first_layers(config, layers))
@@ -109,7 +109,7 @@ def count_numbers(checkpoint: AnyCheckpoint, layers: int) -> int:
 
 
 def enough_layers(checkpoint: AnyCheckpoint) -> int:
-    """The least number of first layers that has every kind of layer, at least two; all where kinds are not known.
+    """The least number of first layers that has every kind of layer, at least two; all if kinds are not known.
 
     Two layers are of a kind if their parameters have the same names and shapes, and the lists of the configuration that
     have an item a layer have the same items for them.

@@ -1,4 +1,4 @@
-"""Sizes of a decoder from its configuration, whatever its architecture calls them."""
+"""Read a decoder's sizes from its configuration, for every architecture's names of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the values of a module's parameters come from: a checkpoint, random numbers, or two of these."""
+"""Sources of a module's parameters: a checkpoint, random numbers, or two of these."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LINK_FROM_BYTES = 256 << 20
 RANDOM_STD = 0.02
 POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
-"""Random matrices begin at multiples of so many numbers, at so many places."""
+"""Random matrices begin at a multiple of POOL_SHIFT numbers, at one of POOL_SHIFTS places."""
 _POOL_BLOCK = 1 << 20
-AnySource: TypeAlias = "Source | RandomSource | Beside"
+AnySource: TypeAlias = "Source | RandomSource | DrafterSource"
 
 
 @dataclass(frozen=True)
 class Source:
     """The checkpoint's tensors by the names of the module's parameters.
 
-    tensors: what every parameter is made of.
-    prefix:  what the names of its files get in a bundle, where another checkpoint may have files of the same names.
+    tensors: the stored tensors of every parameter.
+    prefix:  prefix of its files' names in a bundle, since another checkpoint may have files of the same names.
     """
 
     checkpoint: AnyCheckpoint
@@ -50,7 +50,7 @@ class Source:
         return cls(checkpoint, parameters, tensors, prefix)
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Where the checkpoint has the parameter as it is; None where it is computed from stored tensors."""
+        """The parameter's place in the checkpoint, or None if it is computed from stored tensors."""
         return self.tensors[parameter].entry
 
     def names(self, parameter: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class RandomSource:
     """Random weights, for latency work only: every tensor is a piece of one pool, so that few bytes are written.
 
     Pieces begin at different places, so that no two matrices of a model are the same numbers.
-    pool: where normal numbers, ones and zeros lie, `POOL` in this order.
+    pool: the places of normal numbers, ones and zeros, `POOL` in this order.
     """
 
     parameters: dict[str, tuple[int, ...]]
@@ -115,7 +115,7 @@ class RandomSource:
         vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
         sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
         made = [
-            Made(name, dtype, (size,), (), partial(_random_slabs, name, 0, (size,)))
+            Made(name, dtype, (size,), partial(_random_slabs, name, 0, (size,)))
             for name, size in zip(POOL, sizes, strict=True)
         ]
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -129,10 +129,6 @@ class RandomSource:
         length = math.prod(shape) * item_bytes
         return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
 
-    def names(self, parameter: str) -> tuple[str, ...]:
-        """None: no checkpoint has it."""
-        return ()
-
     def grid(self, parameter: str) -> StoredGrid | None:
         """None: random numbers lie on no grid."""
 
@@ -145,7 +141,7 @@ class RandomSource:
         return _random_slabs(*self._piece(parameter), self.parameters[parameter])
 
     def _piece(self, parameter: str) -> tuple[str, int]:
-        """Which part of the pool, and the first of its numbers."""
+        """Return the part of the pool that a parameter uses, and the index of its first number."""
         if len(self.parameters[parameter]) > 1:
             return POOL[0], list(self.parameters).index(parameter) % POOL_SHIFTS * POOL_SHIFT
         return POOL[2] if parameter.endswith("bias") else POOL[1], 0
@@ -175,8 +171,8 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A drafter's own parameters, beside those of its verifier, which its graph uses too."""
+class DrafterSource:
+    """A drafter's own parameters and those of its verifier, which its graph uses too."""
 
     own: AnySource
     verifier: AnySource
@@ -190,12 +186,8 @@ class Beside:
         return self.own if parameter in self.own.parameters else self.verifier
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Where the checkpoint that has the parameter has it."""
+        """The parameter's place in the checkpoint that has it."""
         return self._of(parameter).stored(parameter)
-
-    def names(self, parameter: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the parameter is made of."""
-        return self._of(parameter).names(parameter)
 
     def link(self, parameter: str, folder: Path) -> str:
         """See `Source.link`."""

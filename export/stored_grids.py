@@ -33,7 +33,7 @@ class StoredGrid:
 
 
 def fits(weight: ProductWeight, source: AnySource, bits: int) -> bool:
-    """Whether `bits` hold every part of a weight exactly."""
+    """Return True if `bits` hold every part of a weight exactly."""
     return all(grid is not None for grid in _grids(weight, source, bits))
 
 

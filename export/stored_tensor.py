@@ -1,4 +1,4 @@
-"""Symbolic tensors of a checkpoint: they record what transformers does to the stored tensors, and read nothing.
+"""Symbolic tensors of a checkpoint: they record transformers' operations on the stored tensors, and read nothing.
 
 transformers renames, merges, splits and transposes tensors while it loads them. A `StoredTensor` goes through that code
 in place of the data. Afterwards it is either a tensor that the file holds as it is, or an expression over such tensors.
@@ -69,7 +69,7 @@ def _tagged(tensor: torch.Tensor, entry: TensorEntry | None, made: Any) -> Store
 
 
 def select(tensor: torch.Tensor, index: int) -> StoredTensor:
-    """`tensor[index]`, as the stored tensor that it is where it was stacked from such, or is a contiguous part."""
+    """Return `tensor[index]`: a stored tensor if `tensor` was stacked from those, or if it is a contiguous part."""
     found = _stored(tensor)
     if found.entry is not None:
         return StoredTensor.of(_part(found.entry, index, index + 1, found.entry.shape[1:]))
@@ -82,7 +82,7 @@ def select(tensor: torch.Tensor, index: int) -> StoredTensor:
 
 
 def narrow(tensor: torch.Tensor, begin: int, end: int) -> StoredTensor:
-    """`tensor[begin:end]`, as the stored tensor that it is where it was concatenated from such."""
+    """Return `tensor[begin:end]`: a stored tensor if `tensor` was concatenated from those."""
     found = _stored(tensor)
     if found.entry is not None:
         return StoredTensor.of(_part(found.entry, begin, end, (end - begin, *found.entry.shape[1:])))
@@ -102,7 +102,7 @@ def _stored(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _joined(tensor: StoredTensor) -> tuple[str, list[StoredTensor], int]:
-    """`stack` or `cat`, its inputs and its axis, where the tensor is one of these."""
+    """Return `stack` or `cat`, its inputs and its axis, if the tensor is one of these."""
     if tensor.made is None or tensor.made[0] not in (torch.stack, torch.cat):
         return "", [], 0
     func, args, kwargs, _ = tensor.made

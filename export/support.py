@@ -1,4 +1,4 @@
-"""What can be exported faithfully, and what is refused by name instead of being dropped in silence."""
+"""Refuse by name everything that an export would silently drop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
-    """The architecture's configuration. Raises UnsupportedModelError naming what stands against an export."""
+    """The architecture's configuration. Raises UnsupportedModelError naming a reason against an export."""
     values = checkpoint.config
     kind = str(values.get("model_type"))
     if "auto_map" in values:
@@ -55,7 +55,7 @@ def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: st
         return
     kind = expected["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", f"mend [shape] of recipe {source}")
+        raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", f"fix [shape] of recipe {source}")
     wanted = CONFIG_MAPPING[kind].from_dict(dict(expected)).to_dict()
     values = found.to_dict()
     rope = {"rope_parameters"} if {"rope_theta", "rope_scaling"} & set(expected) else set()
@@ -63,7 +63,7 @@ def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: st
     for field in fields:
         if values.get(field) != wanted.get(field):
             raise CheckpointError(
-                f"the checkpoint is not what recipe {source} is for: {field} is {values.get(field)!r}, "
+                f"the checkpoint does not fit recipe {source}: {field} is {values.get(field)!r}, "
                 f"expected {wanted.get(field)!r}",
                 "give that model's folder, or build the folder without the recipe",
             )
@@ -127,7 +127,7 @@ UNLIMITED_CONTEXT = 2048
 
 
 def rope_theta(config: Any) -> float:
-    """Base of the rotary embedding; of the full-attention layers, where kinds of layers have their own."""
+    """Base of the rotary embedding; that of the full-attention layers if kinds of layers have their own."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
@@ -140,7 +140,7 @@ def norm_eps(config: Any) -> float:
 
 
 def logit_scale(config: Any) -> float:
-    """What the head's product is multiplied by: Cohere's `logit_scale`, one over Granite's `logits_scaling`."""
+    """Return the factor on the head's product: Cohere's `logit_scale`, or one over Granite's `logits_scaling`."""
     return float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1))
 
 
@@ -155,7 +155,7 @@ def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
 
 
 def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:
-    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError where no one shape fits all.
+    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError if no one shape fits all.
 
     Layers with fewer key heads or smaller heads than others are padded to the largest.
     """
@@ -187,13 +187,13 @@ def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
 
 
 def _counts(node: ir.Node) -> bool:
-    """Whether the model's own code counts: not a constant, and no index that writing to a slice was translated to."""
+    """Return True if the model's own code makes positions: no constant, and no index of a translated slice write."""
     written = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
     return any(name in written for name in ("aten.arange", "aten.cumsum")) and not _is_constant(node)
 
 
 def _is_constant(node: ir.Node) -> bool:
-    """Whether all inputs of a node are constants."""
+    """Return True if all inputs of a node are constants."""
     return all(value is None or value.const_value is not None or _made_of_constants(value) for value in node.inputs)
 
 

@@ -81,7 +81,7 @@ class _TracedPass:
         return self.positions
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The operator's node, heads padded to what the KV buffers hold."""
+        """Return the operator's node, with heads padded to the size of the KV buffers."""
         if id(call.module) not in self.order:
             raise UnsupportedModelError(f"{call.name} attends in some calls and not in others")
         layer = self.order[id(call.module)]
@@ -104,7 +104,7 @@ class _TracedPass:
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Each head of x [B, H, T, D] so many times."""
+    """Repeat each head of x [B, H, T, D] `times` times."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
@@ -255,7 +255,7 @@ def trace_graph(
     outputs: tuple[TensorSpec, ...],
     translations: Mapping[Any, Any] = TRANSLATIONS,
 ) -> ir.Model:
-    """Export any module of ours, called with `args` of which `dynamic` sizes vary, under the names of its contract."""
+    """Export a module of ours, called with `args` whose `dynamic` sizes vary, under the names of its signature."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = _export(
@@ -277,14 +277,14 @@ def trace_graph(
 def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:
     try:
         return torch.onnx.export(module, args, **options)
-    except Exception as error:  # what stops tracing is wrapped by torch in advice that is not for our users
+    except Exception as error:  # torch wraps the cause in advice that is not for our users
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, RedraftError):
             cause = cause.__cause__
         if cause is None:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
-    raise cause from None  # here, so that it does not become the context of what it is the cause of
+    raise cause from None  # here, so that the cause does not become the context of the error as well
 
 
 def _called(module: nn.Module) -> str:

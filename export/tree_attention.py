@@ -1,23 +1,23 @@
 """`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
 
     out, present_key, present_value = TreeAttention(
-        q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, live, sinks)
+        q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len, sinks)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
-    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are live; the rest is garbage
+    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; the rest is garbage
     value_cache  [B, Hkv, C, D]
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
-    cache_len     int64 [B]          live rows before the call; row r < cache_len holds position r
-    live         int64 [1]          largest cache_len + T: rows that are read, whatever the capacity C
+    cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
+    kv_len       int64 [1]          largest cache_len + T: rows that are read, for every capacity C
     sinks        [Hq]               optional: the score of a key without a value, which each head may attend to instead
     out          [B, T, Hq * D]
-    present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1; the same buffer when run in
-    place
+    present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1;
+                                    in place when run
 
 Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
-keys at position p from a query at position q where q - p >= w; `chunk` c > 0 hides those where p // c < q // c;
+keys at position p from a query at position q if q - p >= w; `chunk` c > 0 hides those with p // c < q // c;
 `q_heads`, `kv_heads`. Query head h reads key head h * kv_heads // q_heads.
 """
 
@@ -95,7 +95,7 @@ def tree_attention(
 def _visible(
     tree_mask: torch.Tensor, positions: torch.Tensor, cache_len: torch.Tensor, read: int, window: int, chunk: int
 ) -> torch.Tensor:
-    """Which of the first `read` rows each node sees, bool [B, T, read]."""
+    """Return the rows among the first `read` that each node sees, bool [B, T, read]."""
     batch, nodes = positions.shape
     rows = torch.arange(read)
     visible = (rows < cache_len[:, None])[:, None].repeat(1, nodes, 1)
@@ -123,7 +123,7 @@ def _(
 
 @script(OPSET, default_opset=op)
 def TreeRows(tree_mask, positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
-    """Committed rows and ancestors of each node, bool [B, T, live]."""
+    """Committed rows and ancestors of each node, bool [B, T, kv_len]."""
     rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
     past = op.Unsqueeze(cache_len, op.Constant(value_ints=[1, 2]))
     committed = op.Less(op.Unsqueeze(rows, op.Constant(value_ints=[0, 1])), past)
@@ -133,7 +133,7 @@ def TreeRows(tree_mask, positions, cache_len, kv_len):  # type: ignore[no-untype
 
 @script(OPSET, default_opset=op)
 def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
-    """Position of every row, int64 [B, 1, live]."""
+    """Position of every row, int64 [B, 1, kv_len]."""
     rows = op.Range(op.Constant(value_int=0), op.Squeeze(kv_len), op.Constant(value_int=1))
     base = op.Expand(rows, op.Concat(op.Shape(cache_len), kv_len, axis=0))
     return op.Unsqueeze(op.TensorScatter(base, positions, cache_len, axis=1), op.Constant(value_ints=[1]))
@@ -141,7 +141,7 @@ def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
 
 @script(OPSET, default_opset=op)
 def TreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
-    """Rows that each node sees, bool [B, 1, T, live], in a model without windows."""
+    """Rows that each node sees, bool [B, 1, T, kv_len], in a model without windows."""
     return op.Unsqueeze(TreeRows(tree_mask, positions, cache_len, kv_len), op.Constant(value_ints=[1]))
 
 
@@ -269,9 +269,9 @@ def emit(*operands: Any) -> Any:
 
 
 def bodies(windowed: bool, chunked: bool = False, sinks: bool = False) -> list[onnx.FunctionProto]:
-    """The function bodies of a model, each before its callers, as some readers want them.
+    """The function bodies of a model, each before its callers, as some readers of ONNX require.
 
-    windowed, chunked, sinks: whether any of its layers has a window, chunks, sinks.
+    windowed, chunked, sinks: True if any of its layers has a window, chunks, sinks.
     """
     mask = ChunkedTreeMask if chunked else WindowedTreeMask if windowed else TreeMask
     masks = [RowPositions] * (windowed or chunked) + [WindowedTreeMask] * chunked

@@ -1,4 +1,4 @@
-"""A checkpoint to a verifier graph on disk: one ONNX file for prefill, one token and trees, weights beside it."""
+"""Export a checkpoint as a verifier graph: one ONNX file for prefill, one token and trees, and its weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ GRAPH = "verifier.onnx"
 
 @dataclass(frozen=True)
 class VerifierExport:
-    """What was written: `graph` and the weight files are relative to the output folder.
+    """An exported verifier. `graph` and the files of `weights` are relative to the output folder.
 
-    embedding, head: the parameters that drafters share.   source: where the parameters' values come from.
+    embedding, head: the parameters that drafters share.   source: the source of the parameters' values.
     """
 
     shape: signatures.VerifierShape
     hidden_states: tuple[str, ...]
     graph: str
     weights: tuple[WeightRef, ...]
-    weight_files: tuple[str, ...]
     embedding: str
     head: str
     source: AnySource
@@ -54,8 +53,8 @@ def export_verifier(
 ) -> VerifierExport:
     """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model that ends after so many layers.
 
-    Raises UnsupportedModelError naming what cannot be exported faithfully, CheckpointError naming a tensor that is
-    missing or of the wrong shape. No weight is read into memory unless its type has to be converted.
+    Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
+    or of the wrong shape. No weight is read into memory unless its type has to be converted.
     """
     config = config or BuildConfig()
     progress("trace", 0, 1)
@@ -95,8 +94,7 @@ def export_verifier(
     )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
-    files = tuple(sorted({ref.file for ref in refs}))
-    return VerifierExport(shape, config.hidden_states, GRAPH, refs, files, embedding, head, source)
+    return VerifierExport(shape, config.hidden_states, GRAPH, refs, embedding, head, source)
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:
@@ -122,7 +120,7 @@ def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str
 
 
 def finish(model: ir.Model) -> None:
-    """Drop what nothing reads and all notes of the tracer, and append the bodies of our operators."""
+    """Drop unused nodes and all notes of the tracer, and append the bodies of our operators."""
     common.RemoveUnusedNodesPass()(model)
     tree_attention.add_bodies(model)
     model.ir_version = IR_VERSION

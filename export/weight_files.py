@@ -44,7 +44,6 @@ class Made:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]
     slabs: Callable[[], Slabs]
 
     @property
@@ -79,7 +78,7 @@ def write(
             for slab in tensor.slabs():
                 stream.write(_encoded(slab, tensor).data)
             assert stream.tell() - begin == tensor.length, tensor.name
-            refs.append(WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape, tensor.sources))
+            refs.append(WeightRef(tensor.name, file, begin, tensor.length, tensor.dtype, tensor.shape))
     progress("weights", len(made), len(made))
     assert min(ref.offset for ref in refs) == base
     return refs

@@ -1,4 +1,4 @@
-"""Places a graph's weights: the checkpoint's own bytes where its type fits, else a file written tensor by tensor.
+"""Places a graph's weights: the checkpoint's own bytes if their type fits, else a file written tensor by tensor.
 
 No tensor is held whole: the checkpoint is memory-mapped, and conversions work on slabs of rows.
 """
@@ -21,7 +21,7 @@ from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, Made, Progre
 from redraft.names import WeightRef
 
 IN_PLACE_FROM = 0.5
-"""Share of what a graph reads of a file, in bytes, from which on the file becomes part of the bundle."""
+"""Least share of a file's bytes that a graph must read, so that the file becomes part of the bundle."""
 
 
 def place(
@@ -33,19 +33,19 @@ def place(
 
     weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the rest.
 
-    A tensor that the checkpoint stores in the type of the precision is used where it lies. Where that brings a file
-    for less than `IN_PLACE_FROM` of it, as for the norms beside quantized products, the tensor is written anew.
+    A tensor that the checkpoint stores in the type of the precision stays in the checkpoint's file. If less than
+    `IN_PLACE_FROM` of that file would be used, as for the norms of quantized products, the tensor is written anew.
 
-    file: stem of what is written, the precision by default.   logits: the output whose product keeps 8 bits; "" for
+    file: stem of the new file, the precision by default.   logits: the output whose product keeps 8 bits; "" for
     a graph without such an output.
-    shared: what another graph of the bundle has placed already, used again where it has the same name.
-    Returns where the parameters that were placed now lie.
+    shared: parameters that another graph of the bundle has placed. They are used again under the same name.
+    Returns the places of the parameters.
     """
     there = {ref.initializer: ref for ref in shared}
     read = [name for name in _parameters(model, source.parameters) if name not in there]
     made = quantize_products(model, source, precision, logits) if precision in ("int8", "int4") else []
     if weight_only:
-        made = [Made(*tensor) for tensor in dequantize.dequantize_products(model, source, weight_only, logits)]
+        made = dequantize.dequantize_products(model, source, weight_only, logits)
     refs: list[WeightRef] = []
     dtype = STORED[precision]
     (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -53,12 +53,11 @@ def place(
     kept = _in_place(read, [name for name in left if name not in there], source, dtype)
     for name in left:
         entry = source.stored(name)
-        sources = source.names(name)
         if name in kept and entry is not None:
             file_there = source.link(name, folder)
-            refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape, sources))
+            refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape))
         else:
-            made.append(Made(name, dtype, source.parameters[name], sources, partial(source.slabs, name)))
+            made.append(Made(name, dtype, source.parameters[name], partial(source.slabs, name)))
     used = [there[tensor.name] for tensor in made if tensor.name in there]
     made = [tensor for tensor in made if tensor.name not in there]
     if made:
@@ -69,9 +68,9 @@ def place(
 
 
 def _in_place(read: list[str], left: list[str], source: AnySource, dtype: str) -> set[str]:
-    """Which of the parameters `left` after quantizing are used where they lie, of the same file all or none.
+    """Return the parameters `left` after quantizing that stay in the checkpoint's files. Of one file all stay, or none.
 
-    read: what the graph read before. Random weights lie in the bundle already.
+    read: parameters that the graph read before. Random weights are in the bundle already.
     """
     entries = {name: entry for name in read if (entry := source.stored(name)) is not None}
     fitting = [name for name in left if name in entries and entries[name].dtype == dtype]

@@ -37,7 +37,7 @@ def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class _Args(ctypes.Structure):
-    """A struct filled by name; what is not given is 0 or null."""
+    """A struct that is filled by name. Other fields are 0 or null."""
 
     def __init__(self, **values: int | float | None) -> None:
         known = {field[0] for field in self._fields_}
@@ -94,7 +94,7 @@ class Kernels:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether this is the CPU build, which takes host addresses."""
+        """True for the CPU build, which takes host addresses."""
         return hasattr(self._library, "redraft_cpu_set_order")
 
     def workspace_bytes(self, args: AttentionArgs) -> int:
@@ -104,7 +104,7 @@ class Kernels:
         return found.value
 
     def plan(self, args: AttentionArgs) -> AttentionPlan:
-        """How `attend` will run for these sizes."""
+        """Return the plan of `attend` for these sizes."""
         found = AttentionPlan()
         self._check(self._library.redraft_tree_attention_plan(ctypes.byref(args), ctypes.byref(found)))
         return found
@@ -121,11 +121,11 @@ class Kernels:
         self._check(self._library.redraft_compact(ctypes.byref(args), _address(stream)))
 
     def set_order(self, order: int) -> None:
-        """CPU build only: the order in which threads take turns, 0 ascending, 1 descending, else a seed."""
+        """Set the order in which threads take turns: 0 ascending, 1 descending, else a seed. CPU build only."""
         self._library.redraft_cpu_set_order(ctypes.c_uint(order))
 
     def truncate_sums(self, truncate: bool) -> None:
-        """CPU build only: whether matrix products cut their sums off towards zero, as tensor cores do."""
+        """Choose if matrix products truncate their sums towards zero, as tensor cores do. CPU build only."""
         self._library.redraft_cpu_truncate_sums(ctypes.c_int(truncate))
 
     def _check(self, status: int) -> None:
@@ -134,7 +134,7 @@ class Kernels:
 
 
 def missing_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why there is no library to load, or None where its file exists."""
+    """Return the reason why there is no library to load, or None if its file exists."""
     path = _library_path(name, environment)
     if path.exists():
         return None
@@ -149,7 +149,7 @@ def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
 
 
 def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels | None:
-    """The kernels for the GPU, None where none were built. Raises KernelError for a library that cannot be used."""
+    """The kernels for the GPU, None if none were built. Raises KernelError for a library that cannot be used."""
     if not environment.get(LIBRARY_VARIABLE) and not (BUILD / name).exists():
         return None
     kernels = open_kernels(name, environment)

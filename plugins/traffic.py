@@ -1,4 +1,4 @@
-"""Bytes that the kernels must move: the floor that a measured time is held against."""
+"""Bytes that the kernels must move: a lower bound that measured times are compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AttentionSizes:
 
 
 def attention_bytes(sizes: AttentionSizes) -> int:
-    """Least bytes of one call: live K and V once, new rows read and written, q read, out written, the mask's bits."""
+    """Return the fewest bytes of one call: K, V and mask once, new rows read and written, q read, out written."""
     cached = 2 * sizes.batch * sizes.kv_heads * (sizes.kv_len + sizes.nodes) * sizes.row_bytes
     new_rows = 2 * 2 * sizes.batch * sizes.nodes * sizes.kv_heads * sizes.row_bytes
     queries = 2 * sizes.batch * sizes.nodes * sizes.q_heads * sizes.row_bytes

@@ -1,4 +1,4 @@
-"""Errors a user can mend: one line each, saying what was expected, what was found and what mends it."""
+"""Errors that a user can fix: one line with what was expected, what was found, and a hint how to fix it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CheckpointError(RedraftError):
 
 
 class UnsupportedModelError(RedraftError):
-    """A model has something that cannot be exported faithfully; the message names it."""
+    """An export would change the model; the message names the part that cannot be exported."""
 
 
 class BackendError(RedraftError):
-    """What runs engines is not installed, or cannot run what was asked for."""
+    """The library that runs engines is not installed, or cannot run the request."""
 
 
 class BundleError(RedraftError):
@@ -44,7 +44,7 @@ class DataError(RedraftError):
 
 
 class TrainingError(RedraftError):
-    """Training cannot go on: a NaN loss, a checkpoint of another configuration."""
+    """Training cannot continue: a NaN loss, a checkpoint of another configuration."""
 
 
 class KernelError(RedraftError):

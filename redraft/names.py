@@ -1,4 +1,4 @@
-"""Names of graphs, tensors and files, and what they share: element types and a few sizes. Their one home."""
+"""The only home of names of graphs, tensors and files, of element types, and of a few sizes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
 VERIFIER = "verifier"
-"""The verifier's graph, any batch, standard operators only: what engines of GPUs are made of."""
+"""The verifier's graph, any batch, standard operators only. Engines of GPUs are made of it."""
 VERIFIER_BATCH = "verifier.batch"
 """The same graph lowered to ONNX Runtime's CPU kernels, any batch (absent in halves)."""
 VERIFIER_SINGLE = "verifier.single"
-"""The same, to the bit, for chains of one sequence (absent where the kernel does not fit the model)."""
+"""The same, to the bit, for chains of one sequence (absent if the kernel does not fit the model)."""
 VERIFIER_FAST = "verifier.fast"
 """As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
 
 DRAFT, RESAMPLE, COPY_SLOT = "draft", "resample", "copy_slot"
-"""Roles of a drafter's graphs: a fresh tree, a tree from what the last draft left, one slot's state to another slot."""
+"""Roles of a drafter's graphs: a fresh tree, a tree from the last draft's rest, one slot's state to another slot."""
 SINGLE = ".single"
 """Suffix of the role whose graph is lowered for one sequence, as `VERIFIER_SINGLE` is."""
 
@@ -77,7 +77,7 @@ PENDING_OFFSET = "pending_offset"
 SOURCE_SLOT = "source_slot"
 TARGET_SLOT = "target_slot"
 TOKEN_INFO = "token_info."
-"""What the names of the tensors that hold token information begin with."""
+"""Prefix of the names of tensors that hold token information."""
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -103,17 +103,14 @@ class TensorSpec:
 
 
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
-"""How the names of a MatMulNBits's tensors end, behind that of the parameter."""
+"""Suffixes of the names of a MatMulNBits's tensors; the parameter's name comes before them."""
 QUANTIZATION_BLOCK = 32
 """Inputs of an output that share a scale and a zero point in a MatMulNBits."""
 
 
 @dataclass(frozen=True)
 class WeightRef:
-    """Where an initializer's bytes lie: `length` bytes at `offset` of `file`, a path relative to the graph's folder.
-
-    `source` names the checkpoint's tensors it was made from.
-    """
+    """Place of an initializer's bytes: `length` bytes at `offset` of `file`, a path relative to the graph's folder."""
 
     initializer: str
     file: str
@@ -121,7 +118,6 @@ class WeightRef:
     length: int
     dtype: str
     shape: tuple[int, ...]
-    source: tuple[str, ...]
 
 
 def single(graph: str) -> str:
@@ -177,14 +173,14 @@ def hidden_states(hidden_state: str) -> str:
 CATCH_UP_ROWS = 64
 """Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
 DRAFT_WIDTHS = (16, CATCH_UP_ROWS)
-"""Rows that a device's draft call has room for: few in a step, many after a prompt."""
+"""Widths of a device's draft calls, in rows: few in a step, many after a prompt."""
 TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
 """Nodes, root included, that a device verifies at once: other trees are padded to the next."""
 _WIDE_STEP = 32
 MOST_DEPTH = 64
 """Deepest node that the layout graph can place."""
 MAX_PENDING_FEATURES = 512
-"""Feature rows of a sequence that a device has room for: those that a drafter catches up on, and one call's."""
+"""Feature rows that a device's buffer holds for a sequence: the rows to catch up on, and one call's."""
 
 
 _KV_ROW_STEP = 16

@@ -16,7 +16,7 @@ from redraft.names import Dtype, TensorSpec
 
 @dataclass(frozen=True)
 class VerifierShape:
-    """What a verifier's buffers need to know of the model. `dtype` is theirs and that of its features."""
+    """Sizes of the model that decide the verifier's buffers. `dtype` is that of the buffers and of features."""
 
     layers: int
     kv_heads: int
@@ -30,11 +30,9 @@ class VerifierShape:
 def verifier_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     """Inputs of the verifier's graph, in order.
 
-    `tree_mask[b, i, j]` is true where node j is i or an ancestor of i (padding rows see only themselves); `cache_len`
-    is
-    the number of rows already live; `kv_len` is the largest cache_len + T; `output_rows` picks the rows whose logits
-    are
-    wanted, in 0..T-1.
+    `tree_mask[b, i, j]` is true if node j is i or an ancestor of i (padding rows see only themselves). `cache_len` is
+    the number of committed rows. `kv_len` is the largest cache_len + T. `output_rows` picks the rows whose logits are
+    computed, in 0..T-1.
     """
     return (
         TensorSpec(names.TOKEN_IDS, "int64", ("B", "T")),
@@ -200,7 +198,7 @@ def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 def verifier_state(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """What a verifier keeps by slot."""
+    """Return the tensors that a verifier stores for each slot."""
     dims = ("B", shape.kv_heads, "C", shape.head_dim)
     return tuple(TensorSpec(cache, shape.dtype, dims) for cache in caches(shape))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
+from tests.little import Redraft, write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -74,3 +76,37 @@ def kernels() -> Kernels:
     if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler here to build the kernels for the CPU")
     return Kernels(path)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of the tests' own."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def redraft(cache: Path) -> Redraft:
+    """Run the command line as a user does; returns the finished process."""
+
+    def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        environment.pop("REDRAFT_DEBUG", None)
+        command = [sys.executable, "-c", "from redraft.cli.main import main; main()", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint; not to be written to."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "little")
+
+
+@pytest.fixture(scope="session")
+def bundle(checkpoint: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of `checkpoint`; not to be written to."""
+    out = tmp_path_factory.mktemp("engines") / "little"
+    result = redraft("build", checkpoint, "-o", out, "--eval-text", "none")
+    assert result.returncode == 0, result.stderr
+    return out

@@ -1,4 +1,4 @@
-"""Conditional acceptance of a drafter by depth: given that what it drafted so far was right, is the next token?"""
+"""Conditional acceptance of a drafter by depth: the share of right tokens after drafts that were right so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.train.method import DrafterObjective
-from redraft.train.verifier_model import autocast_beside
+from redraft.train.verifier_model import autocast_of
 
 _ROWS_AT_ONCE = 8
 WIDTH = 4
@@ -41,22 +41,22 @@ _EVERY = 4
 
 @torch.inference_mode()
 def greedy_draft_logit_scale(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> float:
-    """The factor on a drafter's logits under which the verifier's likeliest tokens are likeliest, over all depths.
+    """Return the factor on a drafter's logits that makes the verifier's likeliest tokens likeliest, over all depths.
 
-    A drafter learns how likely a token is to be sampled; beside a verifier that takes its likeliest token, its own
-    distribution is too flat, and trees built of it are too wide. One of SHARPNESS, by the mean log probability over
+    A drafter learns how likely a token is to be sampled. With a greedy verifier, its own distribution is too flat, and
+    trees built from it are too wide. The factor is the one of SHARPNESS with the highest mean log probability, over
     every fourth position from `first` on of greedy rows [R, T + N].
     """
     totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
     for begin in range(0, len(rows), _ROWS_AT_ONCE):
         tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(objective.verifier.device)
-        with autocast_beside(objective.verifier):
+        with autocast_of(objective.verifier):
             totals += _log_probabilities(objective, tokens, first)
     return SHARPNESS[int(totals.argmax())]
 
 
 def _log_probabilities(objective: DrafterObjective, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Sums over positions and depths of the log probability of what the verifier says, by factor of SHARPNESS."""
+    """Sum the log probability of the verifier's tokens over positions and depths, by factor of SHARPNESS."""
     totals = torch.zeros(len(SHARPNESS), dtype=torch.float64)
     logits, drafts = objective.drafts(tokens)
     count = tokens.shape[1] - objective.lookahead
@@ -88,7 +88,7 @@ class _Tally:
 def conditional_acceptance(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> Acceptance:
     """Measure on rows [R, T + N] of tokens, over drafts that start at position `first` of a row or later.
 
-    A draft goes on while the text is what the verifier would say (all of its own greedy text is).
+    A draft goes on while the text equals the verifier's greedy tokens (its own greedy text always does).
     """
     return acceptance_of(objective, ((rows[i : i + _ROWS_AT_ONCE], first) for i in range(0, len(rows), _ROWS_AT_ONCE)))
 
@@ -99,7 +99,7 @@ def acceptance_of(objective: DrafterObjective, texts: Iterable[tuple[NDArray[np.
     top, wide = _Tally(objective.lookahead), _Tally(objective.lookahead)
     for rows, first in texts:
         tokens = torch.from_numpy(rows.astype(np.int64)).to(objective.verifier.device)
-        with autocast_beside(objective.verifier):
+        with autocast_of(objective.verifier):
             _count(objective, tokens, first, top, wide)
     return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
 

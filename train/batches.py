@@ -28,14 +28,14 @@ class Batch:
 
 
 class BatchPlan:
-    """Draws rows from token streams in fixed shares; `rows(step)` never depends on what was drawn before."""
+    """Draws rows from token streams in fixed shares; `rows(step)` never depends on earlier draws."""
 
     def __init__(
         self, streams: Mapping[str, NDArray[np.integer[Any]]], weights: Mapping[str, float], seed: int, lookahead: int
     ) -> None:
         """`streams` maps kinds to 1-D token arrays; a row of T inputs has `lookahead` tokens more, for its targets.
 
-        Raises DataError where kinds and weights differ.
+        Raises DataError if kinds and weights differ.
         """
         if set(streams) != set(weights):
             raise DataError(f"data kinds {sorted(streams)} do not match the recipe's weights {sorted(weights)}")
@@ -67,7 +67,7 @@ class BatchPlan:
 
 
 def blocks_of(kind: str, tokens: int, length: int, lookahead: int) -> int:
-    """Rows of `length` in an epoch over `tokens` tokens; raises DataError where there is not one."""
+    """Rows of `length` in an epoch over `tokens` tokens; raises DataError if there is not one."""
     blocks = (tokens - lookahead) // length - 1
     if blocks < 1:
         raise DataError(

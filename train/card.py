@@ -1,4 +1,4 @@
-"""The model card: what a published verifier is, what it learned from, and the figures that `evaluate` measured."""
+"""The model card of a published verifier: its shape, its training data, and the figures that `evaluate` measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training checkpoints: one file, written beside and renamed, so an interrupted write leaves the last one whole."""
+"""Training checkpoints: one file. A new one is written under another name, then renamed, so one is always whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: data mixture and optimisation of a run, and the shape of what it trains, in one frozen value.
+"""Recipes: data mixture and optimisation of a run, and the shape of the trained model, in one frozen value.
 
 The TOML recipe and the command line build the same class; an unknown key is refused.
 """
@@ -11,18 +11,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self
 
 from redraft.errors import UsageError
+from redraft.records import from_plain
 
 RECIPES = Path(__file__).parent / "recipes"
-OPTIMIZERS = ("muon", "adam")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training run, except where its files are. What is trained is up to subclasses.
+    """Everything that decides a training run, except the places of its files. Subclasses add the trained model.
 
     `steps` is the whole length; with `epochs` it follows from the data's size. The learning rate warms up, is constant
     until the last `decay_share` of the steps, then falls linearly to zero, so a run can be resumed with another length
@@ -40,7 +39,7 @@ class Recipe:
     decay_seq_len: int = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
-    optimizer: str = "muon"
+    optimizer: Literal["muon", "adam"] = "muon"
     matrix_lr: float = 0.02
     embedding_lr: float = 0.005
     lr: float = 3e-5
@@ -51,7 +50,7 @@ class Recipe:
     seed: int = 0
 
     adjustable: ClassVar[frozenset[str]] = frozenset({"steps", "epochs"})
-    """Fields that a resumed run may change, where the steps behind it would have gone the same."""
+    """Fields that a resumed run may change, if its earlier steps would have been the same."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", dict(self.weights))
@@ -65,8 +64,6 @@ class Recipe:
             raise UsageError(f"epochs must be at least 0, it is {self.epochs}")
         if not 0.0 <= self.decay_share <= 1.0:
             raise UsageError(f"decay_share must be between 0 and 1, it is {self.decay_share}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"unknown optimizer {self.optimizer!r}", f"choose one of {', '.join(OPTIMIZERS)}")
         if any(w <= 0 for w in self.weights.values()):
             raise UsageError(f"weights must be positive, they are {dict(self.weights)}")
 
@@ -85,7 +82,7 @@ class Recipe:
         return self.decay_seq_len if step >= self.decay_start else self.seq_len
 
     def course(self, step: int) -> tuple[float, ...]:
-        """What `step` depends on of the adjustable fields."""
+        """Return the values that `step` takes from the adjustable fields."""
         return self.lr_factor(step), self.row_length(step)
 
     def for_data(self, tokens: int) -> Self:
@@ -95,7 +92,7 @@ class Recipe:
         return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
 
     def with_options(self, steps: int | None, seed: int | None) -> Self:
-        """The same recipe with what the command line gave; a number of steps takes the place of epochs."""
+        """Return the recipe with the command line's options. A number of steps replaces epochs."""
         recipe = self if steps is None else dataclasses.replace(self, steps=steps, epochs=0)
         return recipe if seed is None else dataclasses.replace(recipe, seed=seed)
 
@@ -106,7 +103,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Self:
         """Build a recipe from plain values; raises UsageError on an unknown key or a value of the wrong type."""
-        return _build(cls, values, source)
+        return from_plain(cls, values, source)
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -179,43 +176,5 @@ class VerifierRecipe(Recipe):
         return self.start_layers if step < self.grow_step else self.model.layers
 
     def course(self, step: int) -> tuple[float, ...]:
-        """See the base class; growth counts too."""
+        """Return the values that `step` takes from the adjustable fields, its number of layers included."""
         return (*super().course(step), self.layers(step))
-
-
-def _build(cls: type[T], values: Mapping[str, Any], source: str) -> T:
-    hints = get_type_hints(cls)
-    known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise UsageError(f"{source}: unknown key {unknown[0]!r}", f"known: {', '.join(known)}")
-    return cls(**{name: _value(known[name], value, name, source) for name, value in values.items()})
-
-
-def _value(wanted: Any, value: Any, name: str, source: str) -> Any:
-    """One value of a recipe, checked against its field's type."""
-    if dataclasses.is_dataclass(wanted):
-        if not isinstance(value, Mapping):
-            raise UsageError(f"{source}: {name} must be a table, it is {value!r}")
-        return _build(wanted, value, f"{source}: [{name}]")  # type: ignore[arg-type]
-    if get_origin(wanted) is tuple:
-        if not isinstance(value, (list, tuple)) or not all(_is_number(v) for v in value):
-            raise UsageError(f"{source}: {name} must be a list of numbers, it is {value!r}")
-        return tuple(value)
-    if get_origin(wanted) is Mapping and (
-        not isinstance(value, Mapping) or not all(_is_number(v) for v in value.values())
-    ):
-        raise UsageError(f"{source}: {name} must be a table of numbers, it is {value!r}")
-    for kind, fits, words in (
-        (int, isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-        (float, _is_number(value), "a number"),
-        (bool, isinstance(value, bool), "true or false"),
-        (str, isinstance(value, str), "a string"),
-    ):
-        if wanted is kind and not fits:
-            raise UsageError(f"{source}: {name} must be {words}, it is {value!r}")
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

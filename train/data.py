@@ -62,7 +62,7 @@ class Corpus:
 
 
 def is_held_out(kind: str, name: str, every: int) -> bool:
-    """Whether the document is held out: one in `every`, by a hash of kind and name."""
+    """Return True if the document is held out: one in `every`, by a hash of kind and name."""
     head = hashlib.sha256(f"{kind}/{name}".encode()).digest()[:8]
     return int.from_bytes(head, "big") % every == 0
 
@@ -158,7 +158,7 @@ def _split_text(kind: str, text: str) -> list[Document]:
 
 
 def _book_name(text: str) -> str:
-    """Title and author where the text begins with them as Markdown headings, else a hash of its beginning."""
+    """Return title and author if the text begins with them as Markdown headings, else a hash of its beginning."""
     title = re.match(r"# Title: (.+)", text)
     author = re.search(r"^## Author: (.+)", text[:500], re.MULTILINE)
     if title:

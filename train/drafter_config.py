@@ -1,14 +1,15 @@
-"""The recipe of a drafter: what it learns from, how often it is measured, and its method's own table."""
+"""The recipe of a drafter: its texts, the steps between measurements, and its method's own table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from redraft.errors import UsageError
+from redraft.records import PositiveInt
 from redraft.train.config import Recipe
 
 MIXTURE = ("text", "greedy", "sampled")
-INITS = ("random", "mtp")
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,16 @@ class SelfText:
     held_out_rows:     greedy rows of a kind, from held-out documents, to measure acceptance on.
     """
 
-    rows: int = 384
-    prompt_tokens: int = 64
-    new_tokens: int = 160
+    rows: PositiveInt = 384
+    prompt_tokens: PositiveInt = 64
+    new_tokens: PositiveInt = 160
     temperatures: tuple[float, ...] = (0.0, 1.0)
     text: float = 0.34
     greedy: float = 0.33
     sampled: float = 0.33
-    held_out_rows: int = 16
+    held_out_rows: PositiveInt = 16
 
     def __post_init__(self) -> None:
-        for name in ("rows", "prompt_tokens", "new_tokens", "held_out_rows"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"self_text.{name} must be at least 1, it is {getattr(self, name)}")
         if any(t < 0 for t in self.temperatures):
             raise UsageError(f"self_text.temperatures must not be negative, they are {list(self.temperatures)}")
         if min(self.text, self.greedy, self.sampled) < 0 or self.text + self.greedy + self.sampled <= 0:
@@ -56,7 +54,7 @@ class SelfText:
 
 @dataclass(frozen=True)
 class DrafterTable:
-    """What every method's `[drafter]` table has. A size of 0 is the verifier's own.
+    """The fields that every method's `[drafter]` table has. A size of 0 is the verifier's own.
 
     init: `random`, or `mtp` to begin with the verifier's multi-token-prediction module.
     """
@@ -65,11 +63,7 @@ class DrafterTable:
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    init: str = "random"
-
-    def __post_init__(self) -> None:
-        if self.init not in INITS:
-            raise UsageError(f"unknown drafter.init {self.init!r}", f"choose one of {', '.join(INITS)}")
+    init: Literal["random", "mtp"] = "random"
 
 
 @dataclass(frozen=True)
@@ -83,12 +77,7 @@ class DrafterRecipe(Recipe):
     method: str = ""
     drafter: DrafterTable = field(default_factory=DrafterTable)
     self_text: SelfText = field(default_factory=SelfText)
-    evaluate_every: int = 50
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.evaluate_every < 1:
-            raise UsageError(f"evaluate_every must be at least 1, it is {self.evaluate_every}")
+    evaluate_every: PositiveInt = 50
 
     def stream_weights(self) -> dict[str, float]:
         """Weights of the streams that batches are drawn from: a kind's own, `kind.greedy` and `kind.sampled`."""
@@ -100,5 +89,5 @@ class DrafterRecipe(Recipe):
 
 
 def stream_name(kind: str, source: str) -> str:
-    """Name of the stream of a kind's documents (`text`), or of what the verifier wrote."""
+    """Return the name of the stream of a kind's documents (`text`), or of the verifier's texts."""
     return kind if source == "text" else f"{kind}.{source}"

@@ -42,8 +42,8 @@ def evaluate_drafter(
 ) -> dict[str, KindAcceptance]:
     """Acceptance by kind of prompt, over drafts that start at a prompt's last token or later.
 
-    `limit` takes the first prompts of every kind only. Raises CheckpointError where the drafter is damaged or belongs
-    to another verifier, DataError where prompts are.
+    `limit` takes the first prompts of every kind only. Raises CheckpointError if the drafter is damaged or belongs
+    to another verifier, DataError if prompts are.
     """
     check_device(device)
     texts = read_prompts(prompts, limit)

@@ -37,9 +37,7 @@ class DrafterLog:
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step; where it is due, a line of losses (means since the last line), acceptance and draft logit
-        scale.
-        """
+        """Show one step. If due, write a line: mean losses since the last line, acceptance, draft logit scale."""
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)
@@ -49,7 +47,7 @@ class DrafterLog:
             self._measure(step.step, step.steps)
 
     def finish(self, steps: int) -> None:
-        """Measure the last of `steps` steps where the run that took it ended before that was done."""
+        """Measure the last of `steps` steps if the run ended before it was measured."""
         if all(line["step"] < steps for line in read_progress(self._path)):
             self._measure(steps, steps)
 

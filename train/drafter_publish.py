@@ -13,6 +13,7 @@ import torch
 
 from redraft.errors import TrainingError
 from redraft.export.drafters.checkpoint import save_drafter
+from redraft.records import from_plain
 from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
@@ -26,18 +27,18 @@ _PREFIX = "drafter."
 
 
 def is_drafter_run(run: Path) -> bool:
-    """Whether the folder is a drafter's run, and not a verifier's."""
+    """Return True if the folder is a drafter's run, and not a verifier's."""
     return (run / RUN).exists()
 
 
 def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out`; returns what it says of its training. Raises TrainingError where the run is not whole."""
+    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is not whole."""
     state, facts = load_checkpoint(run), RunFacts.read(run)
     if facts is None:
         raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote")
     method = find_method(facts.method)
     recipe = method.recipe.from_dict(state["recipe"], str(run))
-    config = method.config(**facts.config)
+    config = from_plain(method.config, facts.config, str(run / RUN))
     module = method.module(config)
     module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
     measured = _last_measurement(run, facts.method, int(state["step"]))
@@ -55,7 +56,7 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
 
 
 def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
-    """The line of progress that says how sharp the drafter of this step is, or an earlier one."""
+    """Return the latest line of progress up to this step that has a draft logit scale."""
     lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "draft_logit_scale" in line]
     if not lines:
         raise TrainingError(

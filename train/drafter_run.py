@@ -25,6 +25,7 @@ from rich.console import Console
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import LayerConfig
+from redraft.records import from_plain
 from redraft.train.batches import BatchPlan
 from redraft.train.data import Corpus
 from redraft.train.drafter_config import DrafterRecipe, stream_name
@@ -45,9 +46,9 @@ PROGRESS = "progress.jsonl"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run belongs to.
+    """The verifier, data and settings that a run belongs to.
 
-    config: the drafter's configuration.   data: digest of the documents.   texts: what the written texts depend on.
+    config: the drafter's configuration.   data: digest of the documents.   texts: settings of the written texts.
     """
 
     method: str
@@ -58,14 +59,12 @@ class RunFacts:
 
     @classmethod
     def read(cls, run: Path) -> RunFacts | None:
-        """The facts in a run folder; None where there are none."""
+        """The facts in a run folder; None if there are none."""
         try:
-            values = json.loads((run / RUN).read_text(encoding="utf-8"))
-            verifier = Identity(tuple(values["verifier"]["weights"]), values["verifier"]["tokenizer"])
-            return cls(values["method"], values["config"], verifier, values["data"], values["texts"])
+            return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, UsageError) as error:
             raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None
 
     def write(self, run: Path) -> None:
@@ -79,7 +78,7 @@ class RunFacts:
         return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
 
     def check_same(self, run: Path) -> None:
-        """Raise TrainingError where the run folder is of another verifier or has texts of another recipe."""
+        """Raise TrainingError if the run folder is of another verifier or has texts of another recipe."""
         before = RunFacts.read(run)
         if before is None:
             raise TrainingError(f"no drafter's run in {run} to resume", "start without --resume")
@@ -112,8 +111,8 @@ def train_drafter(
 ) -> int:
     """Train, or go on training, in the run folder `out`; returns the number of steps run now.
 
-    Texts are made first, and kept where a start of the same run was interrupted. Raises UsageError, DataError,
-    CheckpointError, UnsupportedModelError or TrainingError, each naming what does not fit.
+    Texts are made first. Those of an interrupted start of the same run are used again. Raises UsageError, DataError,
+    CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
     """
     check_device(device)
     if not resume:
@@ -143,7 +142,7 @@ def train_drafter(
 
 
 def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:
-    """The recipe with a weight for every kind, where it leaves them open."""
+    """Return the recipe with a weight for every kind, if it has none."""
     if not recipe.weights:
         return replace(recipe, weights=dict.fromkeys(sorted(sources) or [SELF], 1.0))
     if not sources and set(recipe.weights) != {SELF}:

@@ -1,6 +1,6 @@
-"""What a published verifier can do: bits per byte, Python that parses, answers that end, MTP acceptance.
+"""Measure a published verifier: bits per byte, Python that parses, answers that end, MTP acceptance.
 
-Every figure of the model card comes from here, and from nothing but the folder itself.
+This module computes every figure of the model card from the published folder alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from redraft.errors import CheckpointError
 from redraft.train.data import SEPARATOR
 from redraft.train.publish import load_mtp
-from redraft.train.python_text import verdict
+from redraft.train.python_text import syntax_checks
 
 NEW_TOKENS = 128
 _GENERATION_ROWS = 16
@@ -61,7 +61,7 @@ def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
     mtp = load_mtp(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
     kinds: dict[str, KindFigures] = {}
-    verdicts: list[tuple[bool, bool]] = []
+    checked: list[tuple[bool, bool]] = []
     for path in paths:
         prompts = read_prompts(folder / "prompts" / f"{path.stem}.jsonl")
         bits, per_byte = bits_per_byte(model, tokenizer, path.read_text(encoding="utf-8"))
@@ -76,14 +76,14 @@ def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
         )
         if path.stem == "code":
             texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for _, row in rows]
-            verdicts = [verdict(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+            checked = [syntax_checks(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     return Figures(
         parameters=sum(p.numel() for p in model.parameters()),
         mtp_parameters=sum(p.numel() for p in mtp.parameters()),
         new_tokens=new_tokens,
         kinds=kinds,
-        python_without_error=sum(v[0] for v in verdicts) / max(1, len(verdicts)),
-        python_parsed=sum(v[1] for v in verdicts) / max(1, len(verdicts)),
+        python_without_error=sum(v[0] for v in checked) / max(1, len(checked)),
+        python_parsed=sum(v[1] for v in checked) / max(1, len(checked)),
     )
 
 
@@ -96,7 +96,7 @@ def read_prompts(path: Path) -> list[str]:
 def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
     """Bits a byte over the documents of `text` (EOS counted, BOS given), and tokens a byte.
 
-    Windows are as long as the model's positions and advance by half; a token is scored where it has most context.
+    Windows are as long as the model's positions and advance by half; a token is scored with its longest context.
     """
     window: int = model.config.max_position_embeddings
     nats, tokens, size = 0.0, 0, 0
@@ -121,7 +121,7 @@ def greedy(
     prompts: Sequence[str],
     new_tokens: int,
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of every prompt and of its greedy completion, through EOS where it comes."""
+    """Return token ids of every prompt and of its greedy completion, up to EOS."""
     rows = []
     for first in range(0, len(prompts), _GENERATION_ROWS):
         batch = tokenizer(list(prompts[first : first + _GENERATION_ROWS]), return_tensors="pt", padding=True)
@@ -137,7 +137,10 @@ def greedy(
 
 @torch.inference_mode()
 def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tuple[int, int]:
-    """How many tokens of the completion, its first left out, the MTP module predicts greedily, and of how many."""
+    """Return how many tokens of the completion the MTP module predicts greedily, and how many it tries.
+
+    The completion's first token is left out.
+    """
     ids = torch.tensor([prompt + new])
     hidden = model.model(ids).last_hidden_state
     states = mtp(hidden[:, :-2], model.model.embed_tokens(ids[:, 1:-1]))  # row t predicts token t + 2

@@ -44,8 +44,8 @@ def train(
     """Run from the first step, or from `out`'s checkpoint, to `recipe.steps`; returns the steps run here.
 
     `identity` names the data; a checkpoint of other data or another recipe is refused with TrainingError, and one of
-    another length where the steps so far would have gone otherwise: once the decay has begun, from the first step on
-    with a decay_share of 1. A loss that is not finite raises TrainingError and leaves the last checkpoint as it is.
+    another length if the steps so far would have been different: after the decay has begun, which is from the first
+    step on with a decay_share of 1. A loss that is not finite raises TrainingError; the last checkpoint stays.
     """
     if resume:
         first, optimizers = _resume(objective, recipe, out, identity)

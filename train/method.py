@@ -1,4 +1,4 @@
-"""What a drafting method gives to be trained, measured and published; runs know nothing else of it."""
+"""The parts of a drafting method that training, measuring and publishing use. Runs use nothing else of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from redraft.train.verifier_model import VerifierModel
 
 
 class DrafterObjective(Objective, Protocol):
-    """The loss of a drafter beside its frozen verifier. Its state is the drafter's, under `drafter.`."""
+    """The loss of a drafter with its frozen verifier. Its state is the drafter's, under `drafter.`."""
 
     @property
     def drafter(self) -> nn.Module:
-        """What is trained."""
+        """The module that is trained."""
 
     @property
     def verifier(self) -> Any:
@@ -30,9 +30,9 @@ class DrafterObjective(Objective, Protocol):
         """Move the drafter."""
 
     def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """Of tokens [B, T + lookahead]: the verifier's logits [B, T + lookahead, V], and those of a draft by depth.
+        """Return the verifier's logits [B, T + lookahead, V] of tokens [B, T + lookahead], and drafts' logits by depth.
 
-        Depth d gives [B, T, V]: row p is what a draft that starts at position p says of token p + d + 1, given the
+        Depth d gives [B, T, V]: row p is a draft that starts at position p, and predicts token p + d + 1 from the
         tokens before it.
         """
 
@@ -44,7 +44,7 @@ class Method:
     recipe:     class of its recipes.   config: class of its drafter's configuration.
     module:     a configuration to a fresh drafter.
     configure:  a recipe and a verifier to the configuration.
-    objective:  model, configuration, recipe and whether to compile to the objective, initialised by torch's generator.
+    objective:  model, configuration, recipe and a flag to compile -> the objective, initialised by torch's generator.
     warm_start: fills a fresh drafter from the verifier's multi-token-prediction module.
     """
 

@@ -4,7 +4,7 @@
     h1_t = DecoderLayer(h')_t                            causal over t
     p(x_{t+2}) = softmax(E RMSNorm(h1_t))                embedding and head shared with the verifier
 
-`h_t` is the verifier's hidden state after its final norm, which is what exported verifiers give as `last`.
+`h_t` is the verifier's hidden state after its final norm. Exported verifiers give it as `last`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the training loop optimises: an objective owns modules and turns a batch into a loss."""
+"""The objective of the training loop: it owns modules and turns a batch into a loss."""
 
 from __future__ import annotations
 

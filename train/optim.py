@@ -1,4 +1,4 @@
-"""Optimisers: Muon for hidden matrices beside AdamW for embeddings and gains, or plain Adam for all.
+"""Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or plain Adam for all.
 
 Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, found by a quintic
 Newton-Schulz iteration. torch has one, which iterates matrix by matrix in bf16; CPUs without bf16 instructions are

@@ -1,4 +1,4 @@
-"""Reporting: a bar on a terminal, else one plain line every so many seconds."""
+"""Reporting: a bar on a terminal, else one plain line every few seconds."""
 
 from __future__ import annotations
 

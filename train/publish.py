@@ -1,7 +1,7 @@
-"""From a run folder to a Hugging Face checkpoint with prompts and held-out text.
+"""Publish a run folder as a Hugging Face checkpoint with prompts and held-out text.
 
-The verifier's own file loads anywhere; the MTP module is beside it in `mtp.safetensors`, named by `redraft_mtp` in
-config.json, since a loader of the verifier alone would report its tensors as surplus.
+The verifier's own file loads anywhere. The MTP module has a file of its own, `mtp.safetensors`, since a loader of the
+verifier would report its tensors as surplus. `redraft_mtp` in config.json names the file.
 """
 
 from __future__ import annotations

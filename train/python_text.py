@@ -1,4 +1,4 @@
-"""Whether text is Python, finished or not."""
+"""Check that text is Python, finished or not."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def parses(text: str) -> bool:
     return True
 
 
-def verdict(prompt: str, completion: str) -> tuple[bool, bool]:
+def syntax_checks(prompt: str, completion: str) -> tuple[bool, bool]:
     """Two readings of "the completion parses", of prompt and completion cut at the last line's end.
 
-    First: CPython finds no syntax error, though the text may be unfinished. Second, stricter: besides, `ast.parse`
-    accepts the prompt with at least half of the completion's lines, so something was begun and brought to an end.
+    First: CPython finds no syntax error, though the text may be unfinished. Second, stricter: `ast.parse` also accepts
+    the prompt with at least half of the completion's lines, so the completion began a statement and ended it.
     """
     lines = (prompt + completion).splitlines(keepends=True)
     if not lines[-1].endswith("\n"):

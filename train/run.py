@@ -76,7 +76,7 @@ def train_verifier(
 
 
 def refuse_run(out: Path) -> None:
-    """Raise UsageError where a run's checkpoint would be overwritten."""
+    """Raise UsageError if a run's checkpoint would be overwritten."""
     if (out / NAME).exists():
         raise UsageError(f"{out} holds a run already", "give --resume or another --out")
 
@@ -102,7 +102,7 @@ def prepare(corpora: Mapping[str, Corpus], out: Path, recipe: VerifierRecipe) ->
 
 
 def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
-    """What a run folder says of a kind: its training side's size, and which documents are held out."""
+    """Return a run folder's record of a kind: the size of its training side, and the held-out documents."""
     return {
         "documents": len(corpus.train),
         "characters": sum(len(d.text) for d in corpus.train),
@@ -112,7 +112,7 @@ def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
 
 
 def data_facts(out: Path) -> dict[str, Any]:
-    """What `prepare` noted of each kind: documents, characters, tokens, names of the held-out documents."""
+    """Return the record that `prepare` wrote of each kind: documents, characters, tokens, held-out names."""
     facts: dict[str, Any] = json.loads((out / DATA).read_text(encoding="utf-8"))
     return facts
 

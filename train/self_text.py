@@ -1,6 +1,6 @@
-"""Text that a verifier writes itself: what a drafter will have to predict, and so what it should learn from.
+"""Text that a verifier writes itself. A drafter will have to predict such text, so it learns from it.
 
-Rows are begun by stretches of a corpus and continued greedily or by sampling, many at once.
+Rows begin with stretches of a corpus. The verifier continues many at once, greedily or by sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write_rows(
 ) -> NDArray[np.int64]:
     """Continue every row of `prompts` [R, P] by `new_tokens` tokens: int64 [R, P + new_tokens].
 
-    Temperature 0 takes the likeliest token. End-of-text tokens do not end a row: what follows them is the model's too.
+    Temperature 0 takes the likeliest token. End-of-text tokens do not end a row: the model goes on after them.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     rows = []
@@ -63,7 +63,7 @@ def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
 def continue_greedily(
     model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
 ) -> list[list[int]]:
-    """Whole texts of prompts of any lengths, each continued by the likeliest tokens, through `eos` where it comes.
+    """Whole texts of prompts of any lengths, each continued by the likeliest tokens, up to `eos`.
 
     Rows begin together at the shortest prompt's end; the others take their own prompt's tokens until it is over.
     """

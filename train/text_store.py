@@ -1,6 +1,6 @@
-"""The texts of a drafter's run, made once and kept in its folder: documents, what the verifier wrote, held-out rows.
+"""The texts of a drafter's run, made once and stored in its folder: documents, the verifier's texts, held-out rows.
 
-Every array is written beside and renamed, so what is there is whole and an interrupted run goes on where it was.
+Every array is written under another name and then renamed, so every file is whole and an interrupted run can go on.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Array = NDArray[np.integer[Any]]
 Progress = Callable[[str, int, int], None]
 """Name of the stream, rows written, rows in all."""
 SELF = "self"
-"""The one kind of a run without documents: what the verifier writes from its first token on."""
+"""The only kind of a run without documents: text that the verifier writes from its first token on."""
 
 
 def cached(path: Path, make: Callable[[], Array]) -> Array:
-    """The array in `path`, made and written whole where it is missing."""
+    """Return the array in `path`. If it is missing, make it and write it whole."""
     if path.exists():
         try:
             found: Array = np.load(path)
@@ -46,7 +46,7 @@ def cached(path: Path, make: Callable[[], Array]) -> Array:
 
 
 class TextStore:
-    """Streams and held-out rows of a run. Token ids are uint16 where the vocabulary allows it, else uint32."""
+    """Streams and held-out rows of a run. Token ids are uint16 if the vocabulary allows it, else uint32."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TextStore:
         corpora: Mapping[str, Corpus],
         progress: Progress = lambda name, done, rows: None,
     ) -> None:
-        """`corpora` may be empty: then all text is the verifier's. Raises UsageError where it cannot begin one."""
+        """`corpora` may be empty: then all text is the verifier's. Raises UsageError if no such run can begin."""
         self._folder, self._verifier, self._recipe, self._corpora = folder, verifier, recipe, corpora
         self._progress = progress
         self._dtype: type[np.integer[Any]] = np.uint16 if verifier.vocab_size <= 1 << 16 else np.uint32
@@ -68,7 +68,7 @@ class TextStore:
             )
 
     def streams(self, lookahead: int) -> dict[str, Array]:
-        """Every stream that the recipe draws from. Raises DataError before writing text where a corpus is too short."""
+        """Every stream that the recipe draws from. Raises DataError before writing text if a corpus is too short."""
         recipe = self._recipe
         length = max(recipe.seq_len, recipe.decay_seq_len)
         for kind in self._corpora:
@@ -126,7 +126,7 @@ class TextStore:
 
 
 def token_counts(streams: Mapping[str, Array], vocab_size: int) -> NDArray[np.int64]:
-    """How often every token occurs in all streams, int64 [V]."""
+    """Return the number of times that every token occurs in all streams, int64 [V]."""
     counts = np.zeros(vocab_size, np.int64)
     for stream in streams.values():
         counts += np.bincount(stream, minlength=vocab_size)

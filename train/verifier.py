@@ -67,7 +67,7 @@ class VerifierObjective(nn.Module):
     def row_losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens i64[B, T + 2] to mean losses, nats a token: next token [B], and token after next [ceil(B / stride)].
 
-        The MTP module sees every `mtp_row_stride`-th row, which bounds what it costs.
+        The MTP module sees every `mtp_row_stride`-th row, which bounds its cost.
         """
         inputs, following, after = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.model.model(input_ids=inputs, use_cache=False).last_hidden_state  # [B, T, n]
@@ -95,7 +95,7 @@ class VerifierObjective(nn.Module):
 
 
 def grow(model: LlamaForCausalLM, layers: int) -> None:
-    """Deepen `model` in place, to a multiple of its layers, without changing what it computes.
+    """Deepen `model` in place, to a multiple of its layers, without changing its results.
 
     Every layer is followed by copies of itself whose writes to the residual stream are zeroed, so they start as the
     identity (as in a fresh model) but read with trained projections.
@@ -118,7 +118,7 @@ def grow(model: LlamaForCausalLM, layers: int) -> None:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Normal weights with variance 1 / fan-in, small embeddings, and zero where a block writes to the residual."""
+    """Normal weights with variance 1 / fan-in, small embeddings, and zeros in what is added to the residual."""
     for name, parameter in module.named_parameters():
         if parameter.dim() < 2:
             nn.init.ones_(parameter)

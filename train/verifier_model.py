@@ -61,18 +61,18 @@ class VerifierModel:
 
     @property
     def logit_scale(self) -> float:
-        """What the head's product is multiplied by."""
+        """Factor on the head's product."""
         return support.logit_scale(self.config)
 
 
 def open_verifier(path: Path, device: str) -> VerifierModel:
     """Load a checkpoint folder, fp32 on the CPU and bf16 on CUDA, in evaluation mode, its parameters frozen.
 
-    Raises CheckpointError where the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
-    where logits are not its LM head's product with its features times a constant.
+    Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
+    if logits are not its LM head's product with its features times a constant.
     """
     checkpoint = Checkpoint.open(path)
-    support.load_config(checkpoint)  # refuses what cannot be exported anyway
+    support.load_config(checkpoint)  # refuses models that cannot be exported anyway
     tokenizer = _tokenizer(path)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
@@ -88,7 +88,7 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
 
 
 def check_device(device: str) -> None:
-    """Raise UsageError where the device is not usable here."""
+    """Raise UsageError if the device is not usable here."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here", "use --device cpu")
 
@@ -106,8 +106,8 @@ def _tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def autocast_beside(verifier: Any) -> torch.autocast:
-    """Products in bf16 where the verifier is: what is trained or measured beside it has its parameters in fp32."""
+def autocast_of(verifier: Any) -> torch.autocast:
+    """Compute products in bf16 if the verifier is in bf16. A drafter's parameters are in fp32."""
     return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
 

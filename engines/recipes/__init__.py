@@ -1,7 +1,7 @@
-"""Recipes: which checkpoint a name stands for, and how its bundle is built. One TOML file a model, or one of your own.
+"""Recipes: the checkpoint that a name stands for, and its bundle's configuration. One TOML file a model.
 
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
-[shape]                what the model's config.json says: a checkpoint is compared with it, random weights need no more
+[shape]                values of the model's config.json: a checkpoint must have them, and random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
 [build.drafters.ID]    source, named like the model's; method; and the method's options for building
 [build.tensorrt]       keys of `redraft.config.TensorRtBuild`
@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.config import BuildConfig, DrafterBuild, TensorRtBuild, from_mapping
+from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import UsageError
 from redraft.methods import find_method
+from redraft.records import from_plain
 
 _FOLDER = Path(__file__).resolve().parent
 _ASSETS = _FOLDER.parents[1] / "assets"
@@ -26,7 +27,7 @@ _ASSET = "asset:"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to build. `source` is a directory where it names one, else a Hub id; `shape` is empty where it says none."""
+    """A recipe. `source` is a directory if one has that name, else a Hub id. `shape` is empty without [shape]."""
 
     name: str
     source: str
@@ -48,20 +49,14 @@ def load_recipe(name: str) -> Recipe:
     path = _FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
     if path.suffix != ".toml" or not path.is_file():
         raise UsageError(f"no recipe {name!r}", f"give one of {', '.join(recipe_names())}, or the path of a TOML file")
-    values = _read(path)
-    recipe = from_mapping(_File, values, str(path))
-    if not isinstance(recipe.source, str) or not recipe.source or not isinstance(recipe.build, dict):
-        raise UsageError(f"{path}: expected `source` as text and `build` as a table", "see `redraft build --help`")
-    if not isinstance(recipe.shape, dict) or (recipe.shape and not isinstance(recipe.shape.get("model_type"), str)):
-        raise UsageError(f"{path}: expected [shape] with `model_type` and the rest of a config.json", "mend the file")
-    build: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in recipe.build.items()
-    }
-    if "drafters" in build:
-        build["drafters"] = _drafters(build["drafters"], path)
-    if isinstance(options := build.get("tensorrt"), dict):
-        build["tensorrt"] = from_mapping(TensorRtBuild, options, f"{path}: build.tensorrt")
-    config = from_mapping(BuildConfig, build, f"{path}: build")
+    recipe = from_plain(_File, _read(path), str(path))
+    if not recipe.source:
+        raise UsageError(f"{path}: expected `source` to name a model", "see `redraft build --help`")
+    if recipe.shape and not isinstance(recipe.shape.get("model_type"), str):
+        raise UsageError(f"{path}: expected [shape] with `model_type` and the rest of a config.json", "fix the file")
+    build = dict(recipe.build)
+    drafters = _drafters(build.pop("drafters", {}), path)
+    config = replace(from_plain(BuildConfig, build, f"{path}: build"), drafters=drafters)
     return Recipe(path.stem, _resolve(recipe.source, path), recipe.shape, config)
 
 
@@ -71,26 +66,27 @@ def _drafters(tables: Any, path: Path) -> tuple[DrafterBuild, ...]:
     return tuple(_drafter(name, dict(values), path) for name, values in tables.items())
 
 
-def _drafter(name: str, values: dict[str, Any], path: Path) -> DrafterBuild:
-    source, method = values.pop("source", None), values.pop("method", None)
-    drafter = DrafterBuild(name, source, method, values)
-    if method is not None:  # else the folder names it
-        find_method(method).parse_build(values, f"{path}: build.drafters.{name}")
-    return replace(drafter, source=_resolve(source, path)) if source else drafter
+def _drafter(name: str, options: dict[str, Any], path: Path) -> DrafterBuild:
+    where = f"{path}: build.drafters.{name}"
+    own = {key: options.pop(key) for key in ("source", "method") if key in options}
+    drafter = from_plain(DrafterBuild, {"id": name, "options": options, **own}, where)
+    if drafter.method is not None:  # else the folder names it
+        find_method(drafter.method).parse_build(options, where)
+    return replace(drafter, source=_resolve(drafter.source, path)) if drafter.source else drafter
 
 
 @dataclass(frozen=True)
 class _File:
-    source: Any = None
-    shape: Any = field(default_factory=dict)
-    build: Any = field(default_factory=dict)
+    source: str
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    build: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: expected a TOML recipe, found {error}", "mend the file") from error
+        raise UsageError(f"{path}: expected a TOML recipe, found {error}", "fix the file") from error
 
 
 def _resolve(source: str, recipe: Path) -> str:

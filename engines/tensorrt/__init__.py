@@ -1,10 +1,10 @@
-"""TensorRT engines: what its parser is given of an exported graph, with which profiles, for which GPU.
+"""TensorRT engines: exported graphs prepared for its parser, optimization profiles, and the GPU they are for.
 
-    records    what a bundle's manifest says of its engines       plugin        the library of `redraft::TreeAttention`
-    driver     the GPU, asked without TensorRT                    target        TensorRT and GPU that engines are for
-    tools      all that engines are built with on this machine    commands      the same by other people's tools
-    prepare    a portable graph in the form the parser takes      operators     what the parser takes, by version
-    profiles   optimization profiles of every graph               memory        what building and running need
+    records    engines in a bundle's manifest                     plugin        the library of `redraft::TreeAttention`
+    driver     the GPU, found without TensorRT                    target        TensorRT and GPU that engines are for
+    tools      all that engines are built with on this machine    commands      commands of other tools for engines
+    prepare    a portable graph in the form the parser takes      operators     operators of the parser, by version
+    profiles   optimization profiles of every graph               memory        memory of building and running
     inputs     integers that other tools may time with            native        our operator in TensorRT's own
     expand     operators that older parsers lack                  rewrite       nodes in place of a node
     builder    Polygraphy's loaders over TensorRT's API           engine_cache  engines built before

@@ -25,10 +25,10 @@ _MESSAGE_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """How one engine is built.
+    """Input of one engine's build.
 
     graph:         file of the prepared graph.
-    plugin:        library of the plugin; None where the graph has no node for it.
+    plugin:        library of the plugin; None if the graph has no node for it.
     embed_plugin:  make the library part of the engine, which then must be version-compatible.
     timing_cache:  file of measured kernel times, read and added to.
     """
@@ -42,7 +42,7 @@ class EngineBuild:
 
     @property
     def settings(self) -> Settings:
-        """What the builder is told beside graph and profiles."""
+        """The builder's settings, apart from graph and profiles."""
         return Settings(
             workspace_bytes=self.workspace_bytes,
             version_compatible=self.embed_plugin,
@@ -54,9 +54,9 @@ class Settings:
     """Settings of the builder that change an engine.
 
     workspace_bytes:     limit of its scratch memory.   strongly_typed: types are the graph's.
-    version_compatible:  it carries its runtime, and so the plugin's library.
-    max_aux_streams:     streams beside ours. Every context makes its own, and there is one a set of shapes; a decoder's
-                         layers follow one another.
+    version_compatible:  the engine contains its runtime, and so the plugin's library.
+    max_aux_streams:     streams in addition to ours. Every set of shapes has a context with its own streams, and a
+                         decoder's layers run one after the other.
     """
 
     workspace_bytes: int
@@ -66,9 +66,9 @@ class Settings:
 
 
 def build_engine(build: EngineBuild) -> memoryview:
-    """The serialized engine, where TensorRT holds it: it is as large as the weights, and is not copied.
+    """Return the serialized engine in TensorRT's own memory. It is as large as the weights, and is not copied.
 
-    The driver must have been asked before. Raises BackendError with TensorRT's own line.
+    The caller must have found the driver (`driver`) before. Raises BackendError with TensorRT's own line.
     """
     tensorrt = import_tensorrt()
     try:
@@ -140,7 +140,7 @@ def _heard(tensorrt: Any) -> list[str]:
 
 
 def _complete(config: Any, build: EngineBuild, monitor: Any) -> None:
-    """What Polygraphy does not set: who may cancel, and the plugin's library as part of the engine where asked for."""
+    """Set what Polygraphy does not: the monitor that may cancel, and the plugin's library as part of the engine."""
     config.progress_monitor = monitor
     if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]

@@ -35,7 +35,7 @@ _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
 @dataclass(frozen=True)
 class Command:
-    """A command line and what it is for; no words where there is none, and the purpose says why."""
+    """A command line and its purpose. `words` is empty if no command exists; the purpose then gives the reason."""
 
     purpose: str
     words: tuple[str, ...]
@@ -45,7 +45,7 @@ class Command:
 
 
 def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
-    """What to run on the bundle at `folder`: on ONNX Runtime always, on TensorRT where it has engines."""
+    """Return commands for the bundle at `folder`: ONNX Runtime's always, TensorRT's if it has engines."""
     built = manifest.tensorrt
     if built:
         words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)
@@ -82,7 +82,7 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
 
 
 def _values(graph: str, record: GraphRecord, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
-    """Ranges of integer inputs that are sound together: every node sees the committed rows."""
+    """Ranges of integer inputs that are valid together: every node sees the committed rows."""
     token = (0, manifest.shape.vocabulary - 1)
     rows = _DRAFTED if names.NUM_PENDING in {spec.name for spec in record.inputs} else _ROWS
     known = {
@@ -117,7 +117,7 @@ def _tensorrt(folder: Path, graph: str, record: GraphRecord, built: TensorRtReco
 
 
 def _library(folder: Path, built: TensorRtRecord) -> str:
-    """The plugin's library: beside the engines, or where it is built if it is part of them; empty without a plugin."""
+    """Return the plugin's library: the bundle's own, or the built one if engines contain it; empty without a plugin."""
     if built.plugin_file:
         return str(folder / built.plugin_file)
     own = os.environ.get(VARIABLE) or str(FOLDER / library_name(parse_version(built.version)[0]))
@@ -134,7 +134,7 @@ def _comparison(folder: Path, graph: str, record: GraphRecord, built: TensorRtRe
     tolerance = str(max(_TOLERANCE.get(spec.dtype, 0.0) for spec in record.outputs))
     kept = ["--load-inputs", f"{graph}.inputs.json", "--load-outputs", f"{graph}.outputs.json"]
     return Command(
-        f"{graph}: compared with what ONNX Runtime gave",
+        f"{graph}: compared with ONNX Runtime's outputs",
         (*environment, "polygraphy", "run", *network, "--trt", "--strongly-typed",
          *_polygraphy_profiles(engine.profiles), "--optimization-profile", str(len(engine.profiles) - 1), *kept,
          "--atol", tolerance, "--rtol", tolerance),

@@ -1,4 +1,4 @@
-"""The GPU and its memory, asked of the CUDA driver itself: safe where no driver is installed, as TensorRT is not."""
+"""The GPU and its memory, by the CUDA driver itself: safe if no driver is installed, unlike TensorRT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gpu:
 
 
 def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
-    """Ask the driver. Raises BackendError where there is none, it does not start, or it sees no GPU."""
+    """Ask the driver. Raises BackendError if there is none, it does not start, or it sees no GPU."""
     try:
         library = load(LIBRARY)
     except OSError:
@@ -50,7 +50,7 @@ def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
 
 
 def cuda_version(load: Loader = ctypes.CDLL) -> tuple[int, int]:
-    """The newest CUDA that the driver runs, like (12, 4). Raises BackendError where there is none."""
+    """The newest CUDA that the driver runs, like (12, 4). Raises BackendError if there is none."""
     try:
         driver = _Driver(load(LIBRARY))
     except OSError:
@@ -82,7 +82,7 @@ def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
 
 
 class _Driver:
-    """The driver's functions, every one of which returns 0 or an error code."""
+    """The driver's functions. Each returns 0 or an error code."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -15,7 +15,7 @@ from redraft.files import link_or_copy
 
 
 def cache_folder() -> Path:
-    """Where engines and timing caches lie: redraft/tensorrt in the user's cache folder."""
+    """Return the folder of engines and timing caches: redraft/tensorrt in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "tensorrt"
 
 
@@ -39,7 +39,7 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
 
 
 def _polygraphy() -> str:
-    """Its version: it sets what it is not told. Without it nothing is built."""
+    """Polygraphy's version, since its defaults change engines. Without Polygraphy nothing is built."""
     try:
         return metadata.version("polygraphy")
     except metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def _polygraphy() -> str:
 
 
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
-    """Put the cached engine of this key at `out`. False where there is none."""
+    """Put the cached engine of this key at `out`. False if there is none."""
     cached = _path(key, folder)
     if not cached.is_file():
         return False

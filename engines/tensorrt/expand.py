@@ -2,7 +2,7 @@
 
 RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
 RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin), whatever follows is kept.
-Forms that the exporter does not write are left as they are, for the check of operators to name.
+Other forms than the exporter's stay unchanged; the check of operators names them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from redraft.engines.tensorrt.rewrite import Rewriter
 
 
 def expand(model: ir.Model, release: Release) -> None:
-    """Replace every node that came after `release`, in place, where there is a form for it.
+    """Replace every node that is newer than `release`, in place, by older operators if that is possible.
 
-    Types and shapes of values are inferred where the graph does not say them, bodies of functions included.
+    Types and shapes that the graph lacks are inferred, also in bodies of functions.
     """
     lacking = [node for node in model.graph if node.op_type in _FORMS and SINCE[node.op_type] > release]
     if any(node.inputs[0] is None or node.inputs[0].dtype is None for node in lacking):

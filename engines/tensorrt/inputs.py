@@ -1,7 +1,7 @@
-"""Integer inputs that are sound together, for tools that would make them up: tokens of the vocabulary, rows that exist.
+"""Valid integer inputs for tools that would invent them: tokens of the vocabulary, rows that exist.
 
-trtexec fills integers with numbers from -128 on, with which a graph reads outside of its buffers, or times calls that
-nobody makes. Of other inputs any values will do.
+trtexec fills integers with numbers from -128 on. With them a graph reads outside of its buffers, or the timed call is
+one that never happens. Other inputs may have any values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Integers = NDArray[Any]
 
 
 def input_file(graph: str, profile: str, name: str) -> str:
-    """Where an input of a profile's usual call is written: its bytes alone, as trtexec reads them."""
+    """Return the file of an input of a profile's usual call. It has the bytes alone, as trtexec reads them."""
     return f"{graph}.{profile}.{name}.bin"
 
 
@@ -47,14 +47,14 @@ def write_inputs(folder: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]]:
-    """Return least and largest sound values of the inputs that only a drafter's method has."""
+    """Return least and largest valid values of the inputs that only a drafter's method has."""
     drafter = drafter_of(manifest, graph)
     spec = drafter.engine_graphs.get(graph) if drafter else None
     return spec.integers(drafter.shape) if drafter and spec else {}
 
 
 def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
-    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as leave it room."""
+    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as fit before it."""
     record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
     sizes = _sizes(record, profile)
     rows = sizes.get("T", sizes.get("M", 1))
@@ -64,7 +64,7 @@ def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, 
 
 
 def _sizes(record: GraphRecord, profile: Profile) -> dict[str, int]:
-    """The symbols of what a profile is tuned for."""
+    """Return the sizes of the symbols that a profile is tuned for."""
     known = {spec.name: spec for spec in record.inputs}
     return {
         dim: size

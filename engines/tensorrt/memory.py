@@ -1,9 +1,9 @@
-"""How much GPU memory building and running engines takes, part by part, and the refusal where there is less.
+"""Estimate the GPU memory of building and running engines, part by part, and refuse a build that does not fit.
 
-Engines are built one after the other. TensorRT's builder is taken to keep the weights that its parser read in host
-memory, and on the GPU what it times: an engine's weights once, its inputs and outputs, what is between its layers, and
-scratch memory. Running holds all engines. What several of them read and write (KV buffers, a tree, tables)
-is there once, and each has scratch memory of its own, which all of its execution contexts share.
+Engines are built one after the other. The estimate assumes that TensorRT's builder holds the parser's weights in host
+memory. On the GPU it holds an engine's weights once, its inputs and outputs, activations and scratch memory. Running
+holds all engines. Tensors that several of them read and write (KV buffers, a tree, tables) count once. Each engine has
+scratch memory of its own, which all of its execution contexts share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from redraft.errors import BackendError
 from redraft.names import TensorSpec
 
 CONTEXT_BYTES = 1 << 29
-"""What a CUDA context and TensorRT's own kernels take, about."""
+"""Approximate bytes of a CUDA context and TensorRT's own kernels."""
 _HALF_BYTE = 0.5
 _INT4 = onnx.TensorProto.INT4
 _GIB = 1 << 30
@@ -33,8 +33,8 @@ _GIB = 1 << 30
 class Needs:
     """Bytes of one engine by part.
 
-    buffers:      inputs and outputs at their largest, by whose they are and their name; one in place counts once.
-    activations:  what is between its layers at one time.   workspace: scratch memory that a kernel may use besides.
+    buffers:      inputs and outputs at their largest, by owner and name; one in place counts once.
+    activations:  tensors between its layers at one time.   workspace: scratch memory that a kernel may use.
     """
 
     weights: int
@@ -47,7 +47,7 @@ def needs_of(
     owner: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
     profiles: Sequence[Profile],
 ) -> Needs:  # fmt: skip
-    """Return what an engine of this prepared graph takes under these profiles. owner: whose buffers it reads."""
+    """Return the memory of an engine of this prepared graph with these profiles. owner: of the buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
     sizes = [_sizes(inputs, profile) for profile in profiles]
@@ -57,9 +57,9 @@ def needs_of(
 
 
 def activation_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int:
-    """The most that lies between a graph's nodes at one time, in their order, where symbols have these sizes.
+    """Return the most bytes of tensors between a graph's nodes at one time, in their order, for these symbols' sizes.
 
-    About an upper bound, since what TensorRT fuses is not there. Weights and what is computed of them alone, inputs,
+    This is about an upper bound, since TensorRT fuses nodes. Weights and tensors computed from them alone, inputs,
     outputs, KV buffers that are updated in place, and values of unknown shape do not count.
     """
     known = {value.name: value.type.tensor_type for value in graph.value_info}
@@ -81,7 +81,7 @@ def activation_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int:
 
 
 def check_memory(needs: Mapping[str, Needs], free_bytes: int, gpu: str) -> None:
-    """Raise BackendError where building or running the engines does not fit, saying what each part needs."""
+    """Raise BackendError if building or running the engines does not fit, with the bytes of each part."""
     building = CONTEXT_BYTES + max(
         need.weights + sum(need.buffers.values()) + need.activations + need.workspace for need in needs.values()
     )

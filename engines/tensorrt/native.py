@@ -3,10 +3,10 @@
 The operator's own body puts the tree into the mask by TensorScatter, which TensorRT knows for KV buffers only. Here row
 r of the mask is looked up: before `cache_len` it is committed, from there on it is node r - cache_len.
 
-TensorScatter becomes TensorRT's KV update, which writes to the memory of an input: one a buffer. Where single rows
-follow, each attending to those before it, as a drafter's chain does, they are kept beside the buffer and joined to it:
-row r of the buffer is live up to where the second node's rows would begin. They are not written, so that from there on
-the buffer holds what it did, and a later call must begin no further on.
+TensorScatter becomes TensorRT's KV update, which writes to the memory of an input: one a buffer. A drafter's chain
+adds single rows, each of which attends to those before it. These rows are not written to the buffer, but joined to it:
+rows of the buffer count up to the place of the second node's rows. From there on the buffer is unchanged, so a later
+call must begin there or earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLUGIN = "build with --attention plugin"
 
 
 def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
-    """Replace every TreeAttention node in place. Raises BackendError for what TensorRT's own layers do not compute."""
+    """Replace every TreeAttention node in place. Raises BackendError for a node that TensorRT cannot compute."""
     nodes = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
     if nodes and release < SINCE["TensorScatter"]:
         raise BackendError(
@@ -51,7 +51,7 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
 
 
 def lower_keep(model: ir.Model) -> None:
-    """Say of the keeping graph's indices, which an Expand makes, that they are single numbers.
+    """Declare the last axis of the compaction graph's indices, which an Expand makes, as 1.
 
     TensorRT gathers rows by indices whose last axis is fixed when an engine is built.
     """
@@ -65,8 +65,8 @@ def lower_keep(model: ir.Model) -> None:
 class _Chain:
     """A node over KV buffers, and the single rows that follow it.
 
-    presents:  the buffers after it, keys and values.   joined: rows read of each, then those that followed.
-    cache_len:  where the latest node's rows begin.      seen:   the mask of the buffer, then of each that followed.
+    presents:   the buffers after it, keys and values.   joined: rows read from each, then the later rows.
+    cache_len:  first row of the latest node.            seen:   masks of the buffer, then of each later row.
     """
 
     presents: list[ir.Value]
@@ -124,7 +124,7 @@ def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> No
 
 
 def _continues(node: ir.Node, chain: _Chain) -> bool:
-    """Whether a node brings one row, without a window, that begins behind the rows of the one before it."""
+    """Return True if a node adds one row, without a window, right after the rows of the node before it."""
     k, cache_len = node.inputs[1], node.inputs[7]
     single = k is not None and k.shape is not None and k.shape[1] == 1
     added = cache_len.producer() if cache_len is not None else None
@@ -134,7 +134,7 @@ def _continues(node: ir.Node, chain: _Chain) -> bool:
     if before is not chain.cache_len or rows is None:
         return False
     count = ir.convenience.get_const_tensor(rows)
-    # Of the rows that the first node brings, the caller says how many count; those that follow are one each.
+    # The caller decides how many rows of the first node count. Each later node adds one row.
     return not chain.seen or (count is not None and count.numpy().reshape(-1).tolist() == [1])
 
 

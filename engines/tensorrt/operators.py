@@ -1,6 +1,6 @@
-"""What TensorRT's ONNX parser takes, by version, and the check of a graph against it before anything is built.
+"""Operators of TensorRT's ONNX parser, by version, and the check of a graph against them before a build.
 
-After onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2; later versions are taken to know no less.
+The source is onnx-tensorrt's docs/operators.md and its changelog, 10.9 to 11.2. Later versions count as the last one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _TYPES: Mapping[frozenset[int], str] = {
 SUPPORTED: Mapping[str, frozenset[int]] = {
     operator: types for types, listed in _TYPES.items() for operator in listed.split()
 } | {"Constant": frozenset(), "ConstantOfShape": frozenset()}
-"""Element types of the data input by operator; empty where any will do."""
+"""Element types of the data input by operator; empty if any will do."""
 
 SINCE: Mapping[str, Release] = {
     "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": (10, 15),
@@ -74,7 +74,7 @@ def check(graph: str, model: onnx.ModelProto, release: Release) -> None:
 
 
 def problems(model: onnx.ModelProto, release: Release) -> Iterator[str]:
-    """One line for every node that the parser does not take: its name, its operator, and what about it."""
+    """One line for every node that the parser does not take: its name, its operator, and the problem."""
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if not OPSETS[0] <= opset <= OPSETS[1]:
         yield f"opset {opset}, expected {OPSETS[0]} to {OPSETS[1]}"
@@ -93,7 +93,7 @@ def _operator(node: NodeProto) -> str:
 def _problem(
     node: NodeProto, types: Mapping[str, int], constants: set[str], graph: onnx.GraphProto, release: Release
 ) -> str | None:
-    """What is wrong with a node: empty where the parser does not know the operator at all, None where nothing is."""
+    """Return the problem with a node: empty if the parser does not know the operator at all, None without a problem."""
     if node.op_type == plugin.NAME and node.domain == "":
         return None
     if node.domain not in ("", "ai.onnx") or node.op_type not in SUPPORTED:

@@ -1,4 +1,4 @@
-"""The library of the TensorRT plugin: where it lies, and which TensorRT it was built for."""
+"""The library of the TensorRT plugin: its path, and the TensorRT that it was built for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from redraft.errors import BackendError
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
 VARIABLE = "REDRAFT_TENSORRT_PLUGIN"
 NAME, VERSION, NAMESPACE = "TreeAttention", "1", ""
-"""How the plugin's creator is registered."""
+"""Name, version and namespace of the plugin's registered creator."""
 _FILE = re.compile(r"libredraft_tensorrt_(\d+)\.so")
 
 
@@ -36,7 +36,7 @@ def library_name(major: int | str) -> str:
 def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str] = os.environ) -> Plugin:
     """The library for this major version, from `folder` or as REDRAFT_TENSORRT_PLUGIN names it.
 
-    Raises BackendError where it is missing or was built for another major version, which would crash.
+    Raises BackendError if it is missing or was built for another major version, which would crash.
     """
     named = environment.get(VARIABLE)
     path = Path(named) if named else folder / library_name(major)
@@ -55,9 +55,9 @@ def find_plugin(major: int, folder: Path = FOLDER, environment: Mapping[str, str
 
 
 def load_plugin(library: Path, tensorrt: Any = None) -> None:
-    """Register the plugin's creator with TensorRT, which takes it once a process: what is there already stays.
+    """Register the plugin's creator with TensorRT, which takes it once a process. An earlier registration stays.
 
-    Raises BackendError where it is refused.
+    Raises BackendError if it is refused.
     """
     registry = (tensorrt or import_tensorrt()).get_plugin_registry()
     if registry is not None and registry.get_creator(NAME, VERSION, NAMESPACE) is not None:

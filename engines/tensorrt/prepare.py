@@ -1,4 +1,4 @@
-"""A bundle's portable graph in the form that TensorRT's ONNX parser is given; weights stay where they are.
+"""Rewrite a bundle's portable graph for TensorRT's ONNX parser. Weights stay in their files.
 
 With the plugin: function bodies go, since a node that has one may be expanded, and `TreeAttention` nodes name the
 plugin's creator as all versions of the parser look it up: by operator, `plugin_version` and `plugin_namespace`, and
@@ -22,7 +22,7 @@ from redraft.errors import BackendError
 
 
 def graph_file(graph: str) -> str:
-    """Name of the prepared graph's file, beside the portable one, whose weights it shares."""
+    """Return the name of the prepared graph's file. It shares the portable graph's folder and weights."""
     return f"{graph}.tensorrt.onnx"
 
 
@@ -73,7 +73,7 @@ def _name_plugin(model: ir.Model) -> None:
 
 
 def _give_out_links(model: ir.Model) -> None:
-    """Let what a chain's nodes pass on of a KV buffer be outputs (`names.link`), to be bound where the buffer is.
+    """Make the KV buffers between a chain's nodes outputs (`names.link`), to be bound to the buffer's own memory.
 
     Memory of TensorRT's own would be another place, and each node would first copy the whole buffer there.
     """

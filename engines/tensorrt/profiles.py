@@ -20,7 +20,7 @@ _SMALLEST_CACHE = 2
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """The largest calls that the engines must take.
 
     batch:     B, sequences.   tree: T, nodes of a tree, root included.   prefill: T, prompt tokens of a chunk.
@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def widest(self) -> int:
-        """Nodes that the largest tree is padded to, as far as the KV buffers have room for them."""
+        """Nodes that the largest tree is padded to, at most the rows of the KV buffers."""
         return min(names.padded_width(self.tree), self.max_model_len)
 
     @property
@@ -56,7 +56,7 @@ class Limits:
 
 
 def profiles_of(
-    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: Limits, kv_len_is_shape: bool
+    symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: CallLimits, kv_len_is_shape: bool
 ) -> tuple[Profile, ...]:
     """Return the profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
 
@@ -82,7 +82,7 @@ def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
 
 
 def check_tree(largest: int, nodes: int) -> None:
-    """Raise UsageError for a tree of `nodes`, root included, where engines take `largest`."""
+    """Raise UsageError if a tree of `nodes`, root included, is larger than the `largest` of the engines."""
     if nodes > largest:
         raise UsageError(
             f"a tree of {nodes} nodes, its root included, is larger than the {largest} that the engine's profile takes",
@@ -91,7 +91,7 @@ def check_tree(largest: int, nodes: int) -> None:
 
 
 def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
-    """Raise UsageError for more sequences at once than engines take."""
+    """Raise UsageError for more sequences at once than the engines take."""
     if max_num_seqs > largest:
         raise UsageError(
             f"{max_num_seqs} sequences at once are more than the {largest} that the engine's profiles take",
@@ -99,18 +99,18 @@ def check_max_num_seqs(largest: int, max_num_seqs: int) -> None:
         )
 
 
-def verifier_symbols(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a graph of the verifier or of a step."""
     return _SYMBOLS[graph](limits)
 
 
-def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context."""
     rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len + spare_rows))}
     return {name: {**_batch(limits), **rows, **own} for name, own in graph.profiles.items()}
 
 
-def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """A prompt is computed alone; a tree has at least a root and a node."""
     chunk, one, tree = (1, limits.prefill, limits.prefill), (1, 1, 1), _trees(limits)["T"]
     return {
@@ -120,45 +120,45 @@ def _verifier(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
     }
 
 
-def _judging(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """What goes before and after a verification, of one token or of a tree."""
+def _around_verification(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+    """The graphs before and after a verification take one token or a tree."""
     return {TOKEN: {**_trees(limits), "T": (1, 1, 1)}, TREE: _trees(limits)}
 
 
-def _keeping(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """A root alone is where it belongs."""
+def _compaction(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+    """Compaction runs for trees only: a root alone is in its place."""
     return {TREE: {**_buffers(limits), **_trees(limits)}}
 
 
-def _collecting(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
-    """After trees and prompts, and between what waits and a draft's rows: few sizes are shared."""
-    room = names.MAX_PENDING_FEATURES
-    rows = (1, limits.tuned, room)
-    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, room, room)}}
+def _gathering(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
+    """Rows come from trees and prompts, and pending rows are collected for a draft: few calls share sizes."""
+    most = names.MAX_PENDING_FEATURES
+    rows = (1, limits.tuned, most)
+    return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, most, most)}}
 
 
-def _storing(limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def _storing(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """After every draft for several sequences."""
     return {TREE: _trees(limits)}
 
 
 _SYMBOLS = {
-    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _judging, names.STEP_ACCEPT: _judging,
-    names.STEP_COMPACT_KV: _keeping,
-    names.STEP_GATHER_FEATURES: _collecting, names.STEP_STORE_TREES: _storing,
+    names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _around_verification, names.STEP_ACCEPT: _around_verification,
+    names.STEP_COMPACT_KV: _compaction,
+    names.STEP_GATHER_FEATURES: _gathering, names.STEP_STORE_TREES: _storing,
 }  # fmt: skip
 
 
-def _batch(limits: Limits) -> dict[str, Sizes]:
-    """Tuned for one sequence, which has the least to hide latency behind."""
+def _batch(limits: CallLimits) -> dict[str, Sizes]:
+    """Engines are tuned for one sequence, which has the least work to hide latency."""
     return {"B": (1, 1, limits.batch)}
 
 
-def _buffers(limits: Limits) -> dict[str, Sizes]:
+def _buffers(limits: CallLimits) -> dict[str, Sizes]:
     return {**_batch(limits), "C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len))}
 
 
-def _trees(limits: Limits) -> dict[str, Sizes]:
+def _trees(limits: CallLimits) -> dict[str, Sizes]:
     """T nodes of a call, K of a drafter's tree, S of a tree in the store."""
     tuned, widest = limits.tuned, limits.widest
     return {**_batch(limits), "T": (2, tuned, widest), "K": (1, tuned, widest), "S": (1, tuned, widest)}

@@ -1,4 +1,4 @@
-"""What a bundle's manifest says of its TensorRT engines."""
+"""TensorRT engines in a bundle's manifest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Attention = Literal["plugin", "native"]
-"""Who computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers."""
+"""Implementation of `redraft::TreeAttention`: our plugin, or TensorRT's own layers."""
 
 
 @dataclass(frozen=True)
 class Range:
     """Sizes of one input in a profile: smallest, the one that is tuned for, largest.
 
-    Of an input whose values are sizes (`kv_len` without the plugin), these are values.
+    An input whose values are sizes (`kv_len` without the plugin) has a range of values.
     """
 
     min: tuple[int, ...]
@@ -41,10 +41,10 @@ class EngineRecord:
 
 @dataclass(frozen=True)
 class TensorRtRecord:
-    """Which TensorRT and GPU the engines are for, and what they need beside them.
+    """The TensorRT and GPU that the engines are for, and the plugin that they need.
 
-    plugin:        SHA-256 of the plugin's library; empty where TensorRT computes attention itself.
-    plugin_file:   where it lies in the bundle; empty where it is none, or part of the engines.
+    plugin:        SHA-256 of the plugin's library; empty if TensorRT computes attention itself.
+    plugin_file:   its file in the bundle; empty without a plugin, or if it is part of the engines.
     engines:       by graph name.
     """
 

@@ -1,4 +1,4 @@
-"""Nodes in place of a node: what the forms of `expand` and `native` are written with."""
+"""Helpers of `expand` and `native`, which replace a node by others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rewriter:
         self._nodes: list[ir.Node] = []
 
     def node(self, op: str, inputs: Sequence[ir.Value | None], outputs: int = 1, **attributes: Any) -> Any:
-        """The output of a new node, or its outputs where it has several."""
+        """Return the output of a new node, or its outputs if it has several."""
         made = ir.node(op, inputs, attributes, num_outputs=outputs)
         made.name = f"{self._stem}.{len(self._nodes)}.{op}"
         for number, value in enumerate(made.outputs):

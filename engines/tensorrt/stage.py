@@ -19,7 +19,7 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
-from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
 
@@ -32,8 +32,8 @@ GRAPHS = (
 )
 """Graphs of the verifier and of a step that engines are built of, whoever computes attention.
 
-TensorRT lets outputs share an input's memory for KV updates and plugins only: what the collecting and the storing
-engine write is copied to where it belongs, and slots are copied without an engine.
+TensorRT lets outputs share an input's memory for KV updates and plugins only. The outputs of the gathering and of the
+storing engine are copied to their places for this reason, and slots are copied without an engine.
 """
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]
@@ -42,8 +42,8 @@ Build = Callable[[EngineBuild], bytes | memoryview]
 def graphs_of(attention: Attention) -> tuple[str, ...]:
     """Return the graphs of the verifier and of a step that engines are built of.
 
-    Without the plugin also the one that keeps accepted rows, by TensorRT's KV update; beside the plugin our kernel does
-    it, which is built with it and needs no newer TensorRT.
+    Without the plugin, an engine also compacts accepted rows, by TensorRT's KV update. With the plugin our kernel does
+    it, which is built with the plugin and needs no newer TensorRT.
     """
     return (*GRAPHS, names.STEP_COMPACT_KV) if attention == "native" else GRAPHS
 
@@ -57,7 +57,7 @@ def stage_engines(
     Raises BackendError.
     """
     target, plugin = tools.target, tools.plugin
-    limits = Limits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
+    limits = CallLimits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
     drafters = read_drafters(manifest)
     if drafters:
         limits = replace(limits, usual=1 + max(drafter.record.limits.nodes for drafter in drafters))
@@ -95,7 +95,7 @@ def stage_engines(
         compute_capability=target.compute_capability,
         attention=options.attention,
         plugin=plugin.digest if plugin else "",
-        plugin_file=_put_beside(folder, plugin) if plugin and not options.embed_plugin else "",
+        plugin_file=_copy_plugin(folder, plugin) if plugin and not options.embed_plugin else "",
         engines={g: EngineRecord(f"{g}.engine", graph_file(g), one.profiles) for g, one in builds.items()},
     )
     return replace(manifest, backend_version=target.version, tensorrt=record)
@@ -115,7 +115,7 @@ def _needs(
 
 
 def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools, build: Build) -> None:
-    """One engine into the bundle, from the cache where it is there."""
+    """Write one engine into the bundle, from the cache if it is there."""
     out = folder / f"{graph}.engine"
     files = {entry.value for t in prepared.graph.initializer for entry in t.external_data if entry.key == "location"}
     weights = DigestCache().digests(folder / file for file in files).values()
@@ -127,7 +127,7 @@ def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto
     engine_cache.keep(key, out)
 
 
-def _put_beside(folder: Path, plugin: Plugin) -> str:
-    """The library in the bundle: an engine needs the very one it was built with."""
+def _copy_plugin(folder: Path, plugin: Plugin) -> str:
+    """Copy the library into the bundle: an engine needs the very one it was built with. Return its name."""
     shutil.copyfile(plugin.path, folder / plugin.path.name)
     return plugin.path.name

@@ -1,4 +1,4 @@
-"""What engines are built for here: a TensorRT version and a GPU. An engine runs with no other."""
+"""The TensorRT version and the GPU that engines are built for on this machine. An engine runs with no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redraft.errors import BackendError
 OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
 PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
-"""What to ask pip for."""
+"""The package to install by pip."""
 INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
 
 
@@ -40,7 +40,7 @@ class Target:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(10, 13) of 10.13.3.9. Raises BackendError for what does not begin like a version."""
+    """(10, 13) of 10.13.3.9. Raises BackendError for a text that does not begin like a version."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if not match:
         raise BackendError(f"TensorRT has the unknown version {text!r}", INSTALL)
@@ -50,7 +50,7 @@ def parse_version(text: str) -> tuple[int, int]:
 def find_target(
     gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module
 ) -> Target:
-    """The GPU first, then TensorRT. Raises BackendError where one is missing or the version is not supported."""
+    """The GPU first, then TensorRT. Raises BackendError if one is missing or the version is not supported."""
     found = gpu()
     version = str(import_tensorrt(load).__version__)
     release = parse_version(version)
@@ -60,7 +60,7 @@ def find_target(
 
 
 def check_precision(precision: Precision, gpu: Gpu) -> None:
-    """Raise BackendError where a GPU has no kernels for this precision, before anything is built."""
+    """Raise BackendError if a GPU has no kernels for this precision, before anything is built."""
     if precision == "fp8" and gpu.compute_capability < FP8_CAPABILITY:
         needed, found = (".".join(map(str, each)) for each in (FP8_CAPABILITY, gpu.compute_capability))
         raise BackendError(
@@ -70,7 +70,7 @@ def check_precision(precision: Precision, gpu: Gpu) -> None:
 
 
 def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:
-    """TensorRT's Python package. Raises BackendError where it or a library of it is missing."""
+    """TensorRT's Python package. Raises BackendError if it or a library of it is missing."""
     try:
         return load("tensorrt")
     except ModuleNotFoundError as error:
@@ -82,7 +82,7 @@ def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module)
 
 
 def check_same(record: TensorRtRecord, here: Target, rebuild: str) -> None:
-    """Raise BackendError where engines were built for another TensorRT or GPU than `here`; `rebuild` mends it."""
+    """Raise BackendError if engines were built for another TensorRT or GPU than `here`. `rebuild` is the hint."""
     built = (record.version, record.gpu, record.compute_capability)
     if built != (here.version, here.gpu.name, here.compute_capability):
         raise BackendError(

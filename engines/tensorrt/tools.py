@@ -1,4 +1,4 @@
-"""What engines are built with on this machine: GPU, TensorRT, plugin."""
+"""The tools that build engines on this machine: GPU, TensorRT, plugin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redraft.engines.tensorrt.target import Target, check_precision, find_target
 
 @dataclass(frozen=True)
 class Tools:
-    """What engines are built with: all that a build's result depends on beside the graphs."""
+    """The tools of a build: together with the graphs they decide its result."""
 
     target: Target
     plugin: Plugin | None
@@ -23,7 +23,7 @@ class Tools:
 
 
 def find_tools(config: BuildConfig) -> Tools:
-    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or cannot do what is asked."""
+    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or does not support the build."""
     target = find_target()
     check_precision(config.precision, target.gpu)
     plugin = find_plugin(target.release[0]) if config.tensorrt.attention == "plugin" else None

@@ -1,4 +1,4 @@
-"""Drafters as torch modules and graphs, one file a method; `layer` holds what they share."""
+"""Drafters as torch modules and graphs, one file a method. They share `layer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redraft.names import WeightRef, drafter_graph
 
 @dataclass(frozen=True)
 class ExportedDrafter:
-    """One drafter written next to its verifier: its shape, and where weights and tables lie.
+    """One drafter written next to its verifier: its shape, and the places of weights and tables.
 
     The file of each graph is `graph_file`.
     """

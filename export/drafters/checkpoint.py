@@ -1,4 +1,4 @@
-"""A trained drafter on disk: `config.json` and `model.safetensors`, and which verifier it was trained for.
+"""A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
 config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
 model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from redraft.config import from_mapping
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.sources import AnySource, Source
 from redraft.names import TOKENIZER_FILE
+from redraft.records import from_plain
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -32,7 +32,7 @@ C = TypeVar("C", bound=LayerConfig)
 
 @dataclass(frozen=True)
 class Identity:
-    """Which verifier a drafter belongs to.
+    """The verifier that a drafter belongs to.
 
     weights:    SHA-256 of its weight files, in the order of their names.   tokenizer: SHA-256 of its tokenizer.json.
     """
@@ -53,8 +53,16 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class _ConfigFile:
+    method: str
+    config: Mapping[str, Any]
+    verifier: Identity
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class DrafterCheckpoint:
-    """What a drafter's folder says of itself. Nothing of the weights is read yet."""
+    """A drafter's folder and its configuration. `open` reads no weights."""
 
     path: Path
     method: str
@@ -63,33 +71,31 @@ class DrafterCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> DrafterCheckpoint:
-        """Read `path`/config.json. Raises CheckpointError where it is missing or has another form."""
+        """Read `path`/config.json. Raises CheckpointError if it is missing or has another form."""
         file = path / CONFIG_FILE
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            verifier = values["verifier"]
-            identity = Identity(tuple(map(str, verifier["weights"])), str(verifier["tokenizer"]))
-            return cls(path, str(values["method"]), dict(values["config"]), identity)
+            values = from_plain(_ConfigFile, json.loads(file.read_text(encoding="utf-8")), file.name)
+            return cls(path, values.method, values.config, values.verifier)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is no drafter: {file.name} cannot be read ({error.strerror})",
                 "give a folder that `redraft train publish` wrote",
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, UsageError) as error:
             raise CheckpointError(
-                f"{file}: expected a drafter's configuration, found none ({type(error).__name__}: {error})",
+                f"{file}: expected a drafter's configuration ({error})",
                 "give a folder that `redraft train publish` wrote",
             ) from None
 
     def configure(self, cls: type[C]) -> C:
         """The method's configuration. Raises CheckpointError naming a key or value that does not fit."""
         try:
-            return from_mapping(cls, self.config, str(self.path / CONFIG_FILE))
-        except (UsageError, TypeError) as error:
-            raise CheckpointError(f"{self.path / CONFIG_FILE}: {error}") from None
+            return from_plain(cls, self.config, str(self.path / CONFIG_FILE))
+        except UsageError as error:
+            raise CheckpointError(error.message, error.hint) from None
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
-        """Raise CheckpointError where the drafter was trained for a verifier of another width, tokenizer or weights."""
+        """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
         hint = f"train a drafter for this verifier with `redraft train {self.method} --verifier DIR`"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
@@ -115,9 +121,9 @@ class DrafterCheckpoint:
         return counts
 
     def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
-        """Where the parameters of these shapes lie, their names behind `stem`, and the token counts, int64 [V].
+        """Return a source of the parameters of these shapes, with their names behind `stem`, and the token counts [V].
 
-        Reads all weights once, none whole. Raises CheckpointError listing keys that are missing or surplus, or naming a
+        Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
         shape or number that does not fit.
         """
         file = self.path / WEIGHTS_FILE
@@ -149,7 +155,7 @@ def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
 
 
 def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """What does not fit about the tensors of a file."""
+    """Yield a description of each tensor that is missing, surplus or of another shape."""
     for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
         if keys:
             yield f"{word} {', '.join(sorted(keys))}"
@@ -167,13 +173,8 @@ def save_drafter(
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
     save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors writes it for the owner alone
-    values = {
-        "method": method,
-        "config": asdict(config),
-        "verifier": asdict(verifier),
-        "training": dict(training),
-    }
-    (path / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    values = _ConfigFile(method, asdict(config), verifier, training)
+    (path / CONFIG_FILE).write_text(json.dumps(asdict(values), indent=2) + "\n", encoding="utf-8")
 
 
 def _digest(path: Path) -> str:

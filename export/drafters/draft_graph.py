@@ -1,13 +1,14 @@
-"""The draft graph of drafters that read hidden states and unroll a chain: what their exports share."""
+"""Shared parts of draft graphs that read hidden states and unroll a chain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import onnx_ir as ir
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
@@ -16,21 +17,21 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
-from redraft.export.drafters.layer import LayerConfig
-from redraft.export.sources import AnySource, Beside
+from redraft.export.drafters.layer import Attend, LayerConfig
+from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import Progress
+from redraft.export.weight_files import STORED, Progress
 from redraft.export.weights import place
 from redraft.names import Dtype, TensorSpec, WeightRef
 
 _TRACED_ROWS = 3
 _TRACED_CAPACITY = 16
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+M = TypeVar("M", bound=nn.Module)
 
 
 def stem(name: str) -> str:
-    """Return what the names of a drafter's parameters begin with in a bundle."""
+    """Return the prefix of a drafter's parameters in a bundle."""
     return f"{name}."
 
 
@@ -44,7 +45,7 @@ def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: Verif
         )
 
 
-def empty_module(make: Callable[[], nn.Module], dtype: Dtype) -> nn.Module:
+def empty_module(make: Callable[[], M], dtype: Dtype) -> M:
     """Return the module with uninitialized weights, whose pages are never touched."""
     with torch.device("meta"):
         module = make()
@@ -57,8 +58,14 @@ def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
+def random_source(name: str, module: nn.Module, precision: Precision, out: Path) -> RandomSource:
+    """Return random values for the module's parameters, by their names in a bundle."""
+    shapes = {f"{stem(name)}{parameter}": shape for parameter, shape in parameter_shapes(module).items()}
+    return RandomSource.write(shapes, out, STORED[precision], f"{stem(name)}random")
+
+
 def drafter_precision(chosen: Precision | None, verifier: VerifierExport) -> Precision:
-    """The drafter's own, or what goes with the verifier's. Raises UsageError for two element types in one graph."""
+    """Return the chosen precision, or one that fits the verifier. Raises UsageError for two types in one graph."""
     dtype = verifier.shape.dtype
     fitting = [precision for precision, element in names.ELEMENTS.items() if element == dtype]
     fitting = [precision for precision in fitting if precision != "fp8"]
@@ -86,25 +93,82 @@ class GraphRotary(nn.Module):
 
 
 class ChainAttention:
-    """Attention of a draft over the KV buffers that its rows are written to, one after the other."""
+    """Attention of a draft: of all rows to catch up on, then of one row a step. All are written to the KV buffers."""
 
-    def __init__(self, config: LayerConfig, key: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(
+        self, config: LayerConfig, positions: torch.Tensor, pending: torch.Tensor, cache_len: torch.Tensor,
+        kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    ) -> None:  # fmt: skip
         self.caches = [key, value]
         self._config = config
+        self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
+        self._last = (pending - 1)[:, None]
+        self._place, self._past = positions.gather(1, self._last), cache_len + pending
+        self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
 
-    def at(self, places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor, read: torch.Tensor) -> Attend:
+    def last(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the last pending one of the rows [B, M, n], as [B, 1, n]."""
+        last: torch.Tensor = tracing.gather_rows(rows, self._last)
+        return last
+
+    def last_token(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last pending one of the tokens [B, M], as [B, 1]."""
+        return tokens.gather(1, self._last)
+
+    def catch_up(self) -> Attend:
+        """Attend for all rows, each of which sees those before it."""
+        batch, rows = self._positions.shape
+        causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(batch, -1, -1)
+        return self._at(self._positions, causal, self._cache_len)
+
+    def next_step(self) -> tuple[torch.Tensor, Attend]:
+        """Return the position [B, 1] of the next step's row, and attend for it: it sees all rows before it."""
+        self._place, self._kv_len = self._place + 1, self._kv_len + 1
+        attend = self._at(self._place, self._alone, self._past)
+        self._past = self._past + 1
+        return self._place, attend
+
+    def _at(self, places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> Attend:
         """Attend for rows at `places` [B, T] behind `past` [B] rows, which see each other by `mask` [B, T, T]."""
-        config = self._config
+        config, kv_len = self._config, self._kv_len
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor
             out, self.caches[0], self.caches[1] = tree_attention(
-                q, k, v, *self.caches, mask, places, past, read, None, config.head_dim**-0.5, 0.0, 0, 0,
+                q, k, v, *self.caches, mask, places, past, kv_len, None, config.head_dim**-0.5, 0.0, 0, 0,
                 config.heads, config.kv_heads,
             )  # fmt: skip
             return out
 
         return attend
+
+
+class DraftGraph(nn.Module, Generic[M]):
+    """A drafter with the verifier's embedding and head. A subclass computes the draft.
+
+    It takes `drafter` over and changes it: rotation is one operator, over as many positions as a draft can reach.
+    """
+
+    def __init__(self, drafter: M, config: LayerConfig, shape: Any, max_positions: int) -> None:
+        super().__init__()
+        dtype = tracing.TORCH[shape.dtype]
+        self.drafter, self.shape = drafter, shape
+        layer: Any = drafter.layer
+        layer.rotary = GraphRotary(layer.rotary, max_positions + names.CATCH_UP_ROWS + shape.steps, dtype)
+        modules.replace_rms_norms(drafter)
+        self.embedding, self.head = (
+            nn.Parameter(torch.empty(shape.vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
+            for _ in range(2)
+        )
+        self._scale = config.logit_scale * config.draft_logit_scale
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings [B, T, n] of tokens [B, T]."""
+        return F.embedding(tokens, self.embedding)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scaled logits [B, T, V] in fp32 of states [B, T, n]."""
+        return F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
 
 
 def write_draft(
@@ -133,7 +197,7 @@ def write_draft(
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
     rename(model, {**own_names, "embedding": verifier.embedding, "head": verifier.head})
-    source = Beside(own, verifier.source)
+    source = DrafterSource(own, verifier.source)
     refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
     finish(model)
     ir.save(model, out / graph_file(name, names.DRAFT))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from redraft.errors import CheckpointError
+from redraft.export import support
+from redraft.export.shapes import decoder_shape
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, T, Hq * D], k and v [B, T, Hkv * D], q and k rotated -> [B, T, Hq * D]."""
@@ -31,8 +34,9 @@ def all_rows(rows: torch.Tensor) -> torch.Tensor:
 class LayerConfig:
     """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's.
 
-    draft_logit_scale: factor on the drafter's logits where trees are built beside a greedy verifier, measured after
+    draft_logit_scale: factor on the drafter's logits when trees are built for a greedy verifier, measured after
                        training.
+    logit_scale:       the verifier multiplies its logits by this.
     """
 
     hidden_size: int
@@ -44,15 +48,34 @@ class LayerConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     draft_logit_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:
             raise CheckpointError(f"a drafter's sizes must be positive: {self}")
+        if not self.logit_scale > 0:
+            raise CheckpointError(f"logit_scale must be positive, not {self.logit_scale}")
         if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise CheckpointError(
                 f"{self.heads} heads of {self.head_dim} over {self.kv_heads} key/value heads: expected a multiple of "
                 "the key/value heads and an even head size"
             )
+
+
+def verifier_sizes(verifier: Any, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a LayerConfig with the sizes of a verifier of this transformers configuration."""
+    shape = decoder_shape(verifier)
+    return dict(
+        hidden_size=shape.hidden,
+        vocab_size=vocab_size,
+        intermediate_size=int(getattr(verifier, "intermediate_size", None) or 4 * shape.hidden),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rope_theta=support.rope_theta(verifier),
+        rms_norm_eps=support.norm_eps(verifier),
+        logit_scale=support.logit_scale(verifier),
+    )
 
 
 class Rotary(nn.Module):
@@ -95,7 +118,7 @@ class DrafterLayer(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows) -> torch.Tensor:
-        """See the class. Every row is a key; only those that `keep` picks go on after attention."""
+        """Compute the layer. Every row is a key. Only the rows that `keep` picks go on after attention."""
         normed = self.input_norm(x)
         q = self.rotary(self.q_proj(normed), positions, self.config.heads)
         k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)

@@ -8,7 +8,7 @@ its final norm, E its embedding and M its head:
     l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
 
 The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))].
-The chain's states are normalized on their way in and out, so that h_i lies where f lies.
+The chain's states are normalized on their way in and out, so that h_i has the scale of f.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
-from redraft.export import support
-from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
-from redraft.export.shapes import decoder_shape
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,11 @@ class LyannaConfig(LayerConfig):
     """Shape of the layer, and:
 
     rank:         d of W1 [n, d] and W2 [d, V].   steps: hidden states of a chain, N.
-    logit_scale:  what the verifier multiplies its logits by.
     first_token, token_info: without them, the ablations of Table 1.
     """
 
     rank: int = 64
     steps: int = 4
-    logit_scale: float = 1.0
     first_token: bool = True
     token_info: bool = True
 
@@ -46,32 +42,17 @@ class LyannaConfig(LayerConfig):
             raise CheckpointError(f"a drafter's rank and steps must be positive, not {self.rank} and {self.steps}")
 
 
-def beside(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig:
-    """A drafter's configuration: the sizes of a verifier of this transformers configuration, and what `own` says.
+def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig:
+    """Return a drafter's configuration: the sizes of a verifier of this transformers configuration, and `own`.
 
     A size of 0 in `own` is the verifier's.
     """
-    shape = decoder_shape(verifier)
-    sizes: dict[str, Any] = dict(
-        intermediate_size=int(getattr(verifier, "intermediate_size", None) or 4 * shape.hidden),
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-    )
-    sizes |= {name: own.pop(name) or size for name, size in sizes.items() if name in own}
-    return LyannaConfig(
-        hidden_size=shape.hidden,
-        vocab_size=vocab_size,
-        rope_theta=support.rope_theta(verifier),
-        rms_norm_eps=support.norm_eps(verifier),
-        logit_scale=support.logit_scale(verifier),
-        **sizes,
-        **own,
-    )
+    sizes = verifier_sizes(verifier, vocab_size)
+    return LyannaConfig(**{**sizes, **{name: value or sizes.get(name, value) for name, value in own.items()}})
 
 
 class TokenInfo(nn.Module):
-    """RMSNorm(W2 W1 E(t)): what a token does to the logits of the next one."""
+    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the logits of the next one."""
 
     def __init__(self, config: LyannaConfig) -> None:
         super().__init__()
@@ -81,7 +62,7 @@ class TokenInfo(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Embeddings [..., n] to what is added to logits [..., V]."""
+        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., V]."""
         added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
         return added
 

@@ -15,30 +15,30 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from redraft import names
 from redraft.errors import CheckpointError
-from redraft.export import modules, passes, tracing
+from redraft.export import passes, tracing
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
-    GraphRotary,
+    DraftGraph,
     check_fit,
     drafter_precision,
     empty_module,
     parameter_shapes,
+    random_source,
     stem,
     write_draft,
 )
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
-from redraft.export.sources import AnySource, RandomSource
+from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import STORED, Progress, no_progress
+from redraft.export.weight_files import Progress, no_progress
 from redraft.methods.lyanna import (
     LyannaBuild,
     LyannaShape,
@@ -59,7 +59,7 @@ def export_lyanna(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
     options: LyannaBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    """Write the graphs of `drafter`, by the id `name`, into `out`, where the graph of its verifier lies already.
+    """Write the graphs of `drafter`, by the id `name`, into `out`, next to the graph of its verifier.
 
     Raises CheckpointError if the drafter was trained for another verifier or does not load.
     """
@@ -76,9 +76,7 @@ def export_random_lyanna(
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graphs of a drafter of this shape with random weights, every token as frequent, for latency work."""
     module = empty_drafter(settings, verifier.shape.dtype)
-    shapes = {f"{stem(name)}{parameter}": shape for parameter, shape in parameter_shapes(module).items()}
-    dtype = STORED[drafter_precision(options.precision, verifier)]
-    source = RandomSource.write(shapes, out, dtype, f"{stem(name)}random")
+    source = random_source(name, module, drafter_precision(options.precision, verifier), out)
     return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
 
 
@@ -87,7 +85,7 @@ def export_random_beside(
 ) -> ExportedDrafter:
     """Write the graphs of a random drafter for a verifier of this transformers configuration."""
     steps = {"steps": options.steps} if options.steps else {}
-    settings = beside(configuration, verifier.shape.vocabulary, **steps)
+    settings = configuration_of(configuration, verifier.shape.vocabulary, **steps)
     return export_random_lyanna(name, settings, verifier, out, options, progress)
 
 
@@ -97,7 +95,6 @@ EXPORTER = Exporter(export_lyanna, export_random_beside)
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
     """Return the module with uninitialized weights; its token information is in fp32."""
     module = empty_module(lambda: LyannaDrafter(settings), dtype)
-    assert isinstance(module, LyannaDrafter)
     if module.token_info is not None:
         module.token_info.to(torch.float32)
     return module
@@ -117,7 +114,8 @@ def _export(
     made = token_info.make_tables(module, embedding, counts, shape)
     tables = token_info.write(made, out, token_info.token_info_file(name))
     progress("trace drafter", 0, 1)
-    graph = _Draft(module, shape, verifier.shape.max_positions + names.CATCH_UP_ROWS + shape.steps)
+    module.token_info = None
+    graph = _Draft(module, module.config, shape, verifier.shape.max_positions)
     weights = write_draft(
         name, graph, source, verifier, shape, out, precision, progress, (draft_inputs(shape), draft_outputs(shape)),
         token_info.examples(shape), _TRANSLATIONS, names.CHAIN_LOGITS,
@@ -150,51 +148,22 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
     )
 
 
-class _Draft(nn.Module):
-    """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them.
-
-    Takes `drafter` over and changes it.
-    """
-
-    def __init__(self, drafter: LyannaDrafter, shape: LyannaShape, positions: int) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.drafter.token_info = None
-        rotary = GraphRotary(self.drafter.layer.rotary, positions, tracing.TORCH[shape.dtype])
-        self.drafter.layer.rotary = rotary  # type: ignore[assignment]
-        modules.replace_rms_norms(self.drafter)
-        size, dtype = (shape.vocabulary, shape.hidden), tracing.TORCH[shape.dtype]
-        self.embedding, self.head = (
-            nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False) for _ in range(2)
-        )
-        self.shape = shape
+class _Draft(DraftGraph[LyannaDrafter]):
+    """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them."""
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
         cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        config = self.drafter.config
-        attention = ChainAttention(config, key, value)
-        rows = tokens.shape[1]
-        causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(tokens.shape[0], -1, -1)
-        attend = attention.at(positions, causal, cache_len, kv_len)
-        last = (pending - 1)[:, None]
-        embeddings = F.embedding(tokens, self.embedding)
-        hidden = self.drafter.first(
-            features, embeddings, positions, attend, lambda rows: tracing.gather_rows(rows, last)
-        )  # [B, 1, n]
-        place = positions.gather(1, last)
-        alone = torch.ones_like(last, dtype=torch.bool)[:, :, None]
-        chain, past = [hidden], cache_len + pending
+        attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
+        chain = [
+            self.drafter.first(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
+        ]  # [B, 1, n] each
         for _ in range(1, self.shape.steps):
-            place, kv_len = place + 1, kv_len + 1
-            hidden = self.drafter.following(hidden, place, attention.at(place, alone, past, kv_len))
-            chain.append(hidden)
-            past = past + 1
-        states, scale = torch.cat(chain, dim=1), config.logit_scale * config.draft_logit_scale
-        logits = F.linear(states if scale == 1.0 else states * scale, self.head).float()  # [B, N, V], in one product
-        roots = tokens.gather(1, last)[:, 0]
+            chain.append(self.drafter.following(chain[-1], *attention.next_step()))
+        logits = self.logits(torch.cat(chain, dim=1))  # [B, N, V], in one product
+        roots = attention.last_token(tokens)[:, 0]
         tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)
         return (*tree, logits, *attention.caches)
 

@@ -45,7 +45,7 @@ def make_tables(
         index[hot] = np.arange(shape.hot)
         forms.append(partial(iter, [index]))
     return tuple(
-        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), (), slabs)
+        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), slabs)
         for spec, slabs in zip(token_info_tables(shape), forms, strict=True)
     )
 
@@ -100,7 +100,7 @@ def _hot_rows(embedding: Slabs, hot: NDArray[np.int64]) -> Slabs:
 
 
 def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[Any], ...]:
-    """Rows of the table in their type, with a scale a row where it is short."""
+    """Rows of the table in their type. A short type has a scale for each row."""
     if shape.token_info == "fp16":
         return (values.astype(np.float16),)
     largest = _INT8_MAX if shape.token_info == "int8" else _FP8_MAX
@@ -126,6 +126,6 @@ def token_info_file(drafter: str) -> str:
 
 
 def write(tables: Sequence[weight_files.Made], folder: Path, file: str) -> tuple[WeightRef, ...]:
-    """Write the tables to `folder`/`file`; returns where each lies in it."""
+    """Write the tables to `folder`/`file`; returns their places in it."""
     (folder / weight_files.FOLDER).mkdir(parents=True, exist_ok=True)
     return tuple(weight_files.write(list(tables), folder, file))

@@ -29,7 +29,7 @@ from redraft.methods.lyanna import tree_size
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
-"""What a token adds to the logits of the next one, [V]."""
+"""Returns the numbers that a token adds to the logits of the next one, [V]."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> T
 
 
 def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
-    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root where too few remain."""
+    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root if too few remain."""
     remaining = chain_logits[first_step:]
     return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
 
@@ -80,7 +80,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 
 def lookup(tables: Sequence[Any], token: int) -> Floats:
-    """What `token` adds to all logits, read from tables as `methods.lyanna.token_info_tables` lists them."""
+    """Return the numbers that `token` adds to all logits. `methods.lyanna.token_info_tables` describes the tables."""
     tables = [np.asarray(table) for table in tables]
     index = tables.pop() if tables[-1].ndim == 1 else None
     row = token if index is None else int(index[token])
@@ -157,7 +157,7 @@ def emit_token_tree(
 
 
 def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
-    """What tokens [B, W] add to logits: float32 [B, W, V]."""
+    """Return the numbers that tokens [B, W] add to logits: float32 [B, W, V]."""
     tables = list(tables)
     index = tables.pop() if len(tables[-1].shape) == 1 else None
     rows = tokens if index is None else op.Gather(index, tokens)
@@ -181,7 +181,7 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
 
 
 def _beyond(used: Any, steps: int, width: int) -> Any:
-    """0 where a node's step counts, -inf where it is one of the last `used`: float32 [B, nodes of the whole tree]."""
+    """0 if a node's step counts, -inf if it is one of the last `used`: float32 [B, nodes of the whole tree]."""
     steps_left = [steps + 1] + [steps - step for step in range(steps) for _ in range(width if step == 0 else width**2)]
     counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints(steps_left))
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))

@@ -8,31 +8,16 @@ With f the verifier's hidden state after its final norm, E its embedding and M i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
-
-
-@dataclass(frozen=True)
-class MtpConfig(LayerConfig):
-    """Shape of the layer, and `logit_scale`, by which the verifier multiplies its logits."""
-
-    logit_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.logit_scale > 0:
-            raise CheckpointError(f"logit_scale must be positive, not {self.logit_scale}")
 
 
 class MtpDrafter(nn.Module):
     """The module's own part. Embedding and head are the verifier's and no parameters here."""
 
-    def __init__(self, config: MtpConfig) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         n = config.hidden_size
         self.config = config
@@ -46,7 +31,7 @@ class MtpDrafter(nn.Module):
         self, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
         keep: Keep = all_rows,
     ) -> torch.Tensor:  # fmt: skip
-        """Hidden states [B, T, n] at `positions` and embeddings of the tokens after them -> states of what follows."""
+        """Hidden states [B, T, n] at `positions` and embeddings of the tokens after them -> the next hidden states."""
         fused = self.projection(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embeddings)], dim=-1))
         out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out

@@ -1,4 +1,4 @@
-"""Drafting methods: one file a method, each with its specification `METHOD`, imported when it is asked for.
+"""Drafting methods: one file a method, each with its specification `METHOD`, imported on first use.
 
 A method called x also has `export/drafters/x_graphs.py`, `train/objectives/x_method.py` and `runtime/drafters/x.py`.
 """
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from redraft.errors import UsageError
-from redraft.methods.base import GraphSpec, Limits, Method
+from redraft.methods.base import GraphSpec, Method, TreeLimits
 
 METHODS = (
     "none",
@@ -35,4 +35,4 @@ def built_methods() -> tuple[str, ...]:
     return tuple(name for name in METHODS if find_method(name).is_built)
 
 
-__all__ = ["METHODS", "NGRAM", "NONE", "GraphSpec", "Limits", "Method", "built_methods", "find_method"]
+__all__ = ["METHODS", "NGRAM", "NONE", "GraphSpec", "Method", "TreeLimits", "built_methods", "find_method"]

@@ -1,4 +1,4 @@
-"""The specification of a drafting method: what building, engines and inspection must know of it.
+"""The specification of a drafting method, which building, engines and inspection work from.
 
 A method's own file fills in a `Method`. Its functions take the method's shape: a frozen dataclass of the sizes that one
 drafter was built with. Symbols of sizes: B sequences, C rows of KV buffers, M rows to catch up on, W pending rows.
@@ -7,13 +7,12 @@ drafter was built with. Symbols of sizes: B sequences, C rows of KV buffers, M r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 from redraft import names
-from redraft.config import Precision, from_mapping
-from redraft.errors import UsageError
 from redraft.names import TensorSpec
+from redraft.records import from_plain
 from redraft.signatures import Signature, move_inputs, move_outputs
 
 S = TypeVar("S")
@@ -21,7 +20,7 @@ Rows = Literal["none", "last", "all"]
 Sizes = tuple[int, int, int]
 """Smallest, tuned and largest value of a symbol."""
 PREFILL, TOKEN, TREE = "prefill", "token", "tree"
-"""Profiles of engines: after a prompt, for one token, for a step with a tree."""
+"""Names of engine profiles: after a prompt, for one token, for a step with a tree."""
 
 
 def no_sizes(shape: Any) -> Mapping[str, Any]:
@@ -46,7 +45,7 @@ class GraphSpec(Generic[S]):
     inputs, outputs: the signature by the shape. An output in place names the input whose buffer it updates.
     exists:      False if a drafter of this shape needs no such graph.
     profiles:    sizes of the graph's symbols by TensorRT profile. B and C have ranges of their own and are left out.
-    integers:    least and largest sound value of integer inputs that only this method has.
+    integers:    least and largest valid value of integer inputs that only this method has.
     looked_up:   rows of a table that one call reads, by table; other tables are read whole.
     chain_steps: steps of the causal chain that the graph unrolls, each of which updates the KV buffers. The CPU's form
                  for one sequence is made of such a graph; None makes none.
@@ -66,7 +65,7 @@ class GraphSpec(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Limits:
+class TreeLimits:
     """The largest tree of one draft: `depth`, `width` of a level, `nodes` without the root."""
 
     depth: int
@@ -87,12 +86,7 @@ class BuildOptions:
                with a verifier of that precision, whose features, embedding and head the drafter reads.
     """
 
-    precision: Precision | None = None
-
-    def __post_init__(self) -> None:
-        known = [precision for precision in get_args(Precision) if precision != "fp8"]
-        if self.precision is not None and self.precision not in known:
-            raise UsageError(f"unknown precision of a drafter {self.precision!r}", f"choose one of {', '.join(known)}")
+    precision: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,13 +95,13 @@ class Method(Generic[S]):
 
     id:            the method's word in a drafter's configuration, in recipes and manifests.
     summary:       one sentence for command lines.
-    hidden_states: those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
+    hidden_states: the verifier's hidden states that it reads.   rows: all rows of a call, the last row, or none.
     graphs:        by role. None for a method without engines.
     shape:         class of the shape; None for a method without engines.
     state:         tensors of a slot, B first; allocated, moved and sized by their specs alone.
-    spare_rows:    rows of its KV buffers beyond the context, at most.
+    spare_rows:    largest number of rows of its KV buffers beyond the context.
     tables:        inputs of its graphs that are bound once, from a file.
-    limits:        the largest tree.   describe: the shape for reading.
+    limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
     """
 
@@ -120,7 +114,7 @@ class Method(Generic[S]):
     state: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
     spare_rows: int = 0
     tables: Callable[[S], tuple[TensorSpec, ...]] = no_tensors
-    limits: Callable[[S], Limits] = lambda shape: Limits(0, 0, 0)
+    limits: Callable[[S], TreeLimits] = lambda shape: TreeLimits(0, 0, 0)
     describe: Callable[[S], str] = lambda shape: ""
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions
@@ -133,25 +127,15 @@ class Method(Generic[S]):
     def parse_shape(self, values: Mapping[str, Any]) -> S:
         """Return the shape that a manifest describes. Raises UsageError for unknown, missing or wrong values."""
         assert self.shape is not None, f"{self.id} has no shape"
-        where = f"shape of {self.id}"
-        try:
-            return from_mapping(self.shape, values, where)
-        except TypeError as error:
-            known = ", ".join(entry.name for entry in fields(self.shape))  # type: ignore[arg-type]
-            raise UsageError(f"{where}: {error}", f"keys are {known}") from None
+        return from_plain(self.shape, values, f"shape of {self.id}")
 
     def parse_build(self, values: Mapping[str, Any], where: str) -> Any:
         """Return the options for building. Raises UsageError for an unknown key or a wrong value."""
-        try:
-            return from_mapping(self.build_options, values, where)
-        except UsageError as error:
-            if str(error).startswith(where):
-                raise
-            raise UsageError(f"{where}: {error.message}", error.hint) from None
+        return from_plain(self.build_options, values, where)
 
     def parse_options(self, values: Mapping[str, Any]) -> Any:
         """Return the options at run time. Raises UsageError for an unknown key or a wrong value."""
-        return from_mapping(self.options, values, self.id)
+        return from_plain(self.options, values, self.id)
 
     def roles(self, shape: S) -> Iterator[str]:
         """Yield the roles of graphs that a drafter of this shape has."""

@@ -1,4 +1,4 @@
-"""Lyanna: drafts from a chain of predicted hidden states, and resampling of what a verification left over.
+"""Lyanna: drafts from a chain of predicted hidden states, and resampling of the steps that a verification left over.
 
 Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". The draft graph catches up on the rows
 since the last draft, unrolls the chain and builds the tree (Algorithm 1); the resample graph builds a new tree from the
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from redraft import names
-from redraft.errors import UsageError
-from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
+from redraft.records import PositiveInt
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
-"""How token information is kept: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+"""Form of token information: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
 MOST_STEPS = 64
 """Steps of a chain at most, whose rows lie beyond the context while a draft runs."""
 
@@ -37,23 +37,12 @@ class LyannaBuild(BuildOptions):
     hot_tokens:  tokens that have token information if the vocabulary is larger than `prune_above` (§6.1).
     """
 
-    steps: int | None = None
-    width: int = 4
-    nodes: int = 32
+    steps: PositiveInt | None = None
+    width: PositiveInt = 4
+    nodes: PositiveInt = 32
     token_info: TokenInfo = "fp16"
-    hot_tokens: int = 32_768
-    prune_above: int = 40_000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.token_info not in get_args(TokenInfo):
-            raise UsageError(
-                f"unknown token_info {self.token_info!r}", f"choose one of {', '.join(get_args(TokenInfo))}"
-            )
-        for name in ("steps", "width", "nodes", "hot_tokens", "prune_above"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name} must be a positive number, not {value!r}")
+    hot_tokens: PositiveInt = 32_768
+    prune_above: PositiveInt = 40_000
 
 
 @dataclass(frozen=True)
@@ -65,13 +54,7 @@ class LyannaOptions:
     """
 
     resample: bool = True
-    threshold: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.threshold) is not int or self.threshold < 0:
-            raise UsageError(f"threshold must be a number of steps, not {self.threshold!r}")
-        if type(self.resample) is not bool:
-            raise UsageError(f"resample must be true or false, not {self.resample!r}")
+    threshold: Annotated[int, 0, "a number of steps"] = 0
 
 
 @dataclass(frozen=True)
@@ -79,36 +62,29 @@ class LyannaShape:
     """Sizes of the drafter's graphs and buffers.
 
     steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
-    hot:   H, tokens that have token information, the most frequent ones; the vocabulary where all have.
+    hot:   H, tokens that have token information, the most frequent ones; the whole vocabulary if all have.
     rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
     """
 
-    hidden: int
-    vocabulary: int
-    kv_heads: int
-    head_dim: int
-    steps: int
-    width: int
-    nodes: int
+    hidden: PositiveInt
+    vocabulary: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    steps: PositiveInt
+    width: PositiveInt
+    nodes: PositiveInt
     token_info: TokenInfo
-    hot: int
-    rank: int
+    hot: PositiveInt
+    rank: PositiveInt
     dtype: Dtype = "float32"
-
-    def __post_init__(self) -> None:
-        if self.token_info not in get_args(TokenInfo) or self.dtype not in get_args(Dtype):
-            raise UsageError(f"unknown token_info {self.token_info!r} or dtype {self.dtype!r}")
-        sizes = {name: value for name, value in vars(self).items() if name not in ("token_info", "dtype")}
-        if wrong := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
-            raise UsageError(f"{', '.join(wrong)} must be positive numbers")
 
 
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return the inputs that hold token information, bound once from a file.
 
-    `table[i, j]` is what hot token i adds to the logit of hot token j, times `scales[i]` where its type is short (fp8
-    is held as bytes of float8 E4M3, which ONNX's Gather does not know). Where not every token is hot, row H of the
-    table is zero, and so is its column H; `index[t]` is token t's row, H where cold. The low-rank form has the
+    Hot token i adds `table[i, j]` to the logit of hot token j, times `scales[i]` if the table's type is short (fp8 is
+    stored as bytes of float8 E4M3, which ONNX's Gather does not know). If not every token is hot, row H and column H of
+    the table are zero, and `index[t]` is token t's row, or H for a cold token. The low-rank form has the
     normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
     """
     rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
@@ -222,7 +198,7 @@ METHOD: Method[LyannaShape] = Method(
     state=slot_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
     tables=token_info_tables,
-    limits=lambda shape: Limits(shape.steps, level_width(shape), shape.nodes - 1),
+    limits=lambda shape: TreeLimits(shape.steps, level_width(shape), shape.nodes - 1),
     describe=lambda shape: (
         f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, "
         f"token information of {shape.hot} tokens in {shape.token_info}"

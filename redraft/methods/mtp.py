@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from redraft import names
 from redraft.errors import UsageError
-from redraft.methods.base import BuildOptions, GraphSpec, Limits, Method
+from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
 from redraft.names import DRAFT, Dtype, TensorSpec
+from redraft.records import PositiveInt
 
 MOST_STEPS = 16
-"""Steps of a chain at most."""
+"""Most steps of a chain."""
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,20 @@ class MtpBuild(BuildOptions):
     steps: int = 4
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.steps) is not int or not 1 <= self.steps <= MOST_STEPS:
-            raise UsageError(f"steps must be a number from 1 to {MOST_STEPS}, not {self.steps!r}")
+        if not 1 <= self.steps <= MOST_STEPS:
+            raise UsageError(f"steps must be a number from 1 to {MOST_STEPS}, not {self.steps}")
 
 
 @dataclass(frozen=True)
 class MtpShape:
     """Sizes of the drafter's graph and buffers. steps: N.   dtype: of features and KV, the verifier's."""
 
-    hidden: int
-    vocabulary: int
-    kv_heads: int
-    head_dim: int
-    steps: int
+    hidden: PositiveInt
+    vocabulary: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    steps: PositiveInt
     dtype: Dtype = "float32"
-
-    def __post_init__(self) -> None:
-        sizes = {name: value for name, value in vars(self).items() if name != "dtype"}
-        if wrong := [name for name, value in sizes.items() if type(value) is not int or value < 1]:
-            raise UsageError(f"{', '.join(wrong)} must be positive numbers")
 
     @property
     def nodes(self) -> int:
@@ -81,7 +76,7 @@ METHOD: Method[MtpShape] = Method(
     shape=MtpShape,
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
-    limits=lambda shape: Limits(shape.steps, 1, shape.steps),
+    limits=lambda shape: TreeLimits(shape.steps, 1, shape.steps),
     describe=lambda shape: f"{shape.steps} steps",
     build_options=MtpBuild,
 )

@@ -31,7 +31,7 @@ from redraft.bench.roofline import (
     traffic,
 )
 from redraft.engines import Bundle, open_bundle
-from redraft.engines.tensorrt.profiles import Limits, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.errors import BackendError, UsageError
 from redraft.methods.lyanna import METHOD, LyannaShape
@@ -183,7 +183,7 @@ def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smalle
 ) -> None:
     """What a call must move is read off the portable graphs, which such a bundle has too."""
     portable = open_bundle(lyanna_bundle, verify=False)
-    limits = Limits(batch=1, tree=4, prefill=16, max_model_len=CONTEXT)
+    limits = CallLimits(batch=1, tree=4, prefill=16, max_model_len=CONTEXT)
     engines = {
         graph: EngineRecord(
             f"{graph}.engine", record.file, profiles_of(verifier_symbols(graph, limits), record.inputs, limits, False)

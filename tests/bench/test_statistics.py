@@ -1,11 +1,11 @@
-"""Medians, repetition and first differences on values worked out by hand."""
+"""Medians, loops and first differences on values worked out by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from redraft.bench.statistics import first_difference, is_repetitive, loops, median_estimate, repeated_share
+from redraft.bench.statistics import first_difference, loops, median_estimate
 
 
 def test_median_and_interval_of_known_values() -> None:
@@ -25,19 +25,6 @@ def test_one_value_is_its_own_interval() -> None:
 def test_no_values_have_no_median() -> None:
     with pytest.raises(ValueError, match="no values"):
         median_estimate([])
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"),
-    [([1, 2, 3, 4, 5], 0.0), ([1, 1, 1, 1, 1, 1], 2 / 3), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5), ([1, 2], 0.0), ([], 0.0)],
-)
-def test_share_of_repeated_4_grams(tokens: list[int], share: float) -> None:
-    assert repeated_share(tokens) == pytest.approx(share)
-
-
-def test_a_loop_is_repetitive_and_prose_is_not() -> None:
-    assert is_repetitive([1, 2, 3] * 20)
-    assert not is_repetitive(list(range(60)))
 
 
 @pytest.mark.parametrize(

@@ -110,15 +110,6 @@ def test_outputs_too_short_to_time_do_not_loop() -> None:
     assert row[-3:] == ["0", "0 of 1", "yes"]
 
 
-def test_the_share_of_repeated_4_grams_has_figures_of_its_own() -> None:
-    repetitive = (1, 2) * 10
-    pairs = [(generation(), generation(rate=200.0)), (generation(repetitive), generation(repetitive, rate=900.0))]
-    figures = summarise(runs(*pairs), unused)["ngram"]
-    assert figures["repetition"]["looping_outputs"] == 1
-    assert figures["repetition"]["without_looping"]["speedup"] == 2.0
-    assert (figures["speedup"], figures["looping_outputs"]) == (5.5, 0)
-
-
 def test_outputs_too_short_to_time_are_left_out() -> None:
     short = (generation((1, 2)), generation((1, 2), rate=900.0))
     figures = summarise(runs((generation(), generation(rate=300.0)), short), unused)["ngram"]

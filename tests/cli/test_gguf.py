@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Redraft
 from tests.export.gguf_files import TEMPLATE, random_file
 from tests.export.test_gguf_verifier import by_transformers
+from tests.little import Redraft
 
 Refused = Callable[..., str]
 PROMPT = "the cat 12 and the dog"

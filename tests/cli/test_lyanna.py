@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.little import WORDS, write_checkpoint
 
 from redraft.assembly.drafters import drafter_digests
-from redraft.assembly.options import choose_drafters, options_of
-from redraft.cli.build_options import Precision, Weights, choose
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import open_bundle
 from redraft.engines.manifest import signed
-from redraft.errors import BundleError, RedraftError, UsageError
-
-from .conftest import WORDS, write_checkpoint
+from redraft.errors import BundleError
 
 Refused = Callable[..., str]
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
@@ -160,12 +157,12 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["shape"].update(token_info="fp16"), "token_info.table"),
         (
             lambda m: own(m)["shape"].update(token_info="fp3"),
-            "drafter lyanna: unknown token_info 'fp3' or dtype",
+            "token_info must be one of fp16, int8, fp8, lowrank, not 'fp3'",
         ),
-        (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits Limits(depth=4"),
+        (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits TreeLimits(depth=4"),
         (
             lambda m: own(m)["shape"].update(nodes=20),
-            "drafter lyanna: expected limits Limits(depth=3, width=4, nodes=19)",
+            "drafter lyanna: expected limits TreeLimits(depth=3, width=4, nodes=19)",
         ),
         (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
         (lambda m: own(m)["graphs"].pop("draft"), "expected a graph 'lyanna.draft'"),
@@ -182,7 +179,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["graphs"].pop("copy_slot"), "expected a graph 'lyanna.copy_slot'"),
         (lambda m: own(m)["state"].pop(), "drafter lyanna: expected state"),
         (lambda m: own(m)["shape"].pop("rank"), "drafter lyanna: shape of lyanna"),
-        (lambda m: own(m)["shape"].update(rank="8"), "drafter lyanna: rank must be positive numbers"),
+        (lambda m: own(m)["shape"].update(rank="8"), "shape of lyanna: rank must be a positive number, not '8'"),
         (lambda m: own(m)["shape"].update(colour=1), "drafter lyanna: shape of lyanna: unknown key colour"),
         (lambda m: own(m).update(method="eagle"), "drafter lyanna: unknown drafting method 'eagle'"),
         (lambda m: own(m).update(verifier_digest="0" * 64), "drafter lyanna belongs to another verifier: expected"),
@@ -278,118 +275,6 @@ def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: P
     change_config(other, lambda values: values.update(method="eagle"))
     line = refused("build", checkpoint, "--drafter", other, "--eval-text", "none", status=2)
     assert "unknown drafting method 'eagle'; the methods are none, ngram, lyanna" in line
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are hot_tokens, nodes"),
-        ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
-        ("mine,method=lyanna,nodes", "'nodes' is no KEY=VALUE, or comes twice"),
-        ("mine,method=lyanna,nodes=", "'nodes=' is no KEY=VALUE, or comes twice"),
-        ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is no KEY=VALUE, or comes twice"),
-        ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
-        ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
-        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: unknown precision of a drafter 'fp8'"),
-        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: unknown token_info 'fp3'"),
-        ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, lyanna"),
-        ("mine,method=ngram", "a bundle holds no drafter of the method ngram; methods with one are lyanna"),
-        ("random", "random weights of which method?; add method=, one of lyanna"),
-        ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
-        ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
-        ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
-        ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
-        ("no/folder", "no/folder is no drafter: config.json cannot be read"),
-    ],
-)
-def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
-    with pytest.raises(RedraftError) as error:
-        choose_drafters(BuildConfig(), [text])
-    assert message in str(error.value)
-
-
-def test_two_drafters_of_one_id() -> None:
-    """Without ids both are called as their method."""
-    with pytest.raises(UsageError, match="two drafters have the id 'lyanna'; give each its own: --drafter ID=DIR"):
-        choose_drafters(BuildConfig(), ["mine,method=lyanna", "yours,method=lyanna"])
-    first, second = choose_drafters(BuildConfig(), ["mine,method=lyanna", "b=yours,method=lyanna,steps=2"])
-    assert (first.id, first.source, first.options) == ("lyanna", "mine", {})
-    assert (second.id, second.source, second.options) == ("b", "yours", {"steps": 2})
-
-
-def test_none_goes_with_no_other_drafter() -> None:
-    with pytest.raises(UsageError, match="--drafter none builds no drafter, and others are given with it"):
-        choose_drafters(BuildConfig(), ["none", "mine,method=lyanna"])
-
-
-def drafter_of(source: str | None, name: str = "lyanna", **options: object) -> DrafterBuild:
-    return DrafterBuild(name, source, "lyanna", options)
-
-
-OWN = drafter_of("recipes", steps=3, nodes=12)
-RECIPE = BuildConfig(drafters=(OWN,))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "config"),
-    [
-        (BuildConfig(), BuildConfig()),
-        (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
-        (RECIPE, RECIPE),
-        (RECIPE, BuildConfig()),
-        (RECIPE, BuildConfig(random_weights=True)),
-        (RECIPE, replace(RECIPE, random_weights=True)),
-        (RECIPE, BuildConfig(drafters=(drafter_of("mine", steps=3, nodes=12, token_info="int8"),))),
-        (RECIPE, BuildConfig(drafters=(drafter_of("recipes", steps=2, nodes=32, precision="fp32"),))),
-        (RECIPE, BuildConfig(drafters=(OWN, drafter_of("mine", "second", steps=2)))),
-        (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
-    ],
-)
-def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
-    told = options_of(recipe, config)
-    pairs = list(zip(told[::2], told[1::2], strict=True))
-    values = dict(pairs)
-    drafters = [f"{value},method=lyanna" if "," not in value or "method" not in value else value
-                for flag, value in pairs if flag == "--drafter" and value != "none"]  # fmt: skip
-    precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
-    found = choose(
-        recipe,
-        Precision(precision) if precision else None,
-        None,
-        Weights(values.get("--weights", "checkpoint")),
-        int(max_model_len) if max_model_len else None,
-    )
-    chosen = choose_drafters(found, ["none"] if values.get("--drafter") == "none" else drafters)
-    assert replace(found, drafters=chosen) == config
-
-
-def test_the_command_line_overrides_the_recipes_drafter() -> None:
-    assert choose_drafters(RECIPE, []) == RECIPE.drafters
-    assert choose_drafters(RECIPE, ["none"]) == ()
-    assert choose_drafters(RECIPE, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3, nodes=12),)
-    (own,) = choose_drafters(RECIPE, ["lyanna,token_info=fp8,steps=2"])
-    assert own == drafter_of("recipes", steps=2, nodes=12, token_info="fp8")
-    assert choose_drafters(RECIPE, ["other=mine,method=lyanna"]) == (drafter_of("mine", "other"),)
-    settings = BuildConfig(drafters=(drafter_of(None, steps=3),))
-    assert choose_drafters(settings, []) == ()
-    assert choose_drafters(settings, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3),)
-    with pytest.raises(UsageError, match="has settings for the drafter 'lyanna' and no folder; give lyanna=DIR"):
-        choose_drafters(settings, ["lyanna"])
-
-
-def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
-    recipe = replace(RECIPE, random_weights=True)
-    assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)
-    assert choose_drafters(recipe, ["none"]) == ()
-    assert choose_drafters(BuildConfig(random_weights=True), []) == ()
-
-
-def test_the_folder_names_the_method_and_an_option_overrides_it(other: Path) -> None:
-    (found,) = choose_drafters(BuildConfig(), [f"{other},steps=2"])
-    assert (found.id, found.method, found.options) == ("lyanna", "lyanna", {"steps": 2})
-    change_config(other, lambda values: values.update(method="eagle"))
-    (found,) = choose_drafters(BuildConfig(), [f"{other},method=lyanna"])
-    assert found.method == "lyanna"
 
 
 def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Man
     )
     values = {
         "name": name,
-        "model": ModelIdentity("small-source", "LlamaForCausalLM", "llama", WEIGHTS),
+        "model": ModelIdentity("small-source", "LlamaForCausalLM", WEIGHTS),
         "backend": "onnxruntime",
         "backend_version": onnxruntime.__version__,
         "precision": "fp32",
@@ -35,7 +35,6 @@ def manifest_of(decoder: Decoder, name: str = "small", **changes: object) -> Man
         "max_model_len": decoder.max_positions,
         "bos_token_id": 1,
         "eos_token_ids": (2,),
-        "pad_token_id": None,
         "hidden_states": decoder.hidden_states,
         "graphs": {names.VERIFIER: graph},
     }

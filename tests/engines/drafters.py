@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from redraft import names
 from redraft.config import DrafterBuild
 from redraft.engines.manifest import DrafterRecord, GraphRecord, Manifest, verifier_digest
-from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, verifier_symbols
 from redraft.methods.base import Sizes
 from redraft.methods.lyanna import METHOD, LyannaShape
 
@@ -19,7 +19,7 @@ LYANNA_RESAMPLE = names.drafter_graph(METHOD.id, names.RESAMPLE)
 LYANNA_COPY_SLOT = names.drafter_graph(METHOD.id, names.COPY_SLOT)
 
 
-def symbols_of(graph: str, limits: Limits) -> Mapping[str, Mapping[str, Sizes]]:
+def symbols_of(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """Sizes by profile of a graph of the verifier, a step or the drafter."""
     role = graph.removeprefix(f"{METHOD.id}.")
     if role in METHOD.graphs:

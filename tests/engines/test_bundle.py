@@ -109,12 +109,15 @@ def test_missing_and_damaged_files_are_named(out, damage, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(schema_version=1), "expected schema version 4, found 1"),
-        (lambda m: m.pop("schema_version"), "expected schema version 4, found None"),
+        (lambda m: m.update(schema_version=1), "expected schema version 5, found 1"),
+        (lambda m: m.pop("schema_version"), "expected schema version 5, found None"),
         (lambda m: m.update(colour="red"), "manifest: unknown key colour"),
         (lambda m: m.pop("hidden_states"), "manifest: missing key hidden_states"),
-        (lambda m: m["shape"].update(layers="2"), "manifest.shape.layers: expected int, found str"),
-        (lambda m: m.update(precision="fp12"), "expected one of fp32, fp16, bf16, int8, int4, fp8, found 'fp12'"),
+        (lambda m: m["shape"].update(layers="2"), "manifest: shape.layers must be a whole number, not '2'"),
+        (
+            lambda m: m.update(precision="fp12"),
+            "precision must be one of fp32, fp16, bf16, int8, int4, fp8, not 'fp12'",
+        ),
         (lambda m: m["files"].update({"../x": {"size": 1, "sha256": ""}}), "file name '../x' leaves the bundle"),
         (lambda m: m["files"].pop("verifier.onnx"), "manifest has no digest of verifier.onnx"),
         (lambda m: m["graphs"].clear(), "expected a graph 'verifier', found none"),

@@ -20,7 +20,7 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device, HostInputs, Program, Run
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
-from redraft.engines.tensorrt.profiles import Limits, profiles_of
+from redraft.engines.tensorrt.profiles import CallLimits, profiles_of
 from redraft.engines.tensorrt.stage import GRAPHS as STAGED
 from redraft.engines.tensorrt.target import check_precision
 from redraft.errors import BackendError
@@ -45,7 +45,9 @@ def bundle(lyanna_bundle: Path) -> Bundle:
 def fakes(bundle: Bundle, tmp_path: Path) -> Device:
     """Engines with the profiles that a build for two sequences gives them, so that every call must fit one."""
     built, max_model_len = TensorRtBuild(batch=2), bundle.manifest.max_model_len
-    limits = Limits(built.batch, min(built.tree_nodes, max_model_len), min(built.prefill, max_model_len), max_model_len)
+    limits = CallLimits(
+        built.batch, min(built.tree_nodes, max_model_len), min(built.prefill, max_model_len), max_model_len
+    )
     profiles = {
         graph: [
             {name: (sizes.min, sizes.max) for name, sizes in profile.inputs.items()}

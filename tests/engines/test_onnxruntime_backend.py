@@ -229,7 +229,7 @@ def test_a_provider_that_fails_is_named_with_its_reason(starts, bundle, monkeypa
 def test_a_graph_that_falls_to_the_cpu_after_the_provider_started_is_refused(bundle, monkeypatch, gpu_build):
     here = {onnxruntime_backend._PROBE: [CUDA, CPU]}
     made = sessions(monkeypatch, lambda model: SimpleNamespace(get_providers=lambda: here.get(model, [CPU])))
-    with pytest.raises(BackendError, match="CUDAExecutionProvider: its log above says why; it needs CUDA 13"):
+    with pytest.raises(BackendError, match="CUDAExecutionProvider: see its log above; it needs CUDA 13"):
         load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
     assert [arguments["enable_fallback"] for _, arguments in made] == [0, 0]
 

@@ -145,7 +145,7 @@ def test_an_input_that_only_the_device_knows_is_not_read_on_the_host(
     bundle: Bundle, gpu: OnnxRuntimeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(monkeypatch, (names.TREE_MASK,), ())
-    with pytest.raises(BundleError, match="leaves what reads tree_mask to the CPU"):
+    with pytest.raises(BundleError, match="leaves nodes that read tree_mask to the CPU"):
         gpu.program(names.VERIFIER)
 
 

@@ -12,7 +12,7 @@ from redraft.engines.backends import check_buildable
 from redraft.engines.recipes import load_recipe, recipe_names
 from redraft.engines.tensorrt.target import INSTALL
 from redraft.errors import BackendError, UsageError
-from redraft.export.drafters.lyanna import beside
+from redraft.export.drafters.lyanna import configuration_of
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.methods.lyanna import METHOD
 
@@ -54,10 +54,10 @@ OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
     [
         ('source = "x"\ncolour = 1\n', "unknown key colour; known keys are build, shape, source"),
         ('source = "x"\n[build]\nspeed = 1\n', "build: unknown key speed"),
-        ('source = "x"\n[build]\nprecision = "fp12"\n', "unknown precision 'fp12'"),
+        ('source = "x"\n[build]\nprecision = "fp12"\n', "build: precision must be one of fp32, fp16,"),
         ('source = "x"\n[build]\ndrafters = "y"\n', "expected a table [build.drafters.ID] for each"),
-        ('source = "x"\n[build.drafters.a]\nsource = 3\n', "drafter a: source must name a folder"),
-        ('source = "x"\nshape = 3\n', "expected [shape] with `model_type`"),
+        ('source = "x"\n[build.drafters.a]\nsource = 3\n', "build.drafters.a: source must be text, not 3"),
+        ('source = "x"\nshape = 3\n', "shape must be a table, not 3"),
         ('source = "x"\n[shape]\nhidden_size = 64\n', "expected [shape] with `model_type`"),
         ('source = "x"\n[build.drafters.a]\nsource = ""\n', "drafter a: source must name a folder"),
         (
@@ -66,11 +66,11 @@ OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
         ),
         (
             f'source = "x"\n{OWN}token_info = "fp4"\n',
-            "unknown token_info 'fp4'",
+            "token_info must be one of fp16, int8, fp8, lowrank, not 'fp4'",
         ),
         (
             f'source = "x"\n{OWN}precision = "fp8"\n',
-            "unknown precision of a drafter 'fp8'",
+            "precision must be one of fp32, fp16, bf16, int8, int4, not 'fp8'",
         ),
         (
             f'source = "x"\n{OWN}steps = 0\n',
@@ -93,9 +93,10 @@ OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
             "prune_above must be a positive",
         ),
         ('source = "x"\n[build.drafters.a]\nmethod = "eagle"\n', "unknown drafting method 'eagle'; the methods are"),
-        ('source = "x"\n[build.drafters.a]\nmethod = 3\n', "drafter a: method must be a word, not 3"),
+        ('source = "x"\n[build.drafters.a]\nmethod = 3\n', "build.drafters.a: method must be text, not 3"),
         ('source = "x"\n[build.drafters.none]\nsource = "y"\n', "no drafter can have the id 'none'"),
-        ("[build]\n", "expected `source` as text"),
+        ("[build]\n", "missing key source"),
+        ('source = ""\n', "expected `source` to name a model"),
         ("source = \n", "expected a TOML recipe"),
     ],
 )
@@ -147,7 +148,7 @@ def test_budget_and_hot_tokens_are_the_papers(name):
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
     (drafter,) = recipe.build.drafters
     options = METHOD.parse_build(drafter.options, name)
-    shape = lyanna_shape(beside(config, config.vocab_size, steps=options.steps), options)
+    shape = lyanna_shape(configuration_of(config, config.vocab_size, steps=options.steps), options)
     assert (shape.steps, shape.width, shape.nodes - 1) == (3, 4, 12)
     assert shape.hot == options.hot_tokens == {32000: 32000}.get(config.vocab_size, 32768)
     assert drafter.source is None

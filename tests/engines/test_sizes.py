@@ -16,7 +16,7 @@ from tests.engines.graphs import Decoder
 
 
 def ref(name: str, dtype: str, *shape: int) -> WeightRef:
-    return WeightRef(name, "weights/w.safetensors", 0, 0, dtype, shape, ())
+    return WeightRef(name, "weights/w.safetensors", 0, 0, dtype, shape)
 
 
 def test_hard_links_are_not_the_bundle_s_own(tmp_path: Path) -> None:

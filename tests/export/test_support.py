@@ -115,13 +115,13 @@ def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
 )
 def test_a_checkpoint_of_another_shape_is_refused_by_the_field(change, field):
     found = support.load_config(Checkpoint(Path("x"), SHAPE | change, {}))
-    with pytest.raises(CheckpointError, match=f"not what recipe mine is for: {field}"):
+    with pytest.raises(CheckpointError, match=f"does not fit recipe mine: {field}"):
         support.check_shape(found, SHAPE, "mine")
 
 
 def test_a_recipes_unknown_architecture_is_named():
     found = support.load_config(Checkpoint(Path("x"), SHAPE, {}))
-    with pytest.raises(UnsupportedModelError, match=r"knows no architecture .nosuch.; mend \[shape\] of recipe mine"):
+    with pytest.raises(UnsupportedModelError, match=r"knows no architecture .nosuch.; fix \[shape\] of recipe mine"):
         support.check_shape(found, {"model_type": "nosuch"}, "mine")
 
 

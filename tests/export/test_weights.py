@@ -17,7 +17,7 @@ from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UnsupportedModelError
 from redraft.export import checkpoint, sources
 from redraft.export.checkpoint import Checkpoint
-from redraft.export.verifier import export_verifier
+from redraft.export.verifier import VerifierExport, export_verifier
 
 from .models import write_checkpoint
 
@@ -25,6 +25,10 @@ from .models import write_checkpoint
 def export(source: Path, out: Path, **config):
     out.mkdir()
     return export_verifier(Checkpoint.open(source), out, BuildConfig(**config))
+
+
+def files_of(done: VerifierExport) -> set[str]:
+    return {ref.file for ref in done.weights}
 
 
 def initializers(out: Path) -> dict[str, np.ndarray]:
@@ -38,10 +42,11 @@ def test_weights_of_the_precision_are_the_checkpoint_s_own_bytes(tmp_path, preci
     source = write_checkpoint(tmp_path / "model", "llama", shard_size="50KB", dtype=dtype)
     done = export(source, tmp_path / "out", precision=precision)
     checkpoint, graph = Checkpoint.open(source), initializers(tmp_path / "out")
-    assert set(done.weight_files) == {f"weights/{file}" for file in checkpoint.files}
-    assert {ref.source for ref in done.weights} == {(name,) for name in checkpoint.tensors}
-    for ref in done.weights:
-        entry = checkpoint.tensors[ref.source[0]]
+    assert files_of(done) == {f"weights/{file}" for file in checkpoint.files}
+    stored = {ref: done.source.names(ref.initializer) for ref in done.weights}
+    assert set(stored.values()) == {(name,) for name in checkpoint.tensors}
+    for ref, (name,) in stored.items():
+        entry = checkpoint.tensors[name]
         assert (ref.file, ref.offset, ref.length) == (f"weights/{entry.file}", entry.offset, entry.length)
         assert graph[ref.initializer].tobytes() == checkpoint.memmap(entry.name).tobytes()
 
@@ -57,7 +62,7 @@ def test_bf16_is_converted_exactly(tmp_path):
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     done = export(source, tmp_path / "out")
     stored, graph = load_torch(source / "model.safetensors"), initializers(tmp_path / "out")
-    assert done.weight_files == ("weights/fp32.safetensors",)
+    assert files_of(done) == {"weights/fp32.safetensors"}
     assert len(done.weights) == len(stored)
     for name, tensor in stored.items():
         np.testing.assert_array_equal(graph[name], tensor.float().numpy())
@@ -68,7 +73,7 @@ def test_fp32_is_rounded_to_halves(tmp_path, precision):
     source = write_checkpoint(tmp_path / "model", "llama")
     done = export(source, tmp_path / "out", precision=precision)
     stored, graph = load_torch(source / "model.safetensors"), initializers(tmp_path / "out")
-    assert done.weight_files == (f"weights/{precision}.safetensors",)
+    assert files_of(done) == {f"weights/{precision}.safetensors"}
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     for name, tensor in stored.items():
         np.testing.assert_array_equal(graph[name].astype(np.float32), tensor.to(dtype).float().numpy())
@@ -86,7 +91,7 @@ def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path):
 def test_written_file_is_safetensors(tmp_path):
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.float16)
     done = export(source, tmp_path / "out")
-    assert set(load_file(tmp_path / "out" / done.weight_files[0])) == {ref.initializer for ref in done.weights}
+    assert set(load_file(tmp_path / "out" / done.weights[0].file)) == {ref.initializer for ref in done.weights}
 
 
 def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
@@ -107,7 +112,7 @@ def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most):
     whole = {ref.initializer for ref in done.weights if ref.dtype == "F32" and not ref.initializer.endswith("scales")}
     assert {name for name in whole if "norm" not in name} == {"model.embed_tokens.weight"}
     fp32_bytes = 2 * (source / "model.safetensors").stat().st_size
-    assert (tmp_path / "out" / done.weight_files[0]).stat().st_size < most * fp32_bytes
+    assert (tmp_path / "out" / done.weights[0].file).stat().st_size < most * fp32_bytes
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
@@ -115,7 +120,7 @@ def test_quantized_bundle_carries_no_shard_for_its_norms(tmp_path, precision):
     """The embedding and the norms of an fp32 checkpoint fit in place, but would bring all its other bytes."""
     source = write_checkpoint(tmp_path / "model", "llama")
     done = export(source, tmp_path / "out", precision=precision)
-    assert done.weight_files == (f"weights/{precision}.safetensors",)
+    assert files_of(done) == {f"weights/{precision}.safetensors"}
     assert [path.name for path in (tmp_path / "out/weights").iterdir()] == [f"{precision}.safetensors"]
     stored, graph = load_torch(source / "model.safetensors"), initializers(tmp_path / "out")
     np.testing.assert_array_equal(graph["model.embed_tokens.weight"], stored["model.embed_tokens.weight"].numpy())
@@ -126,8 +131,8 @@ def test_shard_of_which_a_quantized_bundle_uses_most_stays_as_it_is(tmp_path):
     done, checkpoint = export(source, tmp_path / "out", precision="int8"), Checkpoint.open(source)
     shard = checkpoint.tensors["model.embed_tokens.weight"].file
     assert {name for name, entry in checkpoint.tensors.items() if entry.file == shard} == {"model.embed_tokens.weight"}
-    assert f"weights/{shard}" in done.weight_files
-    assert len(done.weight_files) < len(checkpoint.files)
+    assert f"weights/{shard}" in files_of(done)
+    assert len(files_of(done)) < len(checkpoint.files)
 
 
 def test_tied_head_is_stored_once(tmp_path):
@@ -177,8 +182,7 @@ def test_random_weights_need_no_shard_and_repeat(tmp_path):
     contents = []
     for name in ("first", "second"):
         done = export(source, tmp_path / name, random_weights=True)
-        assert all(ref.source == () for ref in done.weights)
-        contents.append((tmp_path / name / done.weight_files[0]).read_bytes())
+        contents.append((tmp_path / name / done.weights[0].file).read_bytes())
     assert contents[0] == contents[1]
     graph = initializers(tmp_path / "first")
     assert 0.9 * sources.RANDOM_STD < graph["model.layers.0.mlp.up_proj.weight"].std() < 1.1 * sources.RANDOM_STD
@@ -190,7 +194,7 @@ def test_random_weights_are_pieces_of_one_pool_and_read_back_the_same(tmp_path):
     """What is written does not grow with the layers; slabs, of which tables are made, are what the graph has."""
     source = write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=5, tie_word_embeddings=False)
     done = export(source, tmp_path / "out", random_weights=True, precision="fp16")
-    assert done.weight_files == ("weights/random.safetensors",)
+    assert files_of(done) == {"weights/random.safetensors"}
     largest = max(ref.length for ref in done.weights)
     pool = (tmp_path / "out/weights/random.safetensors").stat().st_size
     assert pool < largest + 2 * sources.POOL_SHIFT * sources.POOL_SHIFTS + 4096

@@ -63,7 +63,7 @@ def test_a_shape_is_read_from_a_manifest(method: Method, shape: object) -> None:
     assert method.parse_shape(vars(shape)) == shape
     with pytest.raises(UsageError, match="unknown key colour"):
         method.parse_shape({**vars(shape), "colour": 1})
-    with pytest.raises(UsageError, match="missing 1 required positional argument"):
+    with pytest.raises(UsageError, match="missing key hidden"):
         method.parse_shape({key: value for key, value in vars(shape).items() if key != "hidden"})
 
 

@@ -13,7 +13,7 @@ from redraft.errors import CheckpointError
 from redraft.train.data import is_held_out
 from redraft.train.evaluate import evaluate, mtp_matches
 from redraft.train.publish import load_mtp, load_run, publish
-from redraft.train.python_text import has_no_error, verdict
+from redraft.train.python_text import has_no_error, syntax_checks
 from redraft.train.run import load_corpora
 from redraft.train.tokenizer import BOS_ID, EOS_ID
 
@@ -143,7 +143,7 @@ class _Callable:
     ],
 )
 def test_python_verdict(completion, expected):
-    assert verdict("def f(x, z):\n", completion) == expected
+    assert syntax_checks("def f(x, z):\n", completion) == expected
 
 
 def test_null_bytes_are_an_error_not_a_crash():

@@ -1,7 +1,7 @@
-"""Losses of drafting methods, one file a method; the loop knows none.
+"""Losses of drafting methods, one file a method. The loop knows none.
 
-Importing this needs no torch: the module `<method>_method` here, whose METHOD says how to train a drafter, is imported
-when it is asked for.
+Importing this package needs no torch. `find_method` imports the module `<method>_method`, whose METHOD describes how to
+train a drafter.
 """
 
 from __future__ import annotations

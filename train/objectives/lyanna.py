@@ -1,7 +1,7 @@
 """Lyanna's loss: α·MSE of hidden states and β·CE of distributions, over every step of every chain (§4.1).
 
 Chains start at all positions of a row at once. The rows of step 0 attend causally; a row of step i attends to step 0's
-rows up to its start and to the earlier steps of its own chain, which is what decoding computes.
+rows up to its start and to the earlier steps of its own chain, as decoding does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
-from redraft.train.verifier_model import autocast_beside, verifier_states
+from redraft.train.verifier_model import autocast_of, verifier_states
 
 
 class ChainAttention:
@@ -72,7 +72,7 @@ def chains(
 
 
 class LyannaObjective(nn.Module):
-    """A drafter beside its frozen verifier. A row of T inputs needs `lookahead` tokens more."""
+    """The loss of a drafter with its frozen verifier. A row of T inputs needs `lookahead` more tokens."""
 
     def __init__(
         self, verifier: Any, config: LyannaConfig, alpha: float = 1.0, beta: float = 1.0, step_weight: float = 0.8,
@@ -126,7 +126,7 @@ class LyannaObjective(nn.Module):
             yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """l'_i: logits of hidden states [B, T, n], with what the tokens [B, T] before each predicted one add."""
+        """l'_i: logits of hidden states [B, T, n], and token information of the tokens [B, T] before them."""
         head = self.verifier.get_output_embeddings().weight
         logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
         if self.drafter.token_info is None:
@@ -135,7 +135,7 @@ class LyannaObjective(nn.Module):
         return logits + self.added(distinct)[index]  # every distinct token once: V numbers each
 
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
-        """What tokens [D], each another, add to all logits: float32 [D, V]."""
+        """Return the numbers that distinct tokens [D] add to all logits: float32 [D, V]."""
         assert self.drafter.token_info is not None
         values: torch.Tensor = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
         return values
@@ -143,7 +143,7 @@ class LyannaObjective(nn.Module):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
         device = self.verifier.device
-        with autocast_beside(self.verifier):
+        with autocast_of(self.verifier):
             mse, ce, hits = self._losses(batch.tokens.to(device))
         weights = self._step_weight ** torch.arange(len(mse), device=device)
         total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()

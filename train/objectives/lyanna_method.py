@@ -1,4 +1,4 @@
-"""How a Lyanna drafter is trained: its recipe, its shape beside a verifier, and where its weights begin."""
+"""Training of a Lyanna drafter: its recipe, its shape for a verifier, and its initial weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from redraft.errors import UsageError
-from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, beside
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
+from redraft.records import PositiveInt
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.objectives.lyanna import LyannaObjective
@@ -23,8 +24,8 @@ _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_no
 class LyannaTable(DrafterTable):
     """Shape and loss. `chain` is the number of a chain's steps; the rest as in LyannaConfig and LyannaObjective."""
 
-    rank: int = 64
-    chain: int = 4
+    rank: PositiveInt = 64
+    chain: PositiveInt = 4
     alpha: float = 1.0
     beta: float = 1.0
     step_weight: float = 1.0
@@ -32,9 +33,6 @@ class LyannaTable(DrafterTable):
     token_info: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.rank, self.chain) < 1:
-            raise UsageError(f"drafter.rank and drafter.chain must be at least 1, not {self.rank} and {self.chain}")
         if min(self.alpha, self.beta) < 0 or self.alpha + self.beta <= 0 or self.step_weight <= 0:
             raise UsageError("drafter.alpha and beta must be weights, not both zero, and step_weight positive")
 
@@ -48,9 +46,9 @@ class LyannaRecipe(DrafterRecipe):
 
 
 def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
-    """The drafter's configuration: the verifier's own sizes where the recipe leaves them open."""
+    """Return the drafter's configuration. Sizes that the recipe leaves open are the verifier's."""
     table = recipe.drafter
-    return beside(
+    return configuration_of(
         verifier.config,
         verifier.vocab_size,
         intermediate_size=table.intermediate_size,
@@ -73,7 +71,7 @@ def objective(model: Any, config: LyannaConfig, recipe: LyannaRecipe, compile_gr
 def warm_start(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
     """Begin with the verifier's MTP module, which has the same form but for the norm on a chain's own states.
 
-    Raises CheckpointError where the verifier has none, UsageError where the drafter has another shape.
+    Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
     """
     state = drafter.state_dict()
     width = drafter.config.hidden_size

@@ -19,7 +19,7 @@ from redraft.engines.tensorrt.commands import commands
 from redraft.engines.tensorrt.inputs import sound_inputs, write_inputs
 from redraft.engines.tensorrt.plugin import FOLDER, VARIABLE
 from redraft.engines.tensorrt.prepare import graph_file
-from redraft.engines.tensorrt.profiles import Limits, drafter_symbols, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
@@ -28,7 +28,7 @@ from tests.engines.graphs import Decoder, save_verifier
 from tests.export.drafters.tiny import export, make_verifier
 
 DECODER = Decoder()
-LIMITS = Limits(1, 16, 32, 64)
+LIMITS = CallLimits(1, 16, 32, 64)
 LIBRARY = "libredraft_tensorrt_10.so"
 
 
@@ -65,7 +65,7 @@ def test_the_reference_runs_on_the_portable_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_polygraphy_takes_the_comparison(native: bool, tmp_path: Path) -> None:
     """It writes the script that it would run, which is as far as it goes without TensorRT."""
-    words = list(found(tmp_path, manifest(native))["verifier: compared with what ONNX Runtime gave"])
+    words = list(found(tmp_path, manifest(native))["verifier: compared with ONNX Runtime's outputs"])
     words = words[words.index("polygraphy") + 1 :]
     result = polygraphy([*words, "--gen-script", "script.py"], tmp_path)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -130,7 +130,7 @@ def test_a_plugin_inside_the_engine_is_needed_for_building_only(
     assert {f"--dynamicPlugins={library}", f"--setPluginsToSerialize={library}", "--versionCompatible"} <= set(built)
     assert "--versionCompatible" in timed
     assert not any("Plugins" in word for word in timed)
-    assert f"{VARIABLE}={library}" in commands["verifier: compared with what ONNX Runtime gave"]
+    assert f"{VARIABLE}={library}" in commands["verifier: compared with ONNX Runtime's outputs"]
 
 
 def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
     """All rows of a call are new, and of a chain the first step is used up."""
     lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, "fp16", 20, 5)
     manifest = manifest_of(DECODER, drafters={METHOD.id: lyanna_record(lyanna)})
-    made, limits = {}, Limits(2, 16, 32, 64)
+    made, limits = {}, CallLimits(2, 16, 32, 64)
     for graph, role in ((LYANNA_DRAFT, names.DRAFT), (LYANNA_RESAMPLE, names.RESAMPLE)):
         symbols = drafter_symbols(METHOD.graphs[role], METHOD.spare_rows, limits)
         profile = profiles_of(symbols, METHOD.graphs[role].inputs(lyanna), limits, kv_len_is_shape=False)[-1]

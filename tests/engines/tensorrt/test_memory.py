@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.memory import CONTEXT_BYTES, Needs, activation_bytes, check_memory, needs_of
-from redraft.engines.tensorrt.profiles import Limits, profiles_of, verifier_symbols
+from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
 from redraft.names import TensorSpec
@@ -100,7 +100,7 @@ def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> N
     nodes = [helper.make_node("MatMul", ["features", "w"], ["gate"]), helper.make_node("Sigmoid", ["gate"], ["open"])]
     model = helper.make_model(helper.make_graph(nodes, "verifier", [], [], weights, value_info=[rows]))
     inputs, outputs = signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, (names.LAST_HIDDEN_STATE,))
-    limits = Limits(1, 64, 128, max_model_len)
+    limits = CallLimits(1, 64, 128, max_model_len)
     profiles = profiles_of(verifier_symbols(names.VERIFIER, limits), inputs, limits, kv_len_is_shape=False)
     needs = {names.VERIFIER: needs_of(names.VERIFIER, model, inputs, outputs, profiles)}
     check_memory(needs, int(23.5 * GIB), "NVIDIA L4")

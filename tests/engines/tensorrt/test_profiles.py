@@ -6,7 +6,7 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.profiles import (
-    Limits,
+    CallLimits,
     check_max_num_seqs,
     check_tree,
     largest_call,
@@ -21,7 +21,7 @@ from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
 LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
-LIMITS = Limits(batch=4, tree=16, prefill=32, max_model_len=64, usual=9)
+LIMITS = CallLimits(batch=4, tree=16, prefill=32, max_model_len=64, usual=9)
 SIGNATURES = {
     names.VERIFIER: signatures.verifier_inputs(SHAPE),
     LYANNA_DRAFT: draft_inputs(LYANNA),
@@ -30,7 +30,7 @@ SIGNATURES = {
         names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV, names.STEP_GATHER_FEATURES,
     )},
 }  # fmt: skip
-ONE = Limits(1, 16, prefill=1, max_model_len=64)
+ONE = CallLimits(1, 16, prefill=1, max_model_len=64)
 
 
 def dynamic(inputs: tuple[TensorSpec, ...]) -> set[str]:
@@ -66,10 +66,10 @@ def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
 def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
     """Nine nodes are verified as thirteen, so that thirteen is what the engine is tuned for; of seventeen, 32."""
     assert (LIMITS.tuned, LIMITS.widest) == (13, 16)
-    assert Limits(1, 17, 32, 64).widest == 32
-    assert Limits(1, 65, 32, 128).widest == 96  # wider than the widest: in steps of 32
-    assert Limits(1, 33, 32, 40).widest == 40  # the buffers have no more rows
-    assert Limits(1, 8, 32, 64, usual=9).tuned == 8
+    assert CallLimits(1, 17, 32, 64).widest == 32
+    assert CallLimits(1, 65, 32, 128).widest == 96  # wider than the widest: in steps of 32
+    assert CallLimits(1, 33, 32, 40).widest == 40  # the buffers have no more rows
+    assert CallLimits(1, 8, 32, 64, usual=9).tuned == 8
 
 
 def test_a_drafters_calls_have_two_widths() -> None:
@@ -136,6 +136,6 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(
         UsageError, match="a tree of 65 tokens does not fit in the context of 64; raise --max-model-len"
     ):
-        Limits(batch=1, tree=65, prefill=32, max_model_len=64)
+        CallLimits(batch=1, tree=65, prefill=32, max_model_len=64)
     with pytest.raises(UsageError, match="at least one sequence"):
-        Limits(batch=0, tree=16, prefill=32, max_model_len=64)
+        CallLimits(batch=0, tree=16, prefill=32, max_model_len=64)

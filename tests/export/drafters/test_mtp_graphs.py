@@ -17,7 +17,8 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.export.drafters import ExportedDrafter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
-from redraft.export.drafters.mtp import MtpConfig, MtpDrafter
+from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_graphs import export_mtp
 from redraft.methods.mtp import METHOD, MtpBuild, draft_inputs, draft_outputs
 from tests.engines.sessions import session_of
@@ -25,7 +26,7 @@ from tests.engines.sessions import session_of
 from .tiny import HIDDEN, VOCABULARY, Verifier, counts
 
 STEPS, CAPACITY = 3, 40
-CONFIG = MtpConfig(
+CONFIG = LayerConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=8, logit_scale=0.6,
     draft_logit_scale=1.3,
 )  # fmt: skip
@@ -120,7 +121,7 @@ def test_the_embedded_models_drafter_is_its_own_module(root: Path) -> None:
     tiny = root / "assets" / "tiny"
     opened = DrafterCheckpoint.open(tiny / "mtp")
     assert (opened.method, opened.verifier) == (METHOD.id, Identity.of(Checkpoint.open(tiny)))
-    module = MtpDrafter(opened.configure(MtpConfig))
+    module = MtpDrafter(opened.configure(LayerConfig))
     opened.load(module)
     state, stored = module.state_dict(), torch_file(tiny / "mtp.safetensors")
     assert {renamed(name) for name in stored} == set(state)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.little import write_checkpoint
 
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
@@ -14,8 +15,6 @@ from redraft.config import BuildConfig
 from redraft.errors import BackendError, UnsupportedModelError
 from redraft.export import attention, verifier
 from redraft.runtime.tree import make_tree
-
-from .conftest import write_checkpoint
 
 
 def build(checkpoint: Path, out: Path, check: bool = True, **config) -> list[str]:

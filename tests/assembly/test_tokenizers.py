@@ -255,21 +255,18 @@ def test_name_of_a_template_does_not_leave_the_bundle(llama: dict[str, Any], tmp
 
 
 IDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], SpecialTokens]] = {
-    "tokenizer alone": (NAMES, {}, {}, SpecialTokens(1, (2,), None)),
-    "generation first": (
-        NAMES, {"eos_token_id": [7, 9], "pad_token_id": 5}, {"eos_token_id": 8}, SpecialTokens(1, (7, 9), 5),
-    ),
-    "configuration": (NAMES, {"bos_token_id": 4}, {"eos_token_id": 8, "pad_token_id": 6}, SpecialTokens(1, (8,), 6)),
-    "nested": (NAMES, {}, {"text_config": {"eos_token_id": [8]}}, SpecialTokens(1, (8,), None)),
-    "null": (NAMES, {"eos_token_id": None}, {"eos_token_id": 8}, SpecialTokens(1, (8,), None)),
-    "padding of the tokenizer": ({**NAMES, "pad_token": "<unk>"}, {"pad_token_id": 5}, {}, SpecialTokens(1, (2,), 0)),
-    "tokenizer without BOS": ({"eos_token": "</s>"}, {}, {"bos_token_id": 4}, SpecialTokens(None, (2,), None)),
-    "no settings": ({}, {"bos_token_id": 4}, {"eos_token_id": 2}, SpecialTokens(4, (2,), None)),
-}  # fmt: skip
+    "tokenizer alone": (NAMES, {}, {}, SpecialTokens(1, (2,))),
+    "generation first": (NAMES, {"eos_token_id": [7, 9]}, {"eos_token_id": 8}, SpecialTokens(1, (7, 9))),
+    "configuration": (NAMES, {"bos_token_id": 4}, {"eos_token_id": 8}, SpecialTokens(1, (8,))),
+    "nested": (NAMES, {}, {"text_config": {"eos_token_id": [8]}}, SpecialTokens(1, (8,))),
+    "null": (NAMES, {"eos_token_id": None}, {"eos_token_id": 8}, SpecialTokens(1, (8,))),
+    "tokenizer without BOS": ({"eos_token": "</s>"}, {}, {"bos_token_id": 4}, SpecialTokens(None, (2,))),
+    "no settings": ({}, {"bos_token_id": 4}, {"eos_token_id": 2}, SpecialTokens(4, (2,))),
+}
 
 
 @pytest.mark.parametrize(("settings", "generation", "config", "expected"), IDS.values(), ids=IDS)
-def test_ids_that_begin_end_and_pad_a_text(
+def test_ids_that_begin_and_end_a_text(
     settings: dict[str, Any], generation: dict[str, Any], config: dict[str, Any], expected: SpecialTokens,
     llama: dict[str, Any], tmp_path: Path, bundle: Path,
 ) -> None:  # fmt: skip

@@ -1,0 +1,128 @@
+"""Options of `redraft build`: the drafters that they name, those they refuse, and options that repeat a build."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from redraft.assembly.options import choose_drafters, options_of
+from redraft.cli.build_options import Precision, Weights, choose
+from redraft.config import BuildConfig, DrafterBuild
+from redraft.errors import RedraftError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are hot_tokens, nodes"),
+        ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
+        ("mine,method=lyanna,nodes", "'nodes' is no KEY=VALUE, or comes twice"),
+        ("mine,method=lyanna,nodes=", "'nodes=' is no KEY=VALUE, or comes twice"),
+        ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is no KEY=VALUE, or comes twice"),
+        ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
+        ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
+        ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
+        ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
+        ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, lyanna"),
+        ("mine,method=ngram", "a bundle holds no drafter of the method ngram; methods with one are lyanna"),
+        ("random", "random weights of which method?; add method=, one of lyanna"),
+        ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
+        ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
+        ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
+        ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
+        ("no/folder", "no/folder is no drafter: config.json cannot be read"),
+    ],
+)
+def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
+    with pytest.raises(RedraftError) as error:
+        choose_drafters(BuildConfig(), [text])
+    assert message in str(error.value)
+
+
+def test_two_drafters_of_one_id() -> None:
+    """Without ids both are called as their method."""
+    with pytest.raises(UsageError, match="two drafters have the id 'lyanna'; give each its own: --drafter ID=DIR"):
+        choose_drafters(BuildConfig(), ["mine,method=lyanna", "yours,method=lyanna"])
+    first, second = choose_drafters(BuildConfig(), ["mine,method=lyanna", "b=yours,method=lyanna,steps=2"])
+    assert (first.id, first.source, first.options) == ("lyanna", "mine", {})
+    assert (second.id, second.source, second.options) == ("b", "yours", {"steps": 2})
+
+
+def test_none_goes_with_no_other_drafter() -> None:
+    with pytest.raises(UsageError, match="--drafter none builds no drafter, and others are given with it"):
+        choose_drafters(BuildConfig(), ["none", "mine,method=lyanna"])
+
+
+def drafter_of(source: str | None, name: str = "lyanna", **options: object) -> DrafterBuild:
+    return DrafterBuild(name, source, "lyanna", options)
+
+
+OWN = drafter_of("recipes", steps=3, nodes=12)
+RECIPE = BuildConfig(drafters=(OWN,))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [
+        (BuildConfig(), BuildConfig()),
+        (BuildConfig(), BuildConfig(precision="int4", max_model_len=64, random_weights=True)),
+        (RECIPE, RECIPE),
+        (RECIPE, BuildConfig()),
+        (RECIPE, BuildConfig(random_weights=True)),
+        (RECIPE, replace(RECIPE, random_weights=True)),
+        (RECIPE, BuildConfig(drafters=(drafter_of("mine", steps=3, nodes=12, token_info="int8"),))),
+        (RECIPE, BuildConfig(drafters=(drafter_of("recipes", steps=2, nodes=32, precision="fp32"),))),
+        (RECIPE, BuildConfig(drafters=(OWN, drafter_of("mine", "second", steps=2)))),
+        (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
+    ],
+)
+def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
+    told = options_of(recipe, config)
+    pairs = list(zip(told[::2], told[1::2], strict=True))
+    values = dict(pairs)
+    drafters = [f"{value},method=lyanna" if "," not in value or "method" not in value else value
+                for flag, value in pairs if flag == "--drafter" and value != "none"]  # fmt: skip
+    precision, max_model_len = (values.get(flag) for flag in ("--precision", "--max-model-len"))
+    found = choose(
+        recipe,
+        Precision(precision) if precision else None,
+        None,
+        Weights(values.get("--weights", "checkpoint")),
+        int(max_model_len) if max_model_len else None,
+    )
+    chosen = choose_drafters(found, ["none"] if values.get("--drafter") == "none" else drafters)
+    assert replace(found, drafters=chosen) == config
+
+
+def test_the_command_line_overrides_the_recipes_drafter() -> None:
+    assert choose_drafters(RECIPE, []) == RECIPE.drafters
+    assert choose_drafters(RECIPE, ["none"]) == ()
+    assert choose_drafters(RECIPE, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3, nodes=12),)
+    (own,) = choose_drafters(RECIPE, ["lyanna,token_info=fp8,steps=2"])
+    assert own == drafter_of("recipes", steps=2, nodes=12, token_info="fp8")
+    assert choose_drafters(RECIPE, ["other=mine,method=lyanna"]) == (drafter_of("mine", "other"),)
+    settings = BuildConfig(drafters=(drafter_of(None, steps=3),))
+    assert choose_drafters(settings, []) == ()
+    assert choose_drafters(settings, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3),)
+    with pytest.raises(UsageError, match="has settings for the drafter 'lyanna' and no folder; give lyanna=DIR"):
+        choose_drafters(settings, ["lyanna"])
+
+
+def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
+    recipe = replace(RECIPE, random_weights=True)
+    assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)
+    assert choose_drafters(recipe, ["none"]) == ()
+    assert choose_drafters(BuildConfig(random_weights=True), []) == ()
+
+
+def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) -> None:
+    values = {"config": {}, "verifier": {"weights": [], "tokenizer": ""}}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "method": "lyanna"}))
+    (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},steps=2"])
+    assert (found.id, found.method, found.options) == ("lyanna", "lyanna", {"steps": 2})
+    (tmp_path / "config.json").write_text(json.dumps({**values, "method": "eagle"}))
+    (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
+    assert found.method == "lyanna"
