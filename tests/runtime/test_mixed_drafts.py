@@ -24,7 +24,7 @@ from redraft.runtime import Runtime, api
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters import Drafter
-from redraft.runtime.drafters.hidden_states import Drafting
+from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
@@ -230,8 +230,14 @@ def test_two_drafters_draft_side_by_side(pair_bundle: Path, tmp_path: Path, devi
     assert beside > 5
     for drafter in ("lyanna", "mtp"):
         assert sum(one.seq.counters.accepted for one, of in zip(requests, owners, strict=True) if of == drafter) > 0
-    for one in requests:
-        assert isinstance(one.seq.drafting, Drafting)
+    for drafter in {one.drafter for one in requests}:
+        assert isinstance(drafter, HiddenStateDrafter)
+        own = [one.drafter is drafter for one in requests]
+        seqs = [one.seq for one in requests]
+        pending = drafter.pending(seqs, 1, range(len(seqs)))
+        assert pending == [seq.drafting.pending if mine else 0 for seq, mine in zip(seqs, own, strict=True)]
+        others = [seq for seq, mine in zip(seqs, own, strict=True) if not mine]
+        assert drafter.pending(others, 1, range(len(others))) is None
 
 
 def deepest(tree: Tree) -> tuple[int, int]:
