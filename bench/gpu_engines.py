@@ -57,6 +57,10 @@ def main() -> dict[str, Any]:
         return report.found
 
 
+WHOLE = Budget(12, 12, 12)
+"""Of a drafter's tree it limits the nodes only, so that the tree stays on the device."""
+
+
 def measure(options: argparse.Namespace, report: Report) -> None:
     """All sections, or why nothing runs the engines here. Raises WrongTokens, and UsageError for another model."""
     if reason := missing_for(options):
@@ -96,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--reference", type=Path, help="an ONNX Runtime bundle of the same model: the host's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--budget", type=budget, default=Budget(12, 4, 4), help="nodes=12,depth=4,width=4 by default")
+    parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
     parser.add_argument("--synthetic-acceptance", type=rates, default=_FORCED, help="forced by depth for `bound`")
     parser.add_argument("--limit", type=int, default=4, help="prompts a kind")
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -47,6 +47,8 @@ from redraft.types import NO_SPECULATION, Budget, Costs
 
 CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
 COSTS = Costs(fresh_ms=0.3, resample_ms=0.05)
+WHOLE = Budget(12, 12, 12)
+"""Of a drafter's tree it limits the nodes only, so that the tree stays on the device."""
 PROMPT_TOKENS = 40
 """Of each text: the rest is what the verifier says."""
 
@@ -148,7 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=Path, required=True, help="an engine bundle of any backend")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--methods", help="all that the bundle knows by default")
-    parser.add_argument("--budget", type=budget, default=Budget(12, 4, 4), help="nodes=12,depth=4,width=4 by default")
+    parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
     parser.add_argument("--limit", type=int, default=8, help="prompts a kind")
     parser.add_argument("--max-new-tokens", type=int, default=60)
     parser.add_argument("--out", type=Path, help="also write the JSON here")

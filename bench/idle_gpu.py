@@ -121,10 +121,17 @@ class IdleCuda:
         return _DONE
 
     def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> tuple[Status]:
-        if kind == self.cudaMemcpyKind.cudaMemcpyDeviceToHost:
+        if kind == self.cudaMemcpyKind.cudaMemcpyDeviceToHost and not self._holds(target, size):
+            ctypes.memset(target, 0, size)  # a tree that is read: children of the root
+        elif kind == self.cudaMemcpyKind.cudaMemcpyDeviceToHost:
             values = np.ctypeslib.as_array((ctypes.c_int64 * (size // 8)).from_address(target))
             (self._fetched if self._capturing else self._waiting).append(values)
         return _DONE
+
+    def _holds(self, target: int, size: int) -> bool:
+        """True for memory of just this size: an outbox, which only verdicts are fetched to."""
+        memory = self._pinned.get(target)
+        return memory is not None and len(memory) == size
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
         self._capturing, self._fetched = True, []

@@ -37,7 +37,8 @@ BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help=f"Fixed size of the tree, such as {BUDGET_FORM}; then ngram+ID looks up no n-grams. Measured by default.",
+        help=f"Fixed size of the tree, such as {BUDGET_FORM}; then ngram+ID looks up no n-grams. Measured by default. "
+        "With --device, a depth or width below the drafter's own costs a copy of each tree.",
     ),
 ]
 

@@ -162,7 +162,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["shape"].update(steps=4), "drafter lyanna: expected limits TreeLimits(depth=4"),
         (
             lambda m: own(m)["shape"].update(nodes=20),
-            "drafter lyanna: expected limits TreeLimits(depth=3, width=4, nodes=19)",
+            "drafter lyanna: expected limits TreeLimits(depth=3, width=16, nodes=19)",
         ),
         (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
         (lambda m: own(m)["graphs"].pop("draft"), "expected a graph 'lyanna.draft'"),

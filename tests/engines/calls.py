@@ -60,7 +60,7 @@ class Calls:
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
             names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
-            names.STEP_GATHER_FEATURES: self._collect,
+            names.STEP_GATHER_FEATURES: self._collect, names.STEP_STORE_TREES: self._store,
         }  # fmt: skip
         if graph in kinds:
             return kinds[graph](batches)
@@ -136,13 +136,13 @@ class Calls:
                 for kind, on_device in (("the host's", [0, 1]), ("a drafter's", [1, 0])):
                     values = {
                         names.HOST_TOKENS: self._random.integers(0, self._shape.vocabulary, (batch, nodes)),
-                        names.TREE_TOKENS: self._random.integers(0, self._shape.vocabulary, (batch, NODES)),
+                        names.STORED_TOKENS: self._random.integers(0, self._shape.vocabulary, (batch, NODES)),
                         names.HOST_PARENTS: np.stack([self._parents(nodes) for _ in range(batch)]),
-                        names.TREE_PARENTS: np.stack([self._parents(NODES) for _ in range(batch)]),
+                        names.STORED_PARENTS: np.stack([self._parents(NODES) for _ in range(batch)]),
                         names.ON_DEVICE: np.array(on_device[:batch]),
                         names.CACHE_LEN: np.array(self._lengths(batch)),
                     }
-                    yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "K": NODES}, values)
+                    yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "S": NODES}, values)
 
     def _accept(self, batches: Sequence[int]) -> Iterator[Call]:
         """Logits that agree with some branches of each tree; a tree of fewer nodes than the call has room for."""
@@ -183,6 +183,18 @@ class Calls:
                 names.PENDING_FEATURES: self._floats(dtype, batch, room, hidden),
                 names.PENDING_OFFSET: np.array([5, 17][:batch]),
             })  # fmt: skip
+
+    def _store(self, batches: Sequence[int]) -> Iterator[Call]:
+        """Trees of the last sequence only, and of all."""
+        for batch in batches:
+            for kind, drafted in (("the last", [0] * (batch - 1) + [3]), ("all", [2] * batch)):
+                values = {names.DRAFTED: np.array(drafted)}
+                for tokens, parents, nodes in (
+                    (names.TREE_TOKENS, names.TREE_PARENTS, 7), (names.STORED_TOKENS, names.STORED_PARENTS, NODES)
+                ):  # fmt: skip
+                    values[tokens] = self._random.integers(0, self._shape.vocabulary, (batch, nodes))
+                    values[parents] = np.stack([self._parents(nodes) for _ in range(batch)])
+                yield Call(f"trees of {kind}", {"B": batch, "K": 7, "S": NODES}, values)
 
     def _move(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT

@@ -39,7 +39,7 @@ in these calls, not of what a tree's differences amount to. Rounded as above the
 GRAPHS = (
     names.VERIFIER, LYANNA_DRAFT, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
     names.STEP_COMPACT_KV,
-    names.STEP_GATHER_FEATURES, names.STEP_COPY_SLOT, LYANNA_COPY_SLOT,
+    names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES, names.STEP_COPY_SLOT, LYANNA_COPY_SLOT,
 )  # fmt: skip
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 

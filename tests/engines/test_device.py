@@ -11,7 +11,7 @@ import pytest
 from redraft import names, signatures
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.cuda import Cuda
-from redraft.engines.device import Buffer, Device
+from redraft.engines.device import Buffer, Device, slots_of
 from redraft.engines.host_device import HostDevice
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt_device import TensorRtDevice
@@ -57,7 +57,7 @@ def device(request: pytest.FixtureRequest, folder: Path, tmp_path: Path, monkeyp
 
 
 def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[str, Buffer]:
-    fields = (names.HOST_TOKENS, names.HOST_PARENTS, names.TREE_TOKENS, names.TREE_PARENTS, names.TOKEN_IDS,
+    fields = (names.HOST_TOKENS, names.HOST_PARENTS, names.STORED_TOKENS, names.STORED_PARENTS, names.TOKEN_IDS,
               names.PARENTS, names.POSITIONS)  # fmt: skip
     return {
         **{name: device.empty("int64", sequences, nodes) for name in fields},
@@ -140,7 +140,7 @@ def test_another_type_or_shape_is_not_written(device: Device, values: np.ndarray
         device.empty("int64", 2).write(values)
 
 
-def test_a_part_is_the_beginning_and_no_larger_than_the_whole(device: Device) -> None:
+def test_a_part_is_within_the_whole(device: Device) -> None:
     whole = device.empty("int64", 4, 3)
     whole.write(np.arange(12).reshape(4, 3))
     part = whole.part(2, 2)
@@ -151,6 +151,13 @@ def test_a_part_is_the_beginning_and_no_larger_than_the_whole(device: Device) ->
     with pytest.raises(ValueError, match=r"\[5, 3\] is more than the \[4, 3\]"):
         whole.part(5, 3)
     assert whole.part(4, 3).read().shape == (4, 3)
+    assert whole.part(2, 2, start=5).read().tolist() == [[5, 6], [7, 8]]
+    slots_of(whole, range(1, 3)).write(np.zeros((2, 3), np.int64))
+    assert whole.read().tolist() == [[7, 8, 9], [0, 0, 0], [0, 0, 0], [9, 10, 11]]
+    assert slots_of(whole, range(1, 2)).part(1, 1).address == whole.address + 3 * 8
+    for start in (7, -1):
+        with pytest.raises(ValueError, match=rf"\[2, 3\] after {start} elements is more than the \[4, 3\]"):
+            whole.part(2, 3, start=start)
 
 
 def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device) -> None:
@@ -254,9 +261,9 @@ def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) ->
         if spec.dtype == "float32":
             buffers[spec.name].write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
     host_inputs = device.host_inputs(**{names.SOURCE_SLOT: (1,), names.TARGET_SLOT: (1,)})
-    slots_of = {name: buffer for name, buffer in host_inputs.buffers.items() if graph == names.STEP_COPY_SLOT}
+    ends = {name: buffer for name, buffer in host_inputs.buffers.items() if graph == names.STEP_COPY_SLOT}
     updated = {s.name: buffers[s.in_place_of] for s in device.program(graph).outputs if s.in_place_of}
-    return {**buffers, **slots_of, **updated}
+    return {**buffers, **ends, **updated}
 
 
 def test_a_slot_moves_where_the_host_says(device: Device) -> None:

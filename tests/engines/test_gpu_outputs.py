@@ -189,6 +189,12 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
             changed(names.PENDING_FEATURES, (0, 0, 0)),
             "pending_features.present: expected the same bits",
         ),
+        (
+            names.STEP_STORE_TREES,
+            changed(names.DRAFTED, (0,), -3),
+            None,
+            "stored.tokens.present: expected the same bits",
+        ),
         (names.STEP_COPY_SLOT, changed(names.SOURCE_SLOT, (0,), -1), None, "step.copy_slot, 2 to 0"),
         (LYANNA_COPY_SLOT, None, changed(names.CHAIN_LOGITS, (1, 0, 0)), "lyanna.copy_slot, 2 to 0"),
     ],

@@ -116,6 +116,31 @@ def test_a_smaller_batch_uses_the_first_slots(bundle):
     assert (key[2] == 7.0).all()
 
 
+def test_a_call_may_be_over_any_slot_and_share_another_ones_arrays(bundle):
+    engine, caches = bound_engine(bundle, slots=3)
+    sizes = {"B": 1, "T": 2, "R": 2}
+    first = engine.make(sizes)
+    assert engine.make(sizes) is not first
+    last = engine.make(sizes, 2, first)
+    assert last.inputs == first.inputs
+    assert last.outputs == first.outputs
+    first.inputs[names.TREE_MASK][:] = np.tri(2, dtype=bool)
+    first.inputs[names.POSITIONS][:] = np.arange(2)
+    first.inputs[names.KV_LEN][:] = 2
+    first.inputs[names.OUTPUT_ROWS][:] = np.arange(2)
+    first.run()
+    logits = first.outputs[names.LOGITS].copy()
+    key = caches[names.key_cache(0)]
+    assert (key[1:] == 7.0).all()
+    first.outputs[names.LOGITS][:] = 0
+    last.run()
+    assert first.outputs[names.LOGITS].tobytes() == logits.tobytes()
+    assert key[2].tobytes() == key[0].tobytes()
+    assert (key[1] == 7.0).all()
+    with pytest.raises(ValueError, match="B=4 is more than the 3"):
+        engine.make(sizes, 3)
+
+
 def test_wrong_buffers_and_sizes_are_refused_by_name(bundle):
     engine = Calls(load_program(bundle, names.VERIFIER, 1))
     with pytest.raises(ValueError, match=r"bind kv\.0\.key"):

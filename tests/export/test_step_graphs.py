@@ -57,8 +57,8 @@ def laid_out(
 ) -> dict[str, NDArray]:  # fmt: skip
     fields = [[np.stack([tree[field] for tree in trees]) for field in range(2)] for trees in (host, made)]
     return run(folder, names.STEP_PREPARE_TREE, {
-        names.HOST_TOKENS: fields[0][0], names.HOST_PARENTS: fields[0][1], names.TREE_TOKENS: fields[1][0],
-        names.TREE_PARENTS: fields[1][1], names.ON_DEVICE: np.array(on_device), names.CACHE_LEN: cache_len,
+        names.HOST_TOKENS: fields[0][0], names.HOST_PARENTS: fields[0][1], names.STORED_TOKENS: fields[1][0],
+        names.STORED_PARENTS: fields[1][1], names.ON_DEVICE: np.array(on_device), names.CACHE_LEN: cache_len,
     })  # fmt: skip
 
 
@@ -143,6 +143,24 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
     np.testing.assert_array_equal(found[1], np.concatenate([waiting[1, :5], features[1]]))
 
 
+@pytest.mark.parametrize("nodes", [1, 4, 6])
+def test_trees_of_some_slots_are_stored(folder: Path, nodes: int) -> None:
+    """Those that were drafted for, in the places of their nodes; what lies behind these and in other slots stays."""
+    rng, space = np.random.default_rng(nodes), 6
+    tokens, parents = rng.integers(0, 9, (2, 3, nodes))
+    stored_tokens, stored_parents = rng.integers(10, 19, (2, 3, space))
+    found = run(folder, names.STEP_STORE_TREES, {
+        names.TREE_TOKENS: tokens, names.TREE_PARENTS: parents, names.DRAFTED: np.array([12, 0, 1]),
+        names.STORED_TOKENS: stored_tokens, names.STORED_PARENTS: stored_parents,
+    })  # fmt: skip
+    for name, made, stored in (
+        (names.STORED_TOKENS, tokens, stored_tokens), (names.STORED_PARENTS, parents, stored_parents)
+    ):  # fmt: skip
+        expected = stored.copy()
+        expected[[0, 2], :nodes] = made[[0, 2]]
+        np.testing.assert_array_equal(found[names.present(name)], expected)
+
+
 @pytest.mark.parametrize(
     ("graph", "state"),
     [
@@ -169,7 +187,7 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     state = slot_state(LYANNA)
     copied = {LYANNA_COPY_SLOT: (signatures.move_inputs(state), signatures.move_outputs(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
-    assert len(contracts) == 6
+    assert len(contracts) == 7
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")
         onnx.checker.check_model(model, full_check=True)
@@ -178,7 +196,8 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
 
 
 def test_without_a_drafter_nothing_waits(tmp_path: Path) -> None:
-    assert names.STEP_GATHER_FEATURES not in export_step_graphs(SHAPE, tmp_path, gathers=False)
+    files = export_step_graphs(SHAPE, tmp_path, gathers=False)
+    assert {names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES}.isdisjoint(files)
 
 
 # ONNX Runtime's kernels for CUDA take these types only, of operators here whose kernels for the CPU take more

@@ -28,6 +28,7 @@ SIGNATURES = {
     LYANNA_RESAMPLE: resample_inputs(LYANNA),
     **{graph: signatures.step_signatures(SHAPE, gathers=True)[graph][0] for graph in (
         names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV, names.STEP_GATHER_FEATURES,
+        names.STEP_STORE_TREES,
     )},
 }  # fmt: skip
 ONE = CallLimits(1, 16, prefill=1, max_model_len=64)
@@ -95,8 +96,8 @@ def test_accepted_rows_are_kept_of_trees_only() -> None:
 
 
 def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
-    """A graph over a drafter's K nodes, of which a call verifies T."""
-    inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
+    """A graph over S nodes in the store, of which a call verifies T."""
+    inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "S")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
     one, tree = profiles_of(symbols_of(names.STEP_PREPARE_TREE, LIMITS), inputs, LIMITS, kv_len_is_shape=False)
     assert one.inputs[names.TREE_PARENTS] == tree.inputs[names.TREE_PARENTS] == Range((1, 1), (1, 13), (4, 16))
     assert one.inputs[names.POSITIONS].max == (4, 1)
@@ -139,3 +140,12 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         CallLimits(batch=1, tree=65, prefill=32, max_model_len=64)
     with pytest.raises(UsageError, match="at least one sequence"):
         CallLimits(batch=0, tree=16, prefill=32, max_model_len=64)
+
+
+def test_slots_begin_where_tensorrt_takes_an_address() -> None:
+    """Rows of a context that is no multiple of 16, of 16 bytes a row: the next slot would begin between two places."""
+    limits = CallLimits(batch=2, tree=4, prefill=8, max_model_len=33)
+    symbols = symbols_of(names.VERIFIER, limits)
+    tree = profiles_of(symbols, SIGNATURES[names.VERIFIER], limits, kv_len_is_shape=False)[-1]
+    assert tree.inputs[names.key_cache(0)].max == (2, 2, 48, 16)
+    assert [names.kv_rows(tokens) for tokens in (1, 16, 33)] == [16, 16, 48]

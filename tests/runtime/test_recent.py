@@ -1,0 +1,19 @@
+"""Of what is made on first use, the values used last are kept."""
+
+from __future__ import annotations
+
+from redraft.runtime.recent import Recent
+
+
+def test_the_one_that_was_not_used_for_longest_goes() -> None:
+    dropped: list[list[str]] = []
+    kept: Recent[str, int] = Recent(2, lambda: dropped.append(list(kept)))
+    assert kept.get("a") is None
+    assert [kept.add(key, value) for key, value in (("a", 1), ("b", 2))] == [1, 2]
+    assert kept.get("a") == 1
+    assert kept.add("c", 3) == 3
+    assert dropped == [["b", "a"]]  # called while it is still there
+    assert list(kept) == ["a", "c"]
+    assert (kept.get("b"), len(kept)) == (None, 2)
+    kept.clear()
+    assert not len(kept)

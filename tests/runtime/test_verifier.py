@@ -1,0 +1,202 @@
+"""Prompts in any slot, rows of a call, and readers that are gone: on the host, and on devices that run step graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft import names
+from redraft.engines import open_bundle
+from redraft.engines.device import slots_of
+from redraft.runtime import Runtime, api, graph_steps
+from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.drafters import hidden_states
+from redraft.runtime.graph_steps import GraphSteps
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import chain, root_only
+from redraft.runtime.verifier import Verifier
+from redraft.types import Costs
+from tests.engines.fake_cuda import FakeCuda
+
+from .devices import cpu_device, open_over, tensorrt_device
+from .fakes import CURVE, FakeEngine, fake_verifier
+from .lyanna_bundle import CONTEXT
+from .test_lyanna import FULL, PARAMS, PROMPTS, plain, request  # noqa: F401
+
+Open = Callable[..., Runtime]
+TEXT = [3, 9, 4, 7, 5, 8, 6, 12, 3, 11] * 8
+
+
+@pytest.fixture(autouse=True)
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+
+
+@pytest.fixture(params=["host", "cpu", "tensorrt"])
+def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
+    """Opens the bundle on the host's own path or over a device."""
+    bundle = open_bundle(lyanna_bundle, verify=False)
+
+    def open_runtime(max_num_seqs: int) -> Runtime:
+        if request.param == "host":
+            return Runtime.open(lyanna_bundle, threads=1, max_num_seqs=max_num_seqs, verify=False)
+        device = cpu_device(bundle) if request.param == "cpu" else tensorrt_device(bundle, tmp_path).device
+        return open_over(device, lyanna_bundle, max_num_seqs)
+
+    return open_runtime
+
+
+def rows(verifier: Verifier) -> np.ndarray:
+    """The first layer's keys [slots, H_kv, CONTEXT, D]."""
+    steps = verifier.steps
+    if isinstance(steps, GraphSteps):
+        found = steps._buffers.state[names.key_cache(0)].read()
+    else:
+        found = steps.kv[0].copy()  # type: ignore[attr-defined]
+    return found[:, :, :CONTEXT]
+
+
+def computed(verifier: Verifier, tokens: list[int], slot: int) -> Sequence:
+    """A sequence whose prompt is computed in a slot."""
+    seq = request(tokens)
+    for _ in verifier.prefill(seq, slot):
+        pass
+    seq.begin(verifier.first_outcome(seq, slot), verifier.clock)
+    return seq
+
+
+def test_a_prompt_is_computed_in_any_slot_and_leaves_the_others(opened: Open) -> None:
+    with opened(3) as runtime:
+        verifier = runtime.verifier
+        expected = computed(verifier, TEXT, 0).tokens
+        first = rows(verifier)[0]
+        for slot in (2, 1):
+            before = rows(verifier)
+            assert computed(verifier, TEXT, slot).tokens == expected
+            after = rows(verifier)
+            np.testing.assert_allclose(after[slot, :, : len(TEXT)], first[:, : len(TEXT)], atol=1e-5)
+            others = [other for other in range(3) if other != slot]
+            assert after[others].tobytes() == before[others].tobytes()
+            assert np.abs(after[slot, :, : len(TEXT)] - before[slot, :, : len(TEXT)]).max() > 0.01
+        (outcome,) = verifier.verify([request(TEXT)], [root_only(TEXT[-1])])  # over slot 0 alone
+        assert outcome.tokens
+
+
+def test_the_first_token_is_asked_for_in_the_slot_that_was_computed(opened: Open) -> None:
+    with opened(2) as runtime:
+        seq = request(TEXT)
+        for _ in runtime.verifier.prefill(seq, 1):
+            pass
+        with pytest.raises(ValueError, match="prompt in slot 1 was computed last, not that in slot 0"):
+            runtime.verifier.first_outcome(seq, 0)
+
+
+def test_a_drafter_takes_in_a_prompts_rows_in_its_slot(opened: Open) -> None:
+    """Its KV of a long prompt, of which all rows but the last go in at once; other slots keep theirs."""
+    with opened(3) as runtime:
+        verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
+        keys = drafter._state[names.key_cache(0)]  # type: ignore[attr-defined]
+
+        def prefilled(slot: int) -> int:
+            seq = request(TEXT)
+            drafter.begin(seq)
+            for start, tokens in verifier.prefill(seq, slot):
+                drafter.prefilled(seq, slot, start, tokens)
+            return int(seq.drafting.cache_len)
+
+        kept = prefilled(0)
+        assert kept == hidden_states.CATCH_UP < len(TEXT)
+        before = keys.read()
+        assert prefilled(2) == kept
+        after = keys.read()
+        assert after[:2].tobytes() == before[:2].tobytes()
+        np.testing.assert_allclose(after[2, :, :kept], before[0, :, :kept], atol=1e-5)
+        pending = slots_of(drafter._state[names.PENDING_FEATURES], range(2, 3)).read()  # type: ignore[attr-defined]
+        first = slots_of(drafter._state[names.PENDING_FEATURES], range(1)).read()  # type: ignore[attr-defined]
+        left = len(TEXT) - kept
+        np.testing.assert_allclose(pending[0, :left], first[0, :left], atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tensorrt"])
+def test_few_steps_and_calls_are_kept_of_many_slots(
+    lyanna_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    plain: list[list[int]],  # noqa: F811
+) -> None:
+    """What goes is waited for, and made again when its slot comes again."""
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)
+    monkeypatch.setattr(graph_steps, "MOST_PREFILLS", 2)
+    monkeypatch.setattr(hidden_states, "MOST_CALLS", 2)
+    bundle = open_bundle(lyanna_bundle, verify=False)
+    opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
+    with open_over(opened, lyanna_bundle, 3) as runtime:
+        found = runtime.generate(PROMPTS, PARAMS, "lyanna", FULL)
+        steps, drafter = runtime.verifier.steps, runtime._drafter("lyanna")
+        assert isinstance(steps, GraphSteps)
+        assert len(steps._prefills) == len(drafter._calls) == 2  # type: ignore[attr-defined]
+    assert [list(generation.token_ids) for generation in found] == plain
+
+
+def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> None:
+    """Calls of at least so many rows: both have the same sizes, but other rows whose logits are wanted, and masks."""
+    verifier = fake_verifier(FakeEngine(), 400)
+    verifier.fewest_rows = 16
+    text = np.arange(97, 97 + 48) % 5 + 97
+    verifier.chunk_logits(text[:16], 0, 16)
+    (expected,) = verifier.logits([chain(text[16:32])], [16])
+    assert len({row.tobytes() for row in expected}) > 1
+    verifier.chunk_logits(text[:16], 0, 16)
+    (found,) = verifier.logits([chain(text[16:32])], [16])
+    assert found.tobytes() == expected.tobytes()
+    again = verifier.chunk_logits(text[:16], 0, 16)
+    (alone,) = verifier.logits([chain(text[15:16])], [15])
+    assert again.tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize(("sequences", "fewest", "width"), [(1, 5, 8), (1, 2, 2), (2, 5, 4), (3, 1, 1)])
+def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences: int, fewest: int, width: int) -> None:
+    """Padded, and the text of a step is what it would be without."""
+    with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, 3) as runtime:
+        verifier = runtime.verifier
+        verifier.fewest_rows = 1
+        batch = [computed(verifier, TEXT[slot : slot + 20], slot) for slot in range(sequences)]
+        trees = [root_only(seq.tokens[-1]) for seq in batch]
+        expected = [outcome.tokens for outcome in verifier.verify(batch, trees)]
+        verifier.fewest_rows = fewest
+        assert verifier.steps.tree(trees, [seq.cache_len for seq in batch]).width == width  # type: ignore[attr-defined]
+        assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
+
+
+def test_nothing_is_gathered_for_a_reader_that_is_gone(opened: Open) -> None:
+    with opened(2) as runtime:
+        verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
+        pending = drafter._state[names.PENDING_FEATURES]  # type: ignore[attr-defined]
+        seq = request(TEXT[:10])
+        drafter.begin(seq)
+        for start, tokens in verifier.prefill(seq, 0):
+            drafter.prefilled(seq, 0, start, tokens)
+        seq.begin(verifier.first_outcome(seq, 0), verifier.clock)
+
+        def step_changes() -> bool:
+            before = np.full_like(pending.read(), 7)
+            pending.write(before)
+            tree = root_only(seq.tokens[-1])
+            (outcome,) = verifier.verify([seq], [tree])
+            seq.commit(tree, outcome)
+            drafter.accept(seq, tree, outcome)
+            computed(verifier, TEXT[:20], 1)
+            return pending.read().tobytes() != before.tobytes()
+
+        assert step_changes()
+        verifier.detach(drafter)  # type: ignore[arg-type]
+        assert not step_changes()
+        verifier.attach(drafter)  # type: ignore[arg-type]
+        assert step_changes()
