@@ -151,9 +151,10 @@ def _store() -> ir.Model:
     add = builder.add
     drafted = add("Unsqueeze", add("Cast", names.DRAFTED, to=onnx.TensorProto.BOOL), builder.ints(1))  # [B, 1]
     for tree, stored in ((names.TREE_TOKENS, names.STORED_TOKENS), (names.TREE_PARENTS, names.STORED_PARENTS)):
-        ends = (add("Shape", tensor, start=1, end=2) for tensor in (tree, stored))  # [1]: K, then S
-        after = add("Slice", stored, *ends, builder.ints(1))  # [B, S - K]
-        add("Where", drafted, add("Concat", tree, after, axis=1), stored, output=names.present(stored))
+        space = add("Shape", stored, start=1, end=2)  # [1]: S
+        padded = add("Concat", tree, add("Sub", stored, stored), axis=1)  # K nodes and S that hang from the root
+        first = add("Slice", padded, builder.ints(0), space, builder.ints(1))
+        add("Where", drafted, first, stored, output=names.present(stored))
     return builder.model(names.STEP_STORE_TREES, signatures.step_store_inputs(), signatures.step_store_outputs())
 
 

@@ -160,7 +160,7 @@ def step_store_inputs() -> tuple[TensorSpec, ...]:
 
 
 def step_store_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of the storing graph: the store, in place. Entries from K on stay what they were."""
+    """Outputs of the storing graph: the store, in place. Nodes past a new tree's K hang from its root."""
     return move_outputs(_store())
 
 
