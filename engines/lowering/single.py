@@ -139,7 +139,7 @@ def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.V
         "scale": node.attributes["scale"].as_float(),
         "softcap": node.attributes["softcap"].as_float(),
     }
-    packed = _packed_rotary(node) if head_dim(node) % _ROTARY_MULTIPLE == 0 else None
+    packed = packed_rotary(node) if head_dim(node) % _ROTARY_MULTIPLE == 0 else None
     if packed is None:
         return tuple(node.inputs[:3]), (), attributes
     qkv, rotary = packed
@@ -159,7 +159,7 @@ def attribute(node: ir.Node, name: str, default: int) -> int:
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
-def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+def packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
     """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and only for it."""
     q, k, v = node.inputs[:3]
     rotated = [value.producer() if value is not None else None for value in (q, k)]
