@@ -12,7 +12,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.order import HIDDEN, RowOrder
+from redraft.engines.lowering.order import RowOrder
 from redraft.engines.lowering.single import attribute, head_dim, packed_rotary
 
 _LARGEST_PART = 128
@@ -39,31 +39,30 @@ class BatchAttention:
         self._nodes = nodes = Nodes(graph, "batch")
         self._kv_len = nodes.inputs[names.KV_LEN]
         self._order = RowOrder(nodes, self._kv_len)
-        self._long: dict[int, tuple[ir.Value, ir.Value]] = {}
+        self._longer: dict[int, list[ir.Value]] = {}
 
     def lower(self, node: ir.Node) -> None:
         """Put products in the place of a TreeAttention node."""
-        make, order = self._nodes.node, self._order
+        make, order, size = self._nodes.node, self._order, head_dim(node)
         q_heads, kv_heads, window, chunk = (
             attribute(node, name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
         )
         groups = q_heads // kv_heads
+        inputs = [value for value in node.inputs if value is not None]
         q, k, v = self._heads(node, q_heads, kv_heads)
-        past = self._nodes.inputs[names.CACHE_LEN]
-        caches = [make("TensorScatter", [node.inputs[i], rows, past], axis=2) for i, rows in ((3, k), (4, v))]
-        keys = make("Slice", [caches[0], self._ints(0), self._kv_len, self._ints(2)])
-        rows = make("Gather", [q, order.node_of(1)], axis=2) if groups == 1 else self._reshaped(q, 0, kv_heads, -1, head_dim(node))
+        keys, values = (self._written(*new) for new in ((inputs[3], k), (inputs[4], v)))
+        rows = self._reshaped(q, 0, kv_heads, -1, size) if groups > 1 else make("Gather", [q, order.node_of(1)], axis=2)
         scores = order.by_position(self._scores(node, rows, keys), kv_heads, groups)  # [B, Hkv, g * U, S]
-        scores = make("Where", [order.visible(groups, window, chunk), scores, self._nodes.constant(HIDDEN)])
-        sinks = node.inputs[names.TREE_ATTENTION_INPUTS] if len(node.inputs) > names.TREE_ATTENTION_INPUTS else None
-        shares = make("Softmax", [scores], axis=-1) if sinks is None else self._with_sinks(scores, sinks, kv_heads, q_heads)
-        summed = self._summed(order.by_row(shares, kv_heads, groups), caches[1], head_dim(node))
+        scores = make("Min", [scores, order.limit(groups, window, chunk)])
+        shares = self._shares(scores, q_heads, kv_heads, *inputs[names.TREE_ATTENTION_INPUTS :])
+        shares = order.by_row(shares, kv_heads, groups)
+        summed = self._summed(shares, values, size)
         if groups > 1:
-            summed = self._reshaped(summed, 0, q_heads, -1, head_dim(node))
+            summed = self._reshaped(summed, 0, q_heads, -1, size)
         out = self._reshaped(make("Transpose", [summed], perm=[0, 2, 1, 3]), 0, 0, -1)
         if groups == 1:
             out = make("Slice", [out, self._ints(0), order.tokens, self._ints(1)])
-        replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, *caches])
+        replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
 
     def _heads(self, node: ir.Node, q_heads: int, kv_heads: int) -> list[ir.Value]:
         """Rotated queries and keys, and values, [B, heads, T, D] each.
@@ -84,15 +83,18 @@ class BatchAttention:
         turned = self._nodes.node("RotaryEmbedding", [plain, *tables], interleaved=interleaved)
         return [*self._nodes.split(turned, 1, q_heads, kv_heads), v]
 
+    def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
+        """The cache with the new rows [B, Hkv, T, D] written in place."""
+        return self._nodes.node("TensorScatter", [cache, new, self._nodes.inputs[names.CACHE_LEN]], axis=2)
+
     def _summed(self, shares: ir.Value, values: ir.Value, size: int) -> ir.Value:
         """Products of probabilities [B, Hkv, rows, S] and the first S values, a block of keys after the other."""
-        nodes, make = self._nodes, self._nodes.node
-        width = block_keys(size)
-        if size not in self._long:
-            more = make("Greater", [make("Squeeze", [self._kv_len]), nodes.constant(width)])
-            blocks = make("Div", [make("Add", [self._kv_len, self._ints(width - 1)]), self._ints(width)])
-            self._long[size] = more, make("Squeeze", [blocks])
-        more, blocks = self._long[size]
+        nodes, make, width = self._nodes, self._nodes.node, block_keys(size)
+        if width not in self._longer:
+            kv_len = make("Squeeze", [self._kv_len])
+            self._longer[width] = [make("Greater", [kv_len, nodes.constant(keys)]) for keys in (width, 2 * width)]
+        several, more = self._longer[width]
+        first, second = self._ints(0), self._ints(width)
 
         def product(start: ir.Value, end: ir.Value) -> ir.Value:
             some = make("Slice", [shares, start, end, self._ints(3)])
@@ -103,19 +105,31 @@ class BatchAttention:
             end = make("Min", [make("Add", [start, self._ints(width)]), self._kv_len])
             return make("Add", [summed, product(start, end)])
 
-        (summed,) = nodes.choose(
-            more,
-            lambda: [nodes.loop(nodes.constant(1), blocks, product(self._ints(0), self._ints(width)), further)],
-            lambda: [make("MatMul", [shares, make("Slice", [values, self._ints(0), self._kv_len, self._ints(2)])])],
-        )
+        def one_block() -> list[ir.Value]:
+            return [make("MatMul", [shares, make("Slice", [values, first, self._kv_len, self._ints(2)])])]
+
+        def two_blocks() -> list[ir.Value]:
+            return [make("Add", [product(first, second), product(second, self._kv_len)])]
+
+        def more_blocks() -> list[ir.Value]:
+            count = make("Squeeze", [make("Div", [make("Add", [self._kv_len, self._ints(width - 1)]), second])])
+            return [nodes.loop(nodes.constant(1), count, product(first, second), further)]
+
+        def several_blocks() -> list[ir.Value]:
+            return nodes.choose(more, more_blocks, two_blocks)
+
+        (summed,) = nodes.choose(several, several_blocks, one_block)
         return summed
 
     def _scores(self, node: ir.Node, rows: ir.Value, keys: ir.Value) -> ir.Value:
+        """Scaled and capped products of rows and the first S keys."""
+        make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        scores = self._products(rows, keys, scale, head_dim(node))
+        live = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
+        scores = self._products(rows, live, scale, head_dim(node))
         if not softcap:
             return scores
-        make, cap = self._nodes.node, self._nodes.constant(np.float32(softcap))
+        cap = self._nodes.constant(np.float32(softcap))
         return make("Mul", [make("Tanh", [make("Div", [scores, cap])]), cap])
 
     def _products(self, rows: ir.Value, keys: ir.Value, scale: float, size: int) -> ir.Value:
@@ -131,12 +145,18 @@ class BatchAttention:
         assert total is not None
         return total
 
-    def _with_sinks(self, scores: ir.Value, sinks: ir.Value, kv_heads: int, q_heads: int) -> ir.Value:
-        """The softmax of the sinks [Hq], scores of a key without a value, and the scores; without the sinks again."""
+    def _shares(self, scores: ir.Value, q_heads: int, kv_heads: int, sinks: ir.Value | None = None) -> ir.Value:
+        """Softmax of scores [B, Hkv, g * U, S].
+
+        sinks: [Hq], scores of a key without a value: a first column, which is left out again.
+        """
         make = self._nodes.node
+        if sinks is None:
+            return make("Softmax", [scores], axis=-1)
+        sinks = self._reshaped(sinks, 1, -1, 1, 1)
         scores = self._reshaped(scores, 0, q_heads, -1, 0)  # [B, Hq, U, S]
         outer = make("Shape", [scores], end=3)
-        column = make("Expand", [self._reshaped(sinks, 1, -1, 1, 1), make("Concat", [outer, self._ints(1)], axis=0)])
+        column = make("Expand", [sinks, make("Concat", [outer, self._ints(1)], axis=0)])
         shares = make("Softmax", [make("Concat", [column, scores], axis=3)], axis=-1)
         width = make("Shape", [shares], start=3)
         return self._reshaped(make("Slice", [shares, self._ints(1), width, self._ints(3)]), 0, kv_heads, -1, 0)

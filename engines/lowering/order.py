@@ -25,14 +25,6 @@ HIDDEN = np.float32(-1e30)
 """The score of a key that a node must not see. Finite, so that a sum with it stays a number."""
 
 
-def twice(nodes: Nodes) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """T and U = max(T, 2), int64 [1] both, and the numbers of rows, int64 [U], that take a single row twice."""
-    tokens = nodes.node("Shape", [nodes.inputs[names.POSITIONS]], start=1, end=2)
-    rows = nodes.node("Max", [tokens, nodes.constant([2])])
-    last = nodes.node("Sub", [tokens, nodes.constant([1])])
-    return tokens, rows, nodes.node("Min", [numbers(nodes, rows), last])
-
-
 def numbers(nodes: Nodes, count: ir.Value) -> ir.Value:
     """0, 1 … count - 1."""
     return nodes.node("Range", [nodes.constant(0), nodes.node("Squeeze", [count]), nodes.constant(1)])
@@ -80,7 +72,7 @@ class RowOrder:
         self._new = numbers(nodes, self.tokens)
         self._to_columns, self._to_rows = self._orders(mask)
         self._of: dict[int, ir.Value] = {}
-        self._visible: dict[tuple[int, int, int], ir.Value] = {}
+        self._limits: dict[tuple[int, int, int], ir.Value] = {}
         self._of_heads: dict[tuple[int, int], tuple[ir.Value, ir.Value]] = {}
 
     def node_of(self, groups: int) -> ir.Value:
@@ -91,13 +83,15 @@ class RowOrder:
             self._of[groups] = nodes.node("Mod", [numbers(nodes, rows), self.tokens])
         return self._of[groups]
 
-    def visible(self, groups: int, window: int, chunk: int) -> ir.Value:
-        """Columns in the order of positions that each row of a product sees: bool [B, 1, g * U, S]."""
+    def limit(self, groups: int, window: int, chunk: int) -> ir.Value:
+        """The most that a score may be, in the order of positions: infinity or HIDDEN, float32 [B, 1, g * U, S]."""
         key = groups, window, chunk
-        if key not in self._visible:
+        if key not in self._limits:
+            node, constant = self._nodes.node, self._nodes.constant
             seen = self._columns.visible(self._positions, window, chunk)
-            self._visible[key] = self._nodes.node("Gather", [seen, self.node_of(groups)], axis=2)
-        return self._visible[key]
+            limit = node("Where", [seen, constant(np.float32(np.inf)), constant(HIDDEN)])
+            self._limits[key] = node("Gather", [limit, self.node_of(groups)], axis=2)
+        return self._limits[key]
 
     def by_position(self, scores: ir.Value, heads: int, groups: int) -> ir.Value:
         """Scores [B, Hkv, g * U, S] with the columns of new rows in the order of positions."""

@@ -119,7 +119,8 @@ def test_a_plain_layer_becomes_the_fewest_nodes(tmp_path):
     assert found["SkipSimplifiedLayerNormalization"] == 2 * decoder.layers
     assert found["RMSNormalization"] == 1
     assert found["Split"] == decoder.layers
-    assert found["Gather"] == decoder.layers + 2  # a row taken twice; positions of it, and the embedding
+    assert found["Expand"] == decoder.layers + 2  # a row taken twice; positions of it, and the rows of the output
+    assert found["Gather"] == 1  # the embedding
     assert not {"RotaryEmbedding", names.TREE_ATTENTION} & set(found)
     assert not onnx.load(tmp_path / "verifier.single.onnx").functions
 
