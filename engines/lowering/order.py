@@ -56,8 +56,8 @@ class Columns:
 class RowOrder:
     """What all layers of a call share: which keys its nodes see, and the order of positions against that of rows.
 
-    The two orders differ in the columns of the new rows only, a block [T, T] of each sequence. A product has g rows for
-    each of U = max(T, 2 / g) nodes: heads that share a key head, and a single row twice where each head has its own.
+    The two orders differ in the columns of the new rows only, so no more is moved. A product has g rows for each node,
+    one for each head that shares a key head. If g is 1, a single node is taken twice: U = 2 nodes, otherwise U = T.
     """
 
     def __init__(self, nodes: Nodes, count: ir.Value) -> None:
@@ -70,10 +70,10 @@ class RowOrder:
         self.tokens = nodes.node("Shape", [self._positions], start=1, end=2)
         """T, int64 [1]."""
         self._new = numbers(nodes, self.tokens)
-        self._to_columns, self._to_rows = self._orders(mask)
+        self._orders = self._both_orders(mask)
         self._of: dict[int, ir.Value] = {}
         self._limits: dict[tuple[int, int, int], ir.Value] = {}
-        self._of_heads: dict[tuple[int, int], tuple[ir.Value, ir.Value]] = {}
+        self._of_heads: dict[tuple[int, int], list[ir.Value]] = {}
 
     def node_of(self, groups: int) -> ir.Value:
         """The node that each row of a product belongs to, int64 [g * U]."""
@@ -105,31 +105,31 @@ class RowOrder:
         block = self._nodes.node("GatherElements", [values, indexes], axis=3)
         return self._nodes.node("TensorScatter", [values, block, self._past], axis=3)
 
-    def _indexes(self, heads: int, groups: int) -> tuple[ir.Value, ir.Value]:
-        """The column of the scores for each new position, and back: int64 [B, Hkv, g * U, T] both."""
+    def _indexes(self, heads: int, groups: int) -> list[ir.Value]:
+        """The column of the scores for each new position, and the reverse: int64 [B, Hkv, g * U, W] both."""
         if (heads, groups) not in self._of_heads:
-            node = self._nodes.node
-            first = self._unsqueezed(self._past, 1, 2)
-            columns, rows = (
-                node("Gather", [node("Add", [order, first]), self.node_of(groups)], axis=1)
-                for order in (self._to_columns, self._to_rows)
-            )  # [B, g * U, T]
-            each = self._nodes.constant([1, heads, 1, 1])
-            columns, rows = (node("Expand", [self._unsqueezed(order, 1), each]) for order in (columns, rows))
-            self._of_heads[heads, groups] = columns, rows
+            node, every = self._nodes.node, self._nodes.constant([1, heads, 1, 1])
+            orders = [node("Add", [order, self._unsqueezed(self._past, 1, 2)]) for order in self._orders]
+            orders = [node("Gather", [order, self.node_of(groups)], axis=1) for order in orders]
+            self._of_heads[heads, groups] = [node("Expand", [self._unsqueezed(order, 1), every]) for order in orders]
         return self._of_heads[heads, groups]
 
-    def _orders(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The new row that holds each new position of a node's path, and the reverse, int64 [B, T, T] both.
+    def _both_orders(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The new row that holds each new position of a node's path, and the reverse, int64 [B, T, W] both.
 
-        A row that a node does not see goes to the last position. A node at that position sees all rows.
+        A row that a node does not see goes to the last position. A node at that position sees all rows. W is T for
+        trees. For chains, where the orders are one, it is 1.
         """
-        node = self._nodes.node
+        node, constant = self._nodes.node, self._nodes.constant
         depths = node("Sub", [self._positions, self._unsqueezed(self._past, 1)])
-        last = node("Sub", [self.tokens, self._nodes.constant([1])])
-        to_rows = node("Where", [mask, self._unsqueezed(depths, 1), last])
+        last = node("Sub", [self.tokens, constant([1])])
+        to_positions = node("Where", [mask, self._unsqueezed(depths, 1), last])
         rows = node("Expand", [self._new, node("Shape", [mask])])
-        return node("ScatterElements", [rows, to_rows, rows], axis=2), to_rows
+        to_rows = node("ScatterElements", [rows, to_positions, rows], axis=2)
+        moved = node("ReduceMax", [node("Abs", [node("Sub", [depths, self._new])])], keepdims=0)
+        width = node("Min", [node("Add", [node("Mul", [moved, self.tokens]), constant([1])]), self.tokens])
+        first = [constant([0]), width, constant([2])]
+        return node("Slice", [to_rows, *first]), node("Slice", [to_positions, *first])
 
     def _unsqueezed(self, value: ir.Value, *axes: int) -> ir.Value:
         return self._nodes.node("Unsqueeze", [value, self._nodes.constant(list(axes))])
