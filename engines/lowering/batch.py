@@ -12,8 +12,8 @@ from onnx_ir.convenience import replace_nodes_and_values
 
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.order import RowOrder, twice
-from redraft.engines.lowering.single import attribute, head_dim
+from redraft.engines.lowering.order import RowOrder
+from redraft.engines.lowering.single import attribute, head_dim, packed_rotary
 
 _LARGEST_PART = 128
 """Numbers of a head that are multiplied at once: the kernels' own parts of more depend on the keys and the threads."""
@@ -39,47 +39,62 @@ class BatchAttention:
         self._nodes = nodes = Nodes(graph, "batch")
         self._kv_len = nodes.inputs[names.KV_LEN]
         self._order = RowOrder(nodes, self._kv_len)
-        self._long: dict[int, tuple[ir.Value, ir.Value]] = {}
-        self._twice: tuple[ir.Value, ir.Value, ir.Value] | None = None
+        self._longer: dict[int, list[ir.Value]] = {}
 
     def lower(self, node: ir.Node) -> None:
         """Put products in the place of a TreeAttention node."""
-        make, kv_len = self._nodes.node, self._kv_len
+        make, order, size = self._nodes.node, self._order, head_dim(node)
         q_heads, kv_heads, window, chunk = (
             attribute(node, name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
         )
-        q, k, v, key_cache, value_cache, *_ = inputs = [value for value in node.inputs if value is not None]
-        alone = q_heads == kv_heads
-        caches = [self._written(*rows, kv_heads) for rows in ((k, key_cache), (v, value_cache))]
-        keys = make("Slice", [caches[0], self._ints(0), kv_len, self._ints(2)])
-        if alone:
-            q = make("Gather", [q, self._rows()[2]], axis=1)
-        grouped = self._reshaped(self._heads(q, q_heads), 0, kv_heads, -1, head_dim(node))
-        scores = self._scores(node, grouped, keys, q_heads)  # [B, Hq, U, S]
-        self._order.prepare(q_heads)
-        visible = self._order.visible(window, chunk)
-        sinks = inputs[names.TREE_ATTENTION_INPUTS] if len(inputs) > names.TREE_ATTENTION_INPUTS else None
-        (shares,) = self._nodes.choose(
-            self._order.branches,
-            lambda: [self._order.probabilities(scores, visible, sinks, q_heads)],
-            lambda: [self._order.probabilities(scores, visible, sinks)],
-        )
-        shares = make("Reshape", [shares, make("Concat", [self._ints(0, kv_heads, -1), kv_len], axis=0)])
-        summed = self._reshaped(self._summed(shares, caches[1], head_dim(node)), 0, q_heads, -1, head_dim(node))
+        groups = q_heads // kv_heads
+        inputs = [value for value in node.inputs if value is not None]
+        q, k, v = self._heads(node, q_heads, kv_heads)
+        keys, values = (self._written(*new) for new in ((inputs[3], k), (inputs[4], v)))
+        rows = self._reshaped(q, 0, kv_heads, -1, size) if groups > 1 else make("Gather", [q, order.node_of(1)], axis=2)
+        scores = order.by_position(self._scores(node, rows, keys), kv_heads, groups)  # [B, Hkv, g * U, S]
+        scores = make("Min", [scores, order.limit(groups, window, chunk)])
+        shares = self._shares(scores, q_heads, kv_heads, *inputs[names.TREE_ATTENTION_INPUTS :])
+        shares = order.by_row(shares, kv_heads, groups)
+        summed = self._summed(shares, values, size)
+        if groups > 1:
+            summed = self._reshaped(summed, 0, q_heads, -1, size)
         out = self._reshaped(make("Transpose", [summed], perm=[0, 2, 1, 3]), 0, 0, -1)
-        if alone:
-            out = make("Slice", [out, self._ints(0), self._rows()[0], self._ints(1)])
-        replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, *caches])
+        if groups == 1:
+            out = make("Slice", [out, self._ints(0), order.tokens, self._ints(1)])
+        replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
+
+    def _heads(self, node: ir.Node, q_heads: int, kv_heads: int) -> list[ir.Value]:
+        """Rotated queries and keys, and values, [B, heads, T, D] each.
+
+        Queries and keys that nothing else reads are rotated here, in one node.
+        """
+        packed = packed_rotary(node)
+        if packed is None:
+            return [
+                self._by_head(value, heads)
+                for value, heads in zip(node.inputs[:3], (q_heads, kv_heads, kv_heads), strict=True)
+                if value is not None
+            ]
+        qkv, rotary = packed
+        plain, v = self._nodes.split(self._by_head(qkv, q_heads + 2 * kv_heads), 1, q_heads + kv_heads, kv_heads)
+        tables = [value for value in rotary.inputs[1:4] if value is not None]
+        interleaved = attribute(rotary, "interleaved", 0)
+        turned = self._nodes.node("RotaryEmbedding", [plain, *tables], interleaved=interleaved)
+        return [*self._nodes.split(turned, 1, q_heads, kv_heads), v]
+
+    def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
+        """The cache with the new rows [B, Hkv, T, D] written in place."""
+        return self._nodes.node("TensorScatter", [cache, new, self._nodes.inputs[names.CACHE_LEN]], axis=2)
 
     def _summed(self, shares: ir.Value, values: ir.Value, size: int) -> ir.Value:
         """Products of probabilities [B, Hkv, rows, S] and the first S values, a block of keys after the other."""
-        nodes, make = self._nodes, self._nodes.node
-        width = block_keys(size)
-        if size not in self._long:
-            more = make("Greater", [make("Squeeze", [self._kv_len]), nodes.constant(width)])
-            blocks = make("Div", [make("Add", [self._kv_len, self._ints(width - 1)]), self._ints(width)])
-            self._long[size] = more, make("Squeeze", [blocks])
-        more, blocks = self._long[size]
+        nodes, make, width = self._nodes, self._nodes.node, block_keys(size)
+        if width not in self._longer:
+            kv_len = make("Squeeze", [self._kv_len])
+            self._longer[width] = [make("Greater", [kv_len, nodes.constant(keys)]) for keys in (width, 2 * width)]
+        several, more = self._longer[width]
+        first, second = self._ints(0), self._ints(width)
 
         def product(start: ir.Value, end: ir.Value) -> ir.Value:
             some = make("Slice", [shares, start, end, self._ints(3)])
@@ -90,18 +105,28 @@ class BatchAttention:
             end = make("Min", [make("Add", [start, self._ints(width)]), self._kv_len])
             return make("Add", [summed, product(start, end)])
 
-        (summed,) = nodes.choose(
-            more,
-            lambda: [nodes.loop(nodes.constant(1), blocks, product(self._ints(0), self._ints(width)), further)],
-            lambda: [product(self._ints(0), self._kv_len)],
-        )
+        def one_block() -> list[ir.Value]:
+            return [make("MatMul", [shares, make("Slice", [values, first, self._kv_len, self._ints(2)])])]
+
+        def two_blocks() -> list[ir.Value]:
+            return [make("Add", [product(first, second), product(second, self._kv_len)])]
+
+        def more_blocks() -> list[ir.Value]:
+            count = make("Squeeze", [make("Div", [make("Add", [self._kv_len, self._ints(width - 1)]), second])])
+            return [nodes.loop(nodes.constant(1), count, product(first, second), further)]
+
+        def several_blocks() -> list[ir.Value]:
+            return nodes.choose(more, more_blocks, two_blocks)
+
+        (summed,) = nodes.choose(several, several_blocks, one_block)
         return summed
 
-    def _scores(self, node: ir.Node, grouped: ir.Value, keys: ir.Value, q_heads: int) -> ir.Value:
+    def _scores(self, node: ir.Node, rows: ir.Value, keys: ir.Value) -> ir.Value:
+        """Scaled and capped products of rows and the first S keys."""
         make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        products = self._products(grouped, keys, scale, head_dim(node))
-        scores = make("Reshape", [products, make("Concat", [self._ints(0, q_heads, -1), self._kv_len], axis=0)])
+        live = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
+        scores = self._products(rows, live, scale, head_dim(node))
         if not softcap:
             return scores
         cap = self._nodes.constant(np.float32(softcap))
@@ -120,19 +145,25 @@ class BatchAttention:
         assert total is not None
         return total
 
-    def _written(self, rows: ir.Value, cache: ir.Value, kv_heads: int) -> ir.Value:
-        """The cache with the new rows [B, T, Hkv * D] written in place."""
-        past = self._nodes.inputs[names.CACHE_LEN]
-        return self._nodes.node("TensorScatter", [cache, self._heads(rows, kv_heads), past], axis=2)
+    def _shares(self, scores: ir.Value, q_heads: int, kv_heads: int, sinks: ir.Value | None = None) -> ir.Value:
+        """Softmax of scores [B, Hkv, g * U, S].
 
-    def _heads(self, rows: ir.Value, heads: int) -> ir.Value:
+        sinks: [Hq], scores of a key without a value: a first column, which is left out again.
+        """
+        make = self._nodes.node
+        if sinks is None:
+            return make("Softmax", [scores], axis=-1)
+        sinks = self._reshaped(sinks, 1, -1, 1, 1)
+        scores = self._reshaped(scores, 0, q_heads, -1, 0)  # [B, Hq, U, S]
+        outer = make("Shape", [scores], end=3)
+        column = make("Expand", [sinks, make("Concat", [outer, self._ints(1)], axis=0)])
+        shares = make("Softmax", [make("Concat", [column, scores], axis=3)], axis=-1)
+        width = make("Shape", [shares], start=3)
+        return self._reshaped(make("Slice", [shares, self._ints(1), width, self._ints(3)]), 0, kv_heads, -1, 0)
+
+    def _by_head(self, rows: ir.Value, heads: int) -> ir.Value:
         """[B, T, H * D] -> [B, H, T, D]."""
         return self._nodes.node("Transpose", [self._reshaped(rows, 0, 0, heads, -1)], perm=[0, 2, 1, 3])
-
-    def _rows(self) -> tuple[ir.Value, ir.Value, ir.Value]:
-        if self._twice is None:
-            self._twice = twice(self._nodes)
-        return self._twice
 
     def _reshaped(self, value: ir.Value, *shape: int) -> ir.Value:
         return self._nodes.node("Reshape", [value, self._ints(*shape)])

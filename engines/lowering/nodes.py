@@ -39,6 +39,11 @@ class Nodes:
         """The only output of a new node."""
         return self._added(ir.node(op, inputs, attributes, domain=domain))[0]
 
+    def split(self, value: ir.Value, axis: int, *sizes: int) -> list[ir.Value]:
+        """Parts of these sizes along an axis."""
+        node = ir.node("Split", [value, self.constant(list(sizes))], {"axis": axis}, num_outputs=len(sizes))
+        return self._added(node)
+
     def choose(
         self, condition: ir.Value, then: Callable[[], list[ir.Value]], otherwise: Callable[[], list[ir.Value]]
     ) -> list[ir.Value]:

@@ -25,14 +25,6 @@ HIDDEN = np.float32(-1e30)
 """The score of a key that a node must not see. Finite, so that a sum with it stays a number."""
 
 
-def twice(nodes: Nodes) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """T and U = max(T, 2), int64 [1] both, and the numbers of rows, int64 [U], that take a single row twice."""
-    tokens = nodes.node("Shape", [nodes.inputs[names.POSITIONS]], start=1, end=2)
-    rows = nodes.node("Max", [tokens, nodes.constant([2])])
-    last = nodes.node("Sub", [tokens, nodes.constant([1])])
-    return tokens, rows, nodes.node("Min", [numbers(nodes, rows), last])
-
-
 def numbers(nodes: Nodes, count: ir.Value) -> ir.Value:
     """0, 1 … count - 1."""
     return nodes.node("Range", [nodes.constant(0), nodes.node("Squeeze", [count]), nodes.constant(1)])
@@ -64,88 +56,80 @@ class Columns:
 class RowOrder:
     """What all layers of a call share: which keys its nodes see, and the order of positions against that of rows.
 
-    The order of positions is also that of a chain's rows.
+    The two orders differ in the columns of the new rows only, so no more is moved. A product has g rows for each node,
+    one for each head that shares a key head. If g is 1, a single node is taken twice: U = 2 nodes, otherwise U = T.
     """
 
     def __init__(self, nodes: Nodes, count: ir.Value) -> None:
-        """count: S, int64 [1], more than the position of any node of a tree that branches."""
+        """count: S, int64 [1]."""
         self._nodes = nodes
-        self._count = count
         self._columns = Columns(nodes, count)
-        self._positions, self._past, self._mask = (
+        self._positions, self._past, mask = (
             nodes.inputs[name] for name in (names.POSITIONS, names.CACHE_LEN, names.TREE_MASK)
         )
-        self._visible: dict[tuple[int, int], ir.Value] = {}
-        self._orders: dict[int, list[ir.Value]] = {}
-        self._tokens = nodes.node("Shape", [self._positions], start=1, end=2)
-        in_order = nodes.node("Add", [self._unsqueezed(self._past, 1), numbers(nodes, self._tokens)])
-        moved = nodes.node("Abs", [nodes.node("Sub", [self._positions, in_order])])
-        self.branches = nodes.node("Greater", [nodes.node("ReduceMax", [moved], keepdims=0), nodes.constant(0)])
-        """bool: whether the rows of any sequence are not in the order of their positions."""
+        self.tokens = nodes.node("Shape", [self._positions], start=1, end=2)
+        """T, int64 [1]."""
+        self._new = numbers(nodes, self.tokens)
+        self._orders = self._both_orders(mask)
+        self._of: dict[int, ir.Value] = {}
+        self._limits: dict[tuple[int, int, int], ir.Value] = {}
+        self._of_heads: dict[tuple[int, int], list[ir.Value]] = {}
 
-    def visible(self, window: int, chunk: int) -> ir.Value:
-        """Columns that each node sees: bool [B, 1, T, S]."""
-        if (window, chunk) not in self._visible:
-            self._visible[window, chunk] = self._columns.visible(self._positions, window, chunk)
-        return self._visible[window, chunk]
+    def node_of(self, groups: int) -> ir.Value:
+        """The node that each row of a product belongs to, int64 [g * U]."""
+        if groups not in self._of:
+            nodes = self._nodes
+            rows = nodes.node("Max", [nodes.node("Mul", [self.tokens, nodes.constant([groups])]), nodes.constant([2])])
+            self._of[groups] = nodes.node("Mod", [numbers(nodes, rows), self.tokens])
+        return self._of[groups]
 
-    def prepare(self, q_heads: int) -> None:
-        """Compute both orders for layers of so many heads, once a call, and for trees only."""
-        if q_heads not in self._orders:
-            nothing = self._nodes.constant(np.zeros((1, 1, 1, 1), np.int64))
-            self._orders[q_heads] = self._nodes.choose(
-                self.branches,
-                lambda: self._both_orders(q_heads),
-                lambda: [self._nodes.node("Identity", [nothing]) for _ in range(2)],
-            )
+    def limit(self, groups: int, window: int, chunk: int) -> ir.Value:
+        """The most that a score may be, in the order of positions: infinity or HIDDEN, float32 [B, 1, g * U, S]."""
+        key = groups, window, chunk
+        if key not in self._limits:
+            node, constant = self._nodes.node, self._nodes.constant
+            seen = self._columns.visible(self._positions, window, chunk)
+            limit = node("Where", [seen, constant(np.float32(np.inf)), constant(HIDDEN)])
+            self._limits[key] = node("Gather", [limit, self.node_of(groups)], axis=2)
+        return self._limits[key]
 
-    def probabilities(
-        self, scores: ir.Value, visible: ir.Value, sinks: ir.Value | None = None, tree_of: int = 0
-    ) -> ir.Value:
-        """Softmax of scores [B, Hq, T, S] over the visible columns, 0 for the others.
+    def by_position(self, scores: ir.Value, heads: int, groups: int) -> ir.Value:
+        """Scores [B, Hkv, g * U, S] with the columns of new rows in the order of positions."""
+        return self._reordered(scores, self._indexes(heads, groups)[0])
 
-        sinks: [Hq], scores of a key without a value.   tree_of: Hq where the scores are of a tree, and come and go in
-        the order of its rows (see `prepare`).
+    def by_row(self, shares: ir.Value, heads: int, groups: int) -> ir.Value:
+        """Probabilities [B, Hkv, g * U, S] with the columns of new rows in the order of rows again."""
+        return self._reordered(shares, self._indexes(heads, groups)[1])
+
+    def _reordered(self, values: ir.Value, indexes: ir.Value) -> ir.Value:
+        block = self._nodes.node("GatherElements", [values, indexes], axis=3)
+        return self._nodes.node("TensorScatter", [values, block, self._past], axis=3)
+
+    def _indexes(self, heads: int, groups: int) -> list[ir.Value]:
+        """The column of the scores for each new position, and the reverse: int64 [B, Hkv, g * U, W] both."""
+        if (heads, groups) not in self._of_heads:
+            node, every = self._nodes.node, self._nodes.constant([1, heads, 1, 1])
+            orders = [node("Add", [order, self._unsqueezed(self._past, 1, 2)]) for order in self._orders]
+            orders = [node("Gather", [order, self.node_of(groups)], axis=1) for order in orders]
+            self._of_heads[heads, groups] = [node("Expand", [self._unsqueezed(order, 1), every]) for order in orders]
+        return self._of_heads[heads, groups]
+
+    def _both_orders(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The new row that holds each new position of a node's path, and the reverse, int64 [B, T, W] both.
+
+        A row that a node does not see goes to the last position. A node at that position sees all rows. W is T for
+        trees. For chains, where the orders are one, it is 1.
         """
-        nodes = self._nodes
-        if tree_of:
-            scores = nodes.node("GatherElements", [scores, self._orders[tree_of][0]], axis=3)
-        scores = nodes.node("Where", [visible, scores, nodes.constant(HIDDEN)])
-        shares = nodes.node("Softmax", [scores], axis=-1) if sinks is None else self._with_sinks(scores, sinks)
-        return nodes.node("GatherElements", [shares, self._orders[tree_of][1]], axis=3) if tree_of else shares
-
-    def _with_sinks(self, scores: ir.Value, sinks: ir.Value) -> ir.Value:
-        """The softmax of the sinks, as a first column, and the scores; without that column again."""
-        nodes = self._nodes
-        outer = nodes.node("Shape", [scores], end=3)
-        column = nodes.node(
-            "Expand", [self._unsqueezed(sinks, 0, 2, 3), nodes.node("Concat", [outer, nodes.constant([1])], axis=0)]
-        )
-        shares = nodes.node("Softmax", [nodes.node("Concat", [column, scores], axis=3)], axis=-1)
-        width = nodes.node("Shape", [shares], start=3)
-        return nodes.node("Slice", [shares, nodes.constant([1]), width, nodes.constant([3])])
-
-    def _both_orders(self, q_heads: int) -> list[ir.Value]:
-        """The row that holds each position, and the position of each row, int64 [B, Hq, T, S] both.
-
-        A row that a node does not see goes to the last column, which no node of a tree sees.
-        """
-        nodes = self._nodes
-        batch = nodes.node("Shape", [self._past])
-        shapes = [
-            nodes.node("Concat", [batch, *sizes, self._count], axis=0)
-            for sizes in ([], [self._tokens], [nodes.constant([q_heads]), self._tokens])
-        ]
-        rows = nodes.node("Expand", [self._columns.numbers, shapes[0]])
-        positions = nodes.node("TensorScatter", [rows, self._positions, self._past], axis=1)  # [B, S]
-        committed = nodes.node("Less", [self._columns.numbers, self._unsqueezed(self._past, 1, 2)])
-        committed = nodes.node("Expand", [committed, shapes[1]])
-        seen = nodes.node("TensorScatter", [committed, self._mask, self._past], axis=2)  # [B, T, S]
-        hidden = nodes.node("Sub", [self._count, nodes.constant([1])])
-        to_rows = nodes.node("Where", [seen, self._unsqueezed(positions, 1), hidden])
-        rows = nodes.node("Expand", [self._columns.numbers, shapes[1]])
-        to_positions = nodes.node("ScatterElements", [rows, to_rows, rows], axis=2)
-        return [nodes.node("Expand", [self._unsqueezed(order, 1), shapes[2]]) for order in (to_positions, to_rows)]
+        node, constant = self._nodes.node, self._nodes.constant
+        depths = node("Sub", [self._positions, self._unsqueezed(self._past, 1)])
+        last = node("Sub", [self.tokens, constant([1])])
+        to_positions = node("Where", [mask, self._unsqueezed(depths, 1), last])
+        rows = node("Expand", [self._new, node("Shape", [mask])])
+        to_rows = node("ScatterElements", [rows, to_positions, rows], axis=2)
+        moved = node("ReduceMax", [node("Abs", [node("Sub", [depths, self._new])])], keepdims=0)
+        width = node("Min", [node("Add", [node("Mul", [moved, self.tokens]), constant([1])]), self.tokens])
+        first = [constant([0]), width, constant([2])]
+        return node("Slice", [to_rows, *first]), node("Slice", [to_positions, *first])
 
     def _unsqueezed(self, value: ir.Value, *axes: int) -> ir.Value:
         return self._nodes.node("Unsqueeze", [value, self._nodes.constant(list(axes))])

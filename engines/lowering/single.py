@@ -18,7 +18,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.order import HIDDEN, Columns, twice
+from redraft.engines.lowering.order import HIDDEN, Columns
 
 _ROTARY_MULTIPLE = 16
 """Head sizes that the kernel rotates."""
@@ -44,9 +44,11 @@ class SingleAttention:
         self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.KV_LEN]
         self._biases: dict[tuple[int, int], ir.Value] = {}
         if exact:
-            self._tokens, rows, self._twice = twice(nodes)
-            self._positions = make("Gather", [self._positions, self._twice], axis=1)
-            written = make("Add", [written, make("Sub", [rows, self._tokens])])
+            self._tokens = make("Shape", [self._positions], start=1, end=2)
+            rows = make("Max", [self._tokens, nodes.constant([2])])
+            self._positions = make("Expand", [self._positions, rows])
+            self._twice = make("Concat", [rows, one], axis=0)  # the shape that takes a single row twice
+            written = make("Add", [nodes.inputs[names.CACHE_LEN], rows])
         total = make("Min", [make("Add", [written, one]), nodes.capacity()])
         self._columns_count = total
         self._total = make("Cast", [total], to=ir.DataType.INT32)
@@ -58,7 +60,7 @@ class SingleAttention:
         tables: list[ir.Value | None] = [*rotary, self._positions] if rotary else [None, None, None]
         if self._exact:
             attributes["qk_output"] = _BEFORE_SOFTMAX
-            source = tuple(value and self._nodes.node("Gather", [value, self._twice], axis=1) for value in source)
+            source = tuple(value and self._nodes.node("Expand", [value, self._twice]) for value in source)
         fused = ir.node(
             "GroupQueryAttention",
             [*source, *node.inputs[3:5], self._last, self._total, *tables, self._bias(node)],
@@ -139,7 +141,7 @@ def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.V
         "scale": node.attributes["scale"].as_float(),
         "softcap": node.attributes["softcap"].as_float(),
     }
-    packed = _packed_rotary(node) if head_dim(node) % _ROTARY_MULTIPLE == 0 else None
+    packed = packed_rotary(node) if head_dim(node) % _ROTARY_MULTIPLE == 0 else None
     if packed is None:
         return tuple(node.inputs[:3]), (), attributes
     qkv, rotary = packed
@@ -159,7 +161,7 @@ def attribute(node: ir.Node, name: str, default: int) -> int:
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
-def _packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+def packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
     """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and only for it."""
     q, k, v = node.inputs[:3]
     rotated = [value.producer() if value is not None else None for value in (q, k)]

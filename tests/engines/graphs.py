@@ -34,6 +34,7 @@ class Decoder:
     softcap: float = 0.0
     swish: bool = False
     biased_norm: bool = False
+    sinks: bool = False
     seed: int = 0
 
     @property
@@ -141,9 +142,10 @@ def _attention(graph: _Graph, layer: int, y: str) -> str:
         for name, heads in (("q", d.q_heads), ("k", d.kv_heads))
     ]
     key, value = names.key_cache(layer), names.value_cache(layer)
+    sinks = [graph.gain(p + "sinks", d.q_heads)] if d.sinks else []
     return graph.node(
         names.TREE_ATTENTION,
-        [*rotated, p + "v", key, value, names.TREE_MASK, names.POSITIONS, names.CACHE_LEN, names.KV_LEN],
+        [*rotated, p + "v", key, value, names.TREE_MASK, names.POSITIONS, names.CACHE_LEN, names.KV_LEN, *sinks],
         p + "attended",
         names.present(key),
         names.present(value),
@@ -177,7 +179,7 @@ def _model(graph: _Graph) -> onnx.ModelProto:
         raise ValueError("the test decoder always names its last features")
     return helper.make_model(
         helper.make_graph(graph.nodes, "verifier", inputs, outputs, graph.initializers),
-        functions=bodies(any(d.windows)),
+        functions=bodies(any(d.windows), sinks=d.sinks),
         opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(OPSET.domain, 1)],
         ir_version=11,
     )

@@ -142,6 +142,19 @@ def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
         assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
 
 
+def test_trees_of_other_shapes_and_lengths_beside_each_other(long_bundle):
+    verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 3)
+    texts, others = np.random.default_rng(7).integers(0, LONG.vocabulary, (2, 3, 80))
+    wholes = verifier.logits([chain(text) for text in texts], [0] * 3)
+    pasts = [60, 11, 37]
+    fork = np.array([-1, 0, 0, 2], dtype=np.int64)
+    trees = [branched(texts[0][60:], others[0])[0], chain(texts[1][11:17])]
+    trees.append(DraftTree(np.insert(texts[2][37:40], 1, others[2][0]), fork, np.zeros(4, np.float32)))
+    found = verifier.logits(trees, pasts)
+    for rows, whole, past, path in zip(found, wholes, pasts, ([0, 5, 6, 7, 8], range(6), [0, 2, 3]), strict=True):
+        assert rows[list(path)].tobytes() == whole[past : past + len(path)].tobytes()
+
+
 def test_a_tree_that_branches_needs_its_engine(tmp_path):
     bundle = lowered(Decoder(), tmp_path)
     verifier = open_form(Decoder(), bundle, names.VERIFIER_SINGLE, rows=64)

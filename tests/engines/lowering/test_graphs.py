@@ -33,7 +33,13 @@ DECODERS = {
 }
 
 
-LARGE = {"head size 12": Decoder(head_dim=12), "head size 256": Decoder(head_dim=256), "softcap": Decoder(softcap=5.0)}
+LARGE = {
+    "head size 12": Decoder(head_dim=12),
+    "head size 256": Decoder(head_dim=256),
+    "softcap": Decoder(softcap=5.0),
+    "sinks": Decoder(sinks=True),
+    "sinks of every head": Decoder(kv_heads=4, sinks=True),
+}
 """Decoders that have no graph for one sequence: the kernel refuses them, or rounds otherwise than the batch's."""
 FORMS = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
 
@@ -119,9 +125,22 @@ def test_a_plain_layer_becomes_the_fewest_nodes(tmp_path):
     assert found["SkipSimplifiedLayerNormalization"] == 2 * decoder.layers
     assert found["RMSNormalization"] == 1
     assert found["Split"] == decoder.layers
-    assert found["Gather"] == decoder.layers + 2  # a row taken twice; positions of it, and the embedding
+    assert found["Expand"] == decoder.layers + 2  # a row taken twice; positions of it, and the rows of the output
+    assert found["Gather"] == 1  # the embedding
     assert not {"RotaryEmbedding", names.TREE_ATTENTION} & set(found)
     assert not onnx.load(tmp_path / "verifier.single.onnx").functions
+
+
+def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_columns(tmp_path):
+    decoder = Decoder(layers=3)
+    lowered(decoder, tmp_path)
+    found = operators(tmp_path / "verifier.batch.onnx")
+    assert found["RotaryEmbedding"] == decoder.layers
+    assert found["Split"] == 3 * decoder.layers  # keys and values, queries and keys; gate and up
+    assert found["TensorScatter"] == 4 * decoder.layers  # keys and values; scores and probabilities
+    assert found["GatherElements"] == 2 * decoder.layers + 1
+    assert found["If"] == decoder.layers
+    assert found["Where"] == 2  # once a call
 
 
 def test_what_stands_between_split_and_attention_stays(tmp_path):
