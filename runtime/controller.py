@@ -17,7 +17,6 @@ from redraft.runtime.tree import cut, merge, root_only
 from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
 
 MAX_DEPTH = 16
-MAX_WIDTH = 16
 LONGEST_PAUSE = 32
 """Steps at most between two tries while speculation loses."""
 _LEARN = 1 / 8
@@ -225,7 +224,7 @@ class Adaptive:
         self._step_ms: dict[Call, float] = {}
         self._looked_up_ms = 0.0
         self._verified_ms = 0.0
-        self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=MAX_WIDTH)
+        self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
         self._host_ms: dict[tuple[int, str, bool], float] = {}
         self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
         self._probed: dict[int, tuple[int, float]] = {}

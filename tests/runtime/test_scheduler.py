@@ -10,6 +10,7 @@ from redraft.runtime import scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.none import NoDrafter
+from redraft.runtime.offers import Speculation
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
@@ -22,7 +23,7 @@ class Noting(Cycle):
 
     def __init__(self, slots: int) -> None:
         verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=slots)
-        super().__init__(verifier, NoDrafter(verifier), FixedBudget(NO_SPECULATION))
+        super().__init__(verifier, Speculation(NoDrafter(verifier), FixedBudget(NO_SPECULATION)))
         self.events: list[tuple[object, ...]] = []
 
     def begin(self, seq: Sequence, slot: int) -> None:

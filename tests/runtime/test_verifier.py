@@ -12,7 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines import open_bundle
 from redraft.engines.device import slots_of
-from redraft.runtime import Runtime, api, graph_steps
+from redraft.runtime import Runtime, SpeculationParams, api, graph_steps
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters import hidden_states
 from redraft.runtime.graph_steps import GraphSteps
@@ -108,7 +108,7 @@ def test_a_drafter_takes_in_a_prompts_rows_in_its_slot(opened: Open) -> None:
             drafter.begin(seq)
             for start, tokens in verifier.prefill(seq, slot):
                 drafter.prefilled(seq, slot, start, tokens)
-            return int(seq.drafting.cache_len)
+            return int(seq.drafting[drafter].cache_len)
 
         kept = prefilled(0)
         assert kept == hidden_states.CATCH_UP < len(TEXT)
@@ -138,7 +138,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
     bundle = open_bundle(lyanna_bundle, verify=False)
     opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
     with open_over(opened, lyanna_bundle, 3) as runtime:
-        found = runtime.generate(PROMPTS, PARAMS, "lyanna", FULL)
+        found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=FULL))
         steps, drafter = runtime.verifier.steps, runtime._drafter("lyanna")
         assert isinstance(steps, GraphSteps)
         assert len(steps._prefills) == len(drafter._calls) == 2  # type: ignore[attr-defined]
