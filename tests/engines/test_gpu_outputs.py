@@ -173,7 +173,7 @@ def swapped(buffers: Mapping[str, Buffer]) -> None:
         (names.VERIFIER, None, put(KEY, (2, 0, 0, 0), 1.0), "row 0 of slot 2 changed"),
         (names.VERIFIER, None, past_end, "row 95 of slot 0 changed"),
         (names.VERIFIER, None, unwritten, "other rows were written"),
-        (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "tree, B=1: .*: off by"),
+        (names.VERIFIER, put(names.TREE_MASK, (0, -1, 0), False), None, "verifier, .*, B=1: .*: off by"),
         (names.VERIFIER, None, put(KEY, (0, 0, 0, 0), 50.0), "kv.0.key.present: off by"),
         (LYANNA_DRAFT, changed(names.NUM_PENDING, (0,)), None, "lyanna.draft, 16 rows, B=1"),
         (LYANNA_DRAFT, None, changed(names.CHAIN_LOGITS, (0, -1, 0), 0.1), "chain_logits: off by"),
