@@ -51,7 +51,7 @@ class Bundle:
     def host_graph(self, single: bool, exact: bool = True) -> str:
         """The verifier's graph that the CPU runs, for one sequence at once or for any number.
 
-        One for chains alone has no mask.
+        One for chains only has no mask.
         """
         one = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
         wanted = (*((one,) if single else ()), names.VERIFIER_BATCH)
@@ -110,8 +110,10 @@ def verifier_signature(manifest: Manifest, graph: str) -> tuple[tuple[TensorSpec
     """Inputs and outputs that a form of the verifier's graph must have."""
     inputs = signatures.verifier_inputs(manifest.shape)
     outputs = signatures.verifier_outputs(manifest.shape, manifest.hidden_states)
-    if graph in (names.VERIFIER_SINGLE, names.VERIFIER_FAST):
+    if graph == names.VERIFIER_SINGLE:
         return single_chain(inputs), single_sequence(outputs)
+    if graph == names.VERIFIER_FAST:
+        return single_sequence(inputs), single_sequence(outputs)
     return inputs, outputs
 
 

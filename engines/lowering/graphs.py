@@ -50,9 +50,9 @@ def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
 def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> GraphRecord | None:
     """Write `folder`/verifier.single.onnx, the lowered form of the graph `portable` there, for chains of one sequence.
 
-    exact: whether its logits are those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, faster by a
-    few percent for a single row. Returns its record, or None, with nothing written, where a layer of the model does not
-    fit the kernel.
+    exact: True if its logits are those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
+    trees too, and is faster for both. Returns its record, or None, with nothing written, if a layer of the model does
+    not fit the kernel.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -62,9 +62,11 @@ def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> Gra
     lowered = SingleAttention(model.graph, exact)
     for node in attentions:
         lowered.lower(node)
-    _drop_input(model.graph, names.TREE_MASK)
+    if exact:
+        _drop_input(model.graph, names.TREE_MASK)
     name = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
-    inputs, outputs = single_chain(portable.inputs), single_sequence(portable.outputs)
+    inputs = single_chain(portable.inputs) if exact else single_sequence(portable.inputs)
+    outputs = single_sequence(portable.outputs)
     return _save(model, folder, GraphRecord(f"{name}.onnx", inputs, outputs))
 
 

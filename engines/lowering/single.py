@@ -1,8 +1,9 @@
-"""`redraft::TreeAttention` by com.microsoft.GroupQueryAttention, for the chains of one sequence.
+"""`redraft::TreeAttention` by com.microsoft.GroupQueryAttention, for one sequence.
 
 The kernel reads the buffers where they are and rotates queries and keys itself, where nothing else reads them. It takes
 several new rows over a past in batches of one only, and its sums are in the order of the rows: for a chain the order of
-positions, for a tree that branches another (`redraft.engines.lowering.order`), so it is given no tree.
+positions, for a tree that branches another (`redraft.engines.lowering.order`). So the exact graph takes chains only.
+The fast one takes trees too, as a bias of the scores.
 
 It has two ways to compute: tile by tile, and a plain one, which it takes where its scores are asked for. The plain one
 computes what `redraft.engines.lowering.batch` does, to the bit, if the products have more than one row.
@@ -18,7 +19,7 @@ from onnx_ir.convenience import replace_nodes_and_values
 
 from redraft import names
 from redraft.engines.lowering.nodes import MICROSOFT, Nodes
-from redraft.engines.lowering.order import HIDDEN, Columns
+from redraft.engines.lowering.order import HIDDEN, Columns, numbers
 
 _ROTARY_MULTIPLE = 16
 """Head sizes that the kernel rotates."""
@@ -29,7 +30,7 @@ _BEFORE_SOFTMAX = 1
 
 
 class SingleAttention:
-    """Lowers the attentions of a verifier's graph.
+    """Lowers the attentions of a verifier's graph: with `exact` for chains, otherwise for trees.
 
     The kernel takes its own positions instead of ours where the total equals T, that is with no rows live; so the total
     is one more than what is written, a column that nothing reads, except in a full buffer. With `exact` a single row is
@@ -42,13 +43,14 @@ class SingleAttention:
         self._nodes = nodes = Nodes(graph, "single")
         make, one = nodes.node, nodes.constant([1])
         self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.KV_LEN]
+        self._past = nodes.inputs[names.CACHE_LEN]
         self._biases: dict[tuple[int, int], ir.Value] = {}
         if exact:
             self._tokens = make("Shape", [self._positions], start=1, end=2)
             rows = make("Max", [self._tokens, nodes.constant([2])])
             self._positions = make("Expand", [self._positions, rows])
             self._twice = make("Concat", [rows, one], axis=0)  # the shape that takes a single row twice
-            written = make("Add", [nodes.inputs[names.CACHE_LEN], rows])
+            written = make("Add", [self._past, rows])
         total = make("Min", [make("Add", [written, one]), nodes.capacity()])
         self._columns_count = total
         self._total = make("Cast", [total], to=ir.DataType.INT32)
@@ -77,16 +79,50 @@ class SingleAttention:
         replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
 
     def _bias(self, node: ir.Node) -> ir.Value | None:
-        """Added to the scores, float32 [1, 1, U, total]: 0 within window and chunk. The kernel hides later rows."""
+        """Added to the scores, float32 [1, 1, U, total]: 0 for what a row sees. The kernel hides later rows."""
         key = attribute(node, "window", 0), attribute(node, "chunk", 0)
-        if not any(key):
+        if self._exact and not any(key):
             return None
         if key not in self._biases:
-            nodes = self._nodes
-            visible = Columns(nodes, self._columns_count).visible(self._positions, *key)
-            shown = nodes.constant(np.zeros((1, 1, 1, 1), np.float32))
-            self._biases[key] = nodes.node("Where", [visible, shown, nodes.constant(HIDDEN)])
+            self._biases[key] = self._near(*key) if self._exact else self._in_tree(*key)
         return self._biases[key]
+
+    def _near(self, window: int, chunk: int) -> ir.Value:
+        """A chain's rows within window and chunk."""
+        visible = Columns(self._nodes, self._columns_count).visible(self._positions, window, chunk)
+        return self._shown(visible)
+
+    def _in_tree(self, window: int, chunk: int) -> ir.Value:
+        """A node's ancestors and all committed rows, within window and chunk."""
+        make, constant = self._nodes.node, self._nodes.constant
+        three = constant([0, 0, 0])
+        tokens = make("Shape", [self._positions], start=1, end=2)
+        behind = make("Sub", [self._columns_count, make("Add", [self._past, tokens])])
+        pads = make("Concat", [three, self._past, three, behind], axis=0)
+        bias = make("Pad", [self._shown(make("Unsqueeze", [self._nodes.inputs[names.TREE_MASK], constant([1])])), pads])
+        if not window and not chunk:
+            return bias
+        committed = make("Unsqueeze", [numbers(self._nodes, self._past), constant([0])])
+        at = make("Concat", [committed, self._positions, constant([[0]])], axis=1)
+        at = make(
+            "Slice", [at, constant([0]), self._columns_count, constant([1])]
+        )  # positions of the columns [1, total]
+        rows, columns = (
+            make("Unsqueeze", [self._positions, constant([1, 3])]),
+            make("Unsqueeze", [at, constant([1, 2])]),
+        )
+        if window:
+            near = make("Less", [make("Sub", [rows, columns]), constant(window)])
+            bias = make("Where", [near, bias, constant(HIDDEN)])
+        if chunk:
+            near = make("Equal", [make("Div", [value, constant(chunk)]) for value in (rows, columns)])
+            bias = make("Where", [near, bias, constant(HIDDEN)])
+        return bias
+
+    def _shown(self, visible: ir.Value) -> ir.Value:
+        """0 for what is visible [1, 1, T, S], HIDDEN for the rest."""
+        shown = self._nodes.constant(np.zeros((1, 1, 1, 1), np.float32))
+        return self._nodes.node("Where", [visible, shown, self._nodes.constant(HIDDEN)])
 
 
 def fits_single(node: ir.Node) -> bool:

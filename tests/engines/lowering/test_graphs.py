@@ -105,12 +105,12 @@ def test_lowered_graphs_equal_the_portable_one(name, tmp_path):
     for form in list(bundle.manifest.graphs)[1:]:
         engine = open_calls(bundle, form, threads=1)
         for nodes, past in CASES:
-            chain = form != names.VERIFIER_BATCH
-            expected, found = (run(one, decoder, nodes, past, chain) for one in (portable, engine))
-            assert set(found) == set(expected)
-            for output, array in expected.items():
-                message = f"{form}, {output}, T={nodes}, past={past}"
-                np.testing.assert_allclose(found[output], array, atol=1e-4, err_msg=message)
+            for chain in {True, form == names.VERIFIER_SINGLE}:
+                expected, found = (run(one, decoder, nodes, past, chain) for one in (portable, engine))
+                assert set(found) == set(expected)
+                for output, array in expected.items():
+                    message = f"{form}, {output}, T={nodes}, past={past}, chain={chain}"
+                    np.testing.assert_allclose(found[output], array, atol=1e-4, err_msg=message)
 
 
 def operators(path) -> Counter[str]:
@@ -151,8 +151,11 @@ def test_what_stands_between_split_and_attention_stays(tmp_path):
     assert found["Split"] == 2 * decoder.layers
 
 
-def test_chains_need_no_mask(tmp_path):
+def test_only_the_exact_graph_for_one_sequence_takes_no_trees(tmp_path):
     bundle = lowered(Decoder(), tmp_path)
-    for form in (names.VERIFIER_SINGLE, names.VERIFIER_FAST):
-        assert names.TREE_MASK not in [value.name for value in onnx.load(tmp_path / f"{form}.onnx").graph.input]
-        assert names.TREE_MASK not in [spec.name for spec in bundle.graph(form).inputs]
+    for form in FORMS:
+        takes_trees = form != names.VERIFIER_SINGLE
+        assert (
+            names.TREE_MASK in [value.name for value in onnx.load(tmp_path / f"{form}.onnx").graph.input]
+        ) == takes_trees
+        assert (names.TREE_MASK in [spec.name for spec in bundle.graph(form).inputs]) == takes_trees
