@@ -23,13 +23,10 @@ from redraft.bench.statistics import median_estimate
 from redraft.bench.summary import FEWEST_TOKENS
 from redraft.methods.lyanna import METHOD
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
-from redraft.runtime.drafters import pair
 from redraft.runtime.trace import Replay, replay
 from redraft.types import OfferKind
 
 FRESH = "fresh only"
-METHOD_WORD = pair(METHOD.id)
-"""The drafter with n-gram lookup; a fixed budget leaves the lookup out."""
 MADE = (OfferKind.FRESH, OfferKind.RESAMPLE)
 
 
@@ -61,15 +58,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         def decoder(variant: Variant) -> Decode:
             runtime, budget = runtimes[variant.drafts], budgets[variant.controller]
-            return lambda prompt: runtime.generate(
-                [prompt.text], params, SpeculationParams(METHOD_WORD, budget=budget)
-            )[0]
+            return lambda prompt: runtime.generate([prompt.text], params, SpeculationParams(METHOD.id, budget=budget))[
+                0
+            ]
 
         def traced(variant: Variant, prompt: Prompt) -> Replay:
             file = io.StringIO()
             budget = budgets[variant.controller]
             runtimes[variant.drafts].generate(
-                [prompt.text], params, SpeculationParams(METHOD_WORD, budget=budget), trace=file
+                [prompt.text], params, SpeculationParams(METHOD.id, budget=budget), trace=file
             )
             return replay(file.getvalue().splitlines())
 
@@ -91,8 +88,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
     """The drafter's options by variant."""
-    resampling = {f"resampling, r = {r}": {"resample": True, "threshold": r, "lookup": False} for r in thresholds}
-    return {FRESH: {"resample": False, "lookup": False}, **resampling}
+    resampling = {f"resampling, r = {r}": {"resample": True, "threshold": r} for r in thresholds}
+    return {FRESH: {"resample": False}, **resampling}
 
 
 def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:

@@ -90,7 +90,7 @@ def test_the_known_text_is_accepted_behind_wrong_siblings():
     sampler = KnownText([5, 6, 7, 8, 9])
     tree = make_tree([6, 1, 7, 2, 8], [-1, 0, 0, 2, 2], [1.0, 0.9, 0.8, 0.7, 0.6])
     logits = np.arange(10, dtype=np.float32).reshape(5, 2)
-    outcome = sampler.verify(logits, tree, 1)
+    outcome = sampler.verify(logits, tree, [5, 6])
     assert outcome.path == (2, 4)
     assert outcome.tokens == (7, 8, 9)
     assert {position: row.tolist() for position, row in sampler.rows.items()} == {1: [0, 1], 2: [4, 5], 3: [8, 9]}

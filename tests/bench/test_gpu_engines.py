@@ -19,7 +19,7 @@ from redraft.bench import gpu_bundle, gpu_device, gpu_engines, gpu_speed, gpu_to
 from redraft.bench.gpu_tokens import WrongTokens
 from redraft.engines import open_bundle
 from redraft.errors import BackendError, BundleError, UsageError
-from redraft.runtime import Runtime, api
+from redraft.runtime import Runtime, SpeculationParams, api
 from redraft.types import Budget
 
 METHODS = ("none", "ngram", "lyanna")
@@ -77,8 +77,8 @@ def test_every_section_on_cuda_without_pytorch(
     generate = Runtime.generate
 
     def generated(self: Runtime, *given: Any, **options: Any) -> Any:
-        if given[2] is None:
-            asked.append(given[3])
+        if isinstance(given[2], SpeculationParams) and given[2].method is None:
+            asked.append(given[2].budget)
         return generate(self, *given, **options)
 
     monkeypatch.setattr(Runtime, "generate", generated)

@@ -101,15 +101,15 @@ def test_both_ways_to_judge_are_timed_over_whole_trees(
     """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
     opened = open_bundle(bundle, verify=False)
     device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
-    judged, read = bound_step.BoundTreeStep.accept, []
+    judged, read = bound_step.BoundTreeStep._settled, []
     seconds = iter(range(10**6))
 
     def slow(*given: Any) -> Any:
-        read.append([len(tree) for tree in given[2]])
+        read.append([len(tree) for tree in given[3]])
         return [next(seconds) for _ in range(1000)] and judged(*given)
 
     with open_over(device, bundle) as runtime:
-        monkeypatch.setattr(bound_step.BoundTreeStep, "accept", slow)
+        monkeypatch.setattr(bound_step.BoundTreeStep, "_settled", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
         near_the_end = Prompt("long", "letters", "abcd" * 18)
         found = judged_ms(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))

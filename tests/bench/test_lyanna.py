@@ -39,7 +39,7 @@ from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables
-from redraft.methods.lyanna import LyannaShape
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
@@ -403,10 +403,12 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
     assert [len(found) for found in decoded.values()] == [2, 2]
 
 
-def test_only_the_drafts_differ_and_the_lookup_is_off():
+def test_only_the_drafts_differ():
     settings = drafter_settings((0, 2))
-    assert settings[FRESH] == {"resample": False, "lookup": False}
-    assert settings["resampling, r = 2"] == {"resample": True, "threshold": 2, "lookup": False}
+    assert settings[FRESH] == {"resample": False}
+    assert settings["resampling, r = 2"] == {"resample": True, "threshold": 2}
+    for options in settings.values():
+        METHOD.parse_options(options)
 
 
 class FakeRuntime:
@@ -421,7 +423,8 @@ class FakeRuntime:
     def __exit__(self, *error):
         return None
 
-    def generate(self, prompts, params, method, budget, trace=None):
+    def generate(self, prompts, params, speculation, trace=None):
+        assert speculation.method == "lyanna"
         if trace is not None:
             trace.write(json.dumps({"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}) + "\n")
             source = "resample" if self.settings["resample"] else "fresh"

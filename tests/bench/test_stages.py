@@ -10,9 +10,9 @@ from redraft.runtime.watchers import Recorded
 
 
 def step(start: float, verify_ms: float) -> list[Recorded]:
-    """A step of 10 ms in which 1 ms goes into looking up, `verify_ms` into verifying, all but 1 ms in the engine."""
+    """A step of 10 ms in which 1 ms goes into offers, `verify_ms` into verifying, all but 1 ms in the engine."""
     at, end = start + 2e-3, start + (2 + verify_ms) * 1e-3
-    return [Recorded("lookup", start, start + 1e-3, 1), Recorded("engine.verifier", at, end - 1e-3, 2),
+    return [Recorded("offers", start, start + 1e-3, 1), Recorded("engine.verifier", at, end - 1e-3, 2),
             Recorded("verify", at, end, 1), Recorded("step", start, start + 10e-3, 0)]  # fmt: skip
 
 
@@ -22,7 +22,7 @@ RANGES = [Recorded("begin", 0.5, 0.6, 0), *step(1.0, 4), *step(2.0, 6), *step(3.
 def test_calls_totals_percentiles_and_shares() -> None:
     found = {stage.path: stage for stage in profile(RANGES).stages}
     assert list(found) == [
-        ("begin",), ("step",), ("step", "lookup"), ("step", "verify"), ("step", "verify", "engine.verifier")
+        ("begin",), ("step",), ("step", "offers"), ("step", "verify"), ("step", "verify", "engine.verifier")
     ]  # fmt: skip
     verify = found["step", "verify"]
     assert (verify.calls, verify.total_ms, verify.mean_ms) == (3, pytest.approx(18), pytest.approx(6))
@@ -40,7 +40,7 @@ def test_stages_of_the_metrics_and_what_engines_leave() -> None:
 def test_the_table_shows_what_is_inside_of_what_and_the_rest() -> None:
     rows = table(profile(RANGES))
     assert [row[0] for row in rows] == [
-        "range", "begin", "step", "  lookup", "  verify", "    engine.verifier", "  (between)"
+        "range", "begin", "step", "  offers", "  verify", "    engine.verifier", "  (between)"
     ]  # fmt: skip
     assert rows[-1] == ("  (between)", "", "9.0", "3.000", "", "", "30.0%")
     assert rows[1][-1] == ""

@@ -100,7 +100,7 @@ def test_a_table_and_a_trace(redraft: Redraft, bundle: Path, tmp_path: Path) -> 
     assert shown[0] == "ngram, times of the clock"
     assert shown[1].split() == ["range", "calls", "total", "ms", "mean", "ms", "p50", "ms", "p99", "ms", "share"]
     assert [line.split()[0] for line in shown[2:]] == [
-        "begin", "prefill", "step", "lookup", "choose", "fill", "verify", "engine.verifier",
+        "begin", "prefill", "step", "offers", "choose", "fill", "verify", "engine.verifier",
         "accept", "commit", "(between)", "ms", "wrote",
     ]  # fmt: skip
     trace = json.loads(out.read_text())

@@ -108,7 +108,7 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
         for b, (tokens, parents) in enumerate(trees):
             kv_len = counts[b]
             tree = DraftTree(tokens[:kv_len], parents[:kv_len], np.zeros(kv_len, np.float32))
-            outcome = Greedy().verify(logits[b, :kv_len], tree, 0)
+            outcome = Greedy().verify(logits[b, :kv_len], tree, [0])
             kept = 1 + len(outcome.path)
             lengths.add(kept)
             expected = [0, *outcome.path, *range(kept, nodes)]
