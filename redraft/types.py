@@ -46,8 +46,9 @@ class Costs:
 class OfferKind(StrEnum):
     """How a drafter makes a tree.
 
-    NONE: no tree, plain decoding.   LOOKUP: an n-gram of known text.   RESAMPLE: hidden states that the last draft left
-    over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay on a device.
+    NONE: no tree, plain decoding.   LOOKUP: known text, the sequence's own or a prediction.   RESAMPLE: hidden states
+    that the last draft left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they
+    stay on a device.
     """
 
     NONE = "none"
@@ -129,7 +130,7 @@ class Choice:
 class Outcome(NamedTuple):
     """What one verification said of one tree.
 
-    node_tokens: the verifier's token after every node, n of them.
+    target_token_ids: the verifier's token after every node, n of them.
     path:        nodes accepted, in order, root excluded: rows of the KV and feature buffers of this call.
     bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
     tokens:      accepted tokens, then the bonus: what this step adds to the sequence.

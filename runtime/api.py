@@ -55,7 +55,7 @@ class Generation:
 
     token_ids:  the new tokens, the end-of-sequence token that ended them included; `text` leaves special tokens out
                 and ends before a stop string and before an unfinished character.
-    gaps:       lead of each token's logit over the runner-up's, where it was asked for.
+    logit_margins: lead of each token's logit over the runner-up's, where it was asked for.
     """
 
     text: str
@@ -99,6 +99,7 @@ class Runtime:
         self._drafters: dict[str, Drafter] = {}
         self._adaptive = Adaptive(costs)
         self._expected: set[str] = set()
+        self._fixed: dict[Budget, FixedBudget] = {}
         self._busy = threading.Lock()
 
     @classmethod
@@ -108,7 +109,7 @@ class Runtime:
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`, checking every byte of it with `verify`.
 
-        threads: of the engine, None takes one a core.   slots: sequences that may run at once.
+        threads: of the engine, None takes one a core.   max_num_seqs: sequences that may run at once.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
         device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
                 engines, and else the CPU by a path of its own, the faster one there.
@@ -174,6 +175,7 @@ class Runtime:
     def close(self) -> None:
         """Let go of the engine and its buffers; closing again does nothing."""
         self._drafters.clear()
+        self.__dict__.pop("_predicted", None)
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
                 self._keep_costs(1)
@@ -326,9 +328,13 @@ class Runtime:
             drafter = self._paired(drafter)
         if asked.prediction is not None:
             drafter = Pair(self._predicted, drafter)
+            word = f"{word}+prediction"
         if not asked.adapts:
             assert budget is not None
-            return Speculation(drafter, FixedBudget(budget), word, most)
+            fixed = self._fixed.get(budget) or self._fixed.setdefault(budget, FixedBudget(budget))
+            return Speculation(drafter, fixed, word, most)
+        if budget is not None:
+            word = f"{word} {budget.nodes},{budget.depth},{budget.width}"
         if forced is not None:
             return Speculation(drafter, Adaptive(self.costs), word, most)
         self._expect_costs(name)

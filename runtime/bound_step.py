@@ -215,7 +215,9 @@ class BoundTreeStep(BoundStep):
         said = [outcome.target_token_ids for outcome in accepted]
         outcomes, logits = [], None
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            if isinstance(seq.sampler, OverTokens):
+            if is_greedy(seq):
+                outcomes.append(accepted[slot])
+            elif isinstance(seq.sampler, OverTokens):
                 outcomes.append(accept(tree, seq.sampler.sample_likeliest(said[slot], tree, seq.tokens)))
             else:
                 logits = self.logits.read() if logits is None else logits

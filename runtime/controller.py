@@ -39,6 +39,9 @@ class Controller(Protocol):
     Each method takes the sequences of a batch that this controller serves, in one order.
     """
 
+    weighs: bool
+    """True if it chooses sizes by what they cost: then it cuts after the others."""
+
     def begin(self, sequences: int, methods: str) -> None:
         """A step over so many sequences begins, other controllers' too. methods: the words for all their drafters."""
 
@@ -50,10 +53,13 @@ class Controller(Protocol):
     ) -> list[Plan]:
         """Return what to take of each sequence's offers."""
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+    ) -> list[Tree]:
         """Return the part worth verifying of the trees at hand and of those that were made to plan.
 
         All together, since a call costs what its widest tree does. A sequence without an offer gets its root.
+        widest: nodes of the largest tree that other controllers bring, root included.
         """
 
     def explain(self, seq: Sequence) -> Choice | None:
@@ -74,6 +80,8 @@ class Controller(Protocol):
 
 class FixedBudget:
     """The same budget at every step, resampling if possible; with NO_SPECULATION, plain decoding."""
+
+    weighs = False
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -101,7 +109,9 @@ class FixedBudget:
                     return Plan(limits, found, kind, offer)
         return Plan(limits, found, OfferKind.LOOKUP)
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+    ) -> list[Tree]:
         """See `Controller.cut`."""
         return [
             cut(_joined(plan.found, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
@@ -131,10 +141,10 @@ def at_hand(seq: Sequence, offers: Several[Offer]) -> Tree:
 
 
 def _joined(found: Tree, made: Tree | None) -> Tree:
-    """Two trees as one. One that stays on a device cannot be merged without a copy: then it is the one at hand."""
-    if made is None or (made.on_device and len(found) > 1):
+    """Two trees as one. A tree that stays on a device is copied for that, but not to join a root alone."""
+    if made is None:
         return found
-    return made if made.on_device else merge(found, made)
+    return made if len(found) == 1 else merge(found, made)
 
 
 @dataclass(slots=True)
@@ -216,9 +226,13 @@ class Adaptive:
     experience of all requests of its method.
     """
 
+    weighs = True
+
     def __init__(self, verifying: VerifyCosts) -> None:
         self._verifying = verifying
         self._table: Several[float] = verifying.table_ms(1)
+        self._priced = self._table
+        """The table of this step: no size costs less than the widest tree of other controllers."""
         self._made_ms: dict[Call, float] = {}
         self._offers_ms: dict[str, float] = {}
         self._step_ms: dict[Call, float] = {}
@@ -249,6 +263,7 @@ class Adaptive:
             if probed is not None and not _near(table[probed[0]] / table[1], probed[1]):
                 self._probe_patience = _FIRST_PROBE
                 self._probe_at = self._steps
+        self._priced = self._table
         self._sequences, self._methods = sequences, methods
 
     def budget(self, seq: Sequence) -> Budget:
@@ -296,29 +311,35 @@ class Adaptive:
             taken = fresh
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+    ) -> list[Tree]:
         """See `Controller.cut`."""
+        self._price(widest)
+        table = self._priced
         wholes, shares, states = [], [], []
         others = self._sequences - len(batch)
-        rate = others / self._table[1] if others else 0.0
+        rate = others / table[1] if others else 0.0
         for seq, plan, tree in zip(batch, plans, made, strict=True):
             if plan.speculates:
                 state = self._state_of(seq)
                 states.append((state, plan, tree))
+                if table is not self._table:
+                    state.rate *= self._table[1] / table[1]
                 wholes.append(self._weigh(state, plan, tree))
                 shares.append(state.shares)
                 rate += state.rate
             else:
                 wholes.append(plan.found)
-                rate += 1 / self._table[1]
+                rate += 1 / table[1]
         if not states:
             return wholes
         alone = self._sequences == 1
         each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
-        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, self._table)
-        nodes, probed = paying, self._steps >= self._probe_at and len(each) > paying
+        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, table)
+        nodes, probed = paying, widest == 1 and self._steps >= self._probe_at and len(each) > paying
         if probed:
-            wider = self._probe(min(len(each) + 1, len(self._table) - 1))
+            wider = self._probe(min(len(each) + 1, len(table) - 1))
             probed, nodes = wider > paying, max(paying, wider)
         for state, plan, tree in states:
             state.probed, state.together = probed, None if alone else (rate, each)
@@ -329,9 +350,15 @@ class Adaptive:
             for whole, plan in zip(wholes, plans, strict=True)
         ]
 
+    def _price(self, widest: int) -> None:
+        """Set what sizes cost in this step next to such a tree of another controller."""
+        if widest > 1:
+            paid = self._table[min(widest, len(self._table) - 1)]
+            self._priced = [0.0, *[max(ms, paid) for ms in self._table[1:]]]
+
     def _own_gain(self, state: ControllerState, nodes: int) -> float:
         """Return what a sequence of a batch gains if all trees have so many nodes, at least nothing."""
-        promised = sum(state.shares[:nodes]) - state.rate * (self._table[nodes + 1] - self._table[1])
+        promised = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
         return max(promised, 0.0)
 
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
@@ -349,7 +376,7 @@ class Adaptive:
     def _weigh_on_device(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
         """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
         shares = self._ranks_of(plan).shares(len(made) - 1)
-        _, gain = best_first(shares, state.rate, self._table)
+        _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
         if tree is made:
             state.shares = shares
@@ -390,14 +417,14 @@ class Adaptive:
         state = self._state_of(seq)
         if state.weighed is None:
             return None
-        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._table, state.probed, state.together)
+        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._priced, state.probed, state.together)
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """See `Controller.timed`."""
         known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
         counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
         self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
-        self._verified_ms = self._table[nodes]
+        self._verified_ms = self._priced[min(nodes, len(self._priced) - 1)]
         self._step_ms = {}
         for call, taken_ms in made_ms.items():
             known_ms = self._made_ms.setdefault(call, taken_ms)
@@ -420,7 +447,7 @@ class Adaptive:
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
         lately = state.experience
         if not state.probed:
-            steps = ms / self._table[1]
+            steps = ms / self._priced[1]
             lately.update(len(outcome.path) + 1, steps, FAST)
             state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
@@ -484,7 +511,7 @@ def ranked_shares(log_probs: FloatArray) -> list[float]:
 
 
 def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
-    """The same of nodes that can only be verified in their order, with the probability of each to be kept."""
+    """How many of the first nodes are worth verifying, by the probability of each to be kept, and their gain."""
     best, nodes = 0.0, 0
     promised = rate * table_ms[1]  # of the root's own time nothing is asked
     for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends it

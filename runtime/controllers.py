@@ -14,6 +14,8 @@ from redraft.types import Budget, Choice, Outcome, Tree
 class Controllers:
     """The controllers of a batch as one `Controller`, for one step."""
 
+    weighs = True
+
     def __init__(self, batch: Several[Sequence]) -> None:
         self._slots: dict[Controller, list[int]] = {}
         for slot, seq in enumerate(batch):
@@ -38,11 +40,15 @@ class Controllers:
             plans.update(zip(slots, own, strict=True))
         return [plans[slot] for slot in range(len(batch))]
 
-    def cut(self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None]) -> list[Tree]:
-        """See `Controller.cut`."""
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+    ) -> list[Tree]:
+        """See `Controller.cut`. Those that weigh costs come last, and know what the others bring."""
         trees: dict[int, Tree] = {}
-        for controller, slots in self._slots.items():
-            own = controller.cut(*[[values[slot] for slot in slots] for values in (batch, plans, made)])  # type: ignore[arg-type]
+        for controller, slots in sorted(self._slots.items(), key=lambda item: item[0].weighs):
+            own_batch, own_plans, own_made = ([values[slot] for slot in slots] for values in (batch, plans, made))
+            own = controller.cut(own_batch, own_plans, own_made, widest)  # type: ignore[arg-type]
+            widest = max(widest, *map(len, own))
             trees.update(zip(slots, own, strict=True))
         return [trees[slot] for slot in range(len(batch))]
 

@@ -72,8 +72,8 @@ class Cycle:
         with stage(STEP):
             with stage("offers"):
                 plans = self.plan(controller, batch)
-            trees, calls = self.draft(controller, batch, plans)
-            outcomes = self.verifier.verify(batch, trees)
+            trees, made, calls = self.draft(controller, batch, plans)
+            outcomes = self.verifier.verify(batch, trees, made)
             with stage("commit"):
                 took = self._took(plans, trees, calls)
                 self.commit(controller, batch, plans, trees, outcomes, took)
@@ -95,25 +95,27 @@ class Cycle:
     def _limits(self, controller: Controller, batch: Several[Sequence]) -> list[StepLimits]:
         verifier = self.verifier
         rows = min(verifier.max_model_len - max([seq.cache_len for seq in batch]), verifier.largest_tree)
-        branches, block_rows = verifier.branches, verifier.block_rows
+        block_rows = verifier.block_rows
         on_device = verifier.device.step_graphs
         found = []
         for seq in batch:
             past_end = on_device and seq.speculation.drafter.has_engines
-            budget = fit(controller.budget(seq), seq, rows, seq.speculation.most, past_end)
+            most = seq.speculation.most
+            budget = fit(controller.budget(seq), seq, rows, most, past_end)
+            branches = verifier.branches and (most is None or most.width > 1)
             found.append(StepLimits(budget, seq.cache_len, branches, block_rows) if budget.nodes else NO_TREE)
         return found
 
     def draft(
         self, controller: Controller, batch: Several[Sequence], plans: Several[Plan]
-    ) -> tuple[list[Tree], list[MakerCall]]:
-        """Return the trees to verify, and the calls of drafters that made any."""
+    ) -> tuple[list[Tree], list[Tree | None], list[MakerCall]]:
+        """Return the trees to verify, the trees that were made by slot, and the calls of drafters that made them."""
         if not any([plan.speculates for plan in plans]):
-            return [plan.found for plan in plans], []
+            return [plan.found for plan in plans], [], []
         calls = calls_of(plans)
         made = self._made(batch, plans, calls)
         with self.ranges.stage("choose"):
-            return controller.cut(batch, plans, made), calls
+            return controller.cut(batch, plans, made), made, calls
 
     def _made(self, batch: Several[Sequence], plans: Several[Plan], calls: Several[MakerCall]) -> list[Tree | None]:
         """Make trees to plan, by slot."""
@@ -199,8 +201,8 @@ def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None, pa
         depth = budget.depth
     if most is not None:
         depth, nodes, width = min(depth, most.depth), min(nodes, most.nodes), min(width, most.width)
+    if depth < 1 or nodes < 1 or width < 1 or budget.depth < 1:
+        return NO_SPECULATION
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
-    if depth < 1 or nodes < 1 or width < 1:
-        return NO_SPECULATION
     return Budget(min(nodes, budget.nodes), min(depth, budget.depth), width)

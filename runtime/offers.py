@@ -75,7 +75,8 @@ class Plan:
 class Speculation:
     """How a request speculates.
 
-    method: the user's word for the drafter.   most: the largest budget of its trees.
+    method: a word for all requests that learn from each other: the drafter's, with what else tells them apart.
+    most:   the largest budget of its trees.
     """
 
     drafter: Drafter

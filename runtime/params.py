@@ -69,6 +69,7 @@ class SpeculationParams:
     """How one prompt is speculated for. The text is the same with all of them.
 
     method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None for the bundle's default.
+                `none` takes no prediction, and needs neither budget nor controller.
     prediction: text or token ids that the answer will repeat in part, a further source of drafts.
     budget:     of a step: the whole of it with the controller `fixed`, at most so much with `adaptive`.
     controller: who chooses the size of trees: `adaptive` or `fixed`; None for `fixed` if there is a budget.
@@ -80,7 +81,7 @@ class SpeculationParams:
     controller: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method is not None and not isinstance(self.method, str):
+        if self.method is not None and (not isinstance(self.method, str) or not self.method):
             raise UsageError(f"method must be a word, not {self.method!r}")
         if self.prediction is not None and not isinstance(self.prediction, str):
             try:

@@ -93,18 +93,25 @@ class Processed(Sampler):
         """Return new logits [n, V], each row's processors called with the tokens of its node's path."""
         found = logits.copy()
         ids = tree.tokens.tolist()
-        paths = [list(tokens)]
+        paths = [tuple(tokens)]
         for node, parent in enumerate(tree.parents.tolist()[1:], 1):
-            paths.append([*paths[parent], ids[node]])
+            paths.append((*paths[parent], ids[node]))
         for row, path in enumerate(paths):
             for process in self._processors:
-                changed = np.asarray(process(path, found[row]))
-                if changed.shape != found[row].shape:
-                    raise UsageError(
-                        f"a logits processor returned an array of shape {changed.shape}, not {found[row].shape}"
-                    )
-                found[row] = changed
+                found[row] = _checked(process(path, found[row]), found[row].shape)
         return found
+
+
+def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
+    """What a logits processor returned. Raises UsageError unless it is an array of this shape without NaN."""
+    if logits is None:
+        raise UsageError("a logits processor returned nothing", "return the logits")
+    changed: FloatArray = np.asarray(logits, np.float32)
+    if changed.shape != shape:
+        raise UsageError(f"a logits processor returned an array of shape {changed.shape}, not {shape}")
+    if np.isnan(changed).any():
+        raise UsageError("a logits processor returned logits that are no numbers", "use -inf to forbid a token")
+    return changed
 
 
 def top_two_margins(logits: FloatArray) -> list[float]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from redraft.runtime.offers import StepLimits
-from redraft.types import BoolArray, DraftTree, IntArray, Tree
+from redraft.types import BoolArray, Budget, DraftTree, IntArray, Tree
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
@@ -142,9 +142,32 @@ def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
 
     The only place where the part of a tree is chosen that is verified.
     """
-    return exact_part(
-        prune(tree, min(nodes, limits.budget.nodes)), limits.cache_len, limits.branches, limits.block_rows
-    )
+    budget = limits.budget
+    if budget.width < len(tree) - 1 and not tree.on_device:  # two trees within a budget may be wider together
+        tree = within(tree, Budget(len(tree), budget.depth, budget.width))
+    kept = prune(tree, min(nodes, budget.nodes))
+    return exact_part(kept, limits.cache_len, limits.branches, limits.block_rows)
+
+
+def within(tree: Tree, budget: Budget) -> Tree:
+    """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
+    if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
+        return tree
+    depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
+    kept = {0}
+    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+        depth = depths[node] = depths[parent] + 1
+        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(keep) <= budget.nodes:
+            levels[depth] += 1
+            kept.add(node)
+            keep.append(node)
+    if len(keep) == len(tree):
+        return tree
+    place = np.zeros(len(tree), np.int64)
+    place[keep] = np.arange(len(keep))
+    parents = place[tree.parents[keep]]
+    parents[0] = -1
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:

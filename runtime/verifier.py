@@ -237,12 +237,14 @@ class Verifier:
                 step.run(True)
                 self.device.wait()
 
-    def verify(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
+    def verify(
+        self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree | None] = ()
+    ) -> list[Outcome]:
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
         Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that drafters left
         on the device stay there, whichever calls made them. Raises ValueError for one that was drafted for another
-        slot.
+        slot.   made: all trees of this step's calls, whose time on the device is not the verification's.
         """
         stage = self.ranges.stage
         cache_len = [seq.cache_len for seq in batch]
@@ -262,7 +264,7 @@ class Verifier:
                     self.device.wait()
         with stage("accept"):
             outcomes = step.outcomes(batch, trees)
-        if self.device.asynchronous and (calls := calls_of(trees)):
+        if self.device.asynchronous and (calls := calls_of([*trees, *made])):
             own = step.seconds()
             for call in calls:
                 self.ranges.waited_for(call.stage, call.work.seconds(), own)

@@ -35,7 +35,7 @@ from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import root_only
+from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Budget, DraftTree, Outcome, Tree
 
@@ -46,7 +46,7 @@ _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 _TAKE_IN = "take_in"
 """A call of the draft graph that takes in rows and drafts nothing."""
 MOST_CALLS = 128
-"""Shapes of a call that are kept, of which the ones that take in a prompt's rows have a slot each."""
+"""Shapes of a call that are kept for every four slots: those that take in a prompt's rows have a slot each."""
 
 
 @dataclass(slots=True)
@@ -97,9 +97,12 @@ class HiddenStateDrafter(TreeMaker):
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
         self._positions = np.arange(sizes["C"])
-        self._calls: Recent[tuple[str, int, int], _Call] = Recent(MOST_CALLS, device.wait)
+        most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
+        self._calls: Recent[tuple[str, int, int], _Call] = Recent(
+            MOST_CALLS * -(-verifier.max_num_seqs // 4), device.wait
+        )
         self._lost_chain: Buffer | None = None
-        self._shifts: Recent[int, _Shift] = Recent(MOST_CALLS, device.wait)
+        self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
         chains = self._state.get(names.CHAIN_LOGITS) if several else None
         self._chains = [_Aside(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
         self._nodes = [shape.nodes] * verifier.max_num_seqs
@@ -428,27 +431,6 @@ class _Aside:
     def __init__(self, device: Device, buffer: Buffer) -> None:
         copy = _like(device, buffer)
         self.save, self.restore = device.copy(copy, buffer), device.copy(buffer, copy)
-
-
-def within(tree: Tree, budget: Budget) -> Tree:
-    """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
-    if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
-        return tree
-    depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
-    kept = {0}
-    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
-        depth = depths[node] = depths[parent] + 1
-        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(keep) <= budget.nodes:
-            levels[depth] += 1
-            kept.add(node)
-            keep.append(node)
-    if len(keep) == len(tree):
-        return tree
-    place = np.zeros(len(tree), np.int64)
-    place[keep] = np.arange(len(keep))
-    parents = place[tree.parents[keep]]
-    parents[0] = -1
-    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
 
 
 def _placed(device: Device, table: Array) -> Buffer:

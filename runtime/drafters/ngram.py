@@ -35,7 +35,7 @@ _OCCURRENCES = 8
 # to the first.
 _FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
-LEARNING_RATE = 1 / 32
+_LEARNING_RATE = 1 / 32
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class NgramDrafter(Drafter):
 
     def _learn(self, kind: int, came_true: bool) -> None:
         rate = self._rates[kind]
-        rate += LEARNING_RATE * (came_true - rate)
+        rate += _LEARNING_RATE * (came_true - rate)
         self._rates[kind] = rate if rate > LEAST_PROBABILITY else LEAST_PROBABILITY
 
 

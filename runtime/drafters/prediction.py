@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 
 from redraft.methods.ngram import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.ngram import LEARNING_RATE, LEAST_PROBABILITY
+from redraft.runtime.drafters.ngram import LEAST_PROBABILITY
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree
@@ -24,6 +24,7 @@ NEAR = 24
 """Tokens from the place in the text within which a single token that agrees is enough to go on from there."""
 _CANDIDATES = 16
 """Places on either side that are compared."""
+_LEARNING_RATE = 1 / 8
 _UNMATCHED = 0.3
 """Share of predicted tokens that come true after one that did not, before anything is learned."""
 
@@ -31,12 +32,14 @@ _UNMATCHED = 0.3
 class PredictedText:
     """A predicted text and the place in it that a sequence has reached.
 
+    rates:   share of predicted tokens that come true, by the number of tokens before that agree.
     place:   of the token that comes next.
     matched: tokens before it that agree with the sequence, LONGEST_MATCH at most.
     """
 
     def __init__(self, text: Several[int], prompt_length: int) -> None:
         self.text = text
+        self.rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
         self.place = 0
         self.matched = LONGEST_MATCH // 2  # nothing disagrees yet
         self.drafted: list[int] = []
@@ -84,7 +87,6 @@ class PredictionDrafter(Drafter):
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
-        self._rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
 
     def predict(self, seq: Sequence, text: Several[int]) -> None:
         """The answer to `seq` is expected to repeat parts of `text`."""
@@ -96,8 +98,8 @@ class PredictionDrafter(Drafter):
         found.follow(seq.tokens)
         tokens, probs, prob = [seq.tokens[-1]], [1.0], 1.0
         for step, token in enumerate(found.text[found.place : found.place + min(budget.depth, budget.nodes)]):
-            prob *= self._rates[min(found.matched + step, LONGEST_MATCH)]
-            if prob < LEAST_PROBABILITY:
+            prob *= found.rates[min(found.matched + step, LONGEST_MATCH)]
+            if prob <= LEAST_PROBABILITY:
                 break
             tokens.append(token)
             probs.append(prob)
@@ -112,7 +114,7 @@ class PredictionDrafter(Drafter):
         drafted, found.drafted = found.drafted, []
         for step, (token, said) in enumerate(zip(drafted, outcome.tokens, strict=False)):
             kind = min(found.matched + step, LONGEST_MATCH)
-            rate = self._rates[kind] + LEARNING_RATE * ((token == said) - self._rates[kind])
-            self._rates[kind] = max(rate, LEAST_PROBABILITY)
+            rate = found.rates[kind] + _LEARNING_RATE * ((token == said) - found.rates[kind])
+            found.rates[kind] = max(rate, LEAST_PROBABILITY)
             if token != said:
                 return

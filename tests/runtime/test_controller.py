@@ -100,7 +100,7 @@ def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
-    controller._table = CURVE.table_ms
+    controller._table = controller._priced = CURVE.table_ms
     assert len(drafted(controller, seq, tree)[1]) == 1
 
 

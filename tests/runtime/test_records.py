@@ -74,7 +74,7 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
         taken, _ = drafted(controller, seq, chain(0.9))
         controller.timed(0.0, {}, 2)
         controller.observe(seq, taken, chain(0.9), outcome(chain(0.9), 0))
-    controller._table = CURVE.table_ms
+    controller._table = controller._priced = CURVE.table_ms
     planned(controller, seq, chain(0.9))
     assert len(controller.cut([seq], [plan(OfferKind.LOOKUP, chain(0.9))], [None])[0]) == 2
     planned(controller, seq)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import json
 import random
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -44,15 +47,75 @@ def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
 
 
 def test_a_fixed_budget_next_to_an_adaptive_one_is_spent_whole() -> None:
-    """Verifying is dear, so the adaptive one gives up; the fixed one does not care."""
+    """Verifying is dear, so that adaptive requests give up; the fixed one does not care."""
     dear = CostCurve.from_points({1: 1.0, 32: 320.0})
-    runtime = make_runtime(max_num_seqs=2, curve=dear)
     prompt = [97, 98, 99] * 8
-    ways = ["ngram", SpeculationParams("ngram", budget=Budget(4, 4, 1))]
-    adaptive, fixed = runtime.generate([prompt, prompt], greedy(60), ways)
-    assert adaptive.metrics.num_draft_tokens < 20
-    assert fixed.metrics.num_draft_tokens > 40
-    assert adaptive.token_ids == fixed.token_ids
+    fixed = SpeculationParams("ngram", budget=Budget(4, 4, 1))
+    adaptive = make_runtime(max_num_seqs=2, curve=dear).generate([prompt] * 2, greedy(60), "ngram")
+    mixed = make_runtime(max_num_seqs=2, curve=dear).generate([prompt] * 2, greedy(60), ["ngram", fixed])
+    assert max(text.metrics.num_draft_tokens for text in adaptive) < 20
+    assert mixed[1].metrics.num_draft_tokens > 40
+    assert {text.token_ids for text in (*adaptive, *mixed)} == {adaptive[0].token_ids}
+
+
+def test_a_fixed_budget_may_be_larger_than_any_tree_that_was_timed() -> None:
+    runtime = make_runtime(lambda tokens: 97 + len(tokens) % 3, max_num_seqs=2, max_model_len=400)
+    prompt = [97 + i % 3 for i in range(24)]
+    found = runtime.generate([prompt] * 2, greedy(150), ["ngram", SpeculationParams("ngram", budget=Budget(40, 40, 1))])
+    assert found[0].token_ids == found[1].token_ids == tuple(97 + (24 + i) % 3 for i in range(150))
+    assert max(width for _, width in engine_of(runtime.verifier).sizes[2:]) > 33
+
+
+def test_rows_that_a_neighbour_pays_for_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a tree of 30 nodes at every step, an adaptive request speculates no less than next to plain decoding."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    dear = CostCurve.from_points({1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2, 32: 8.0})
+    wide = SpeculationParams("ngram", budget=Budget(30, 30, 4))
+    drafted = []
+    for neighbour in ("none", wide):
+        runtime = make_runtime(max_num_seqs=2, max_model_len=400, curve=dear)
+        found = runtime.generate([PROMPTS[4], PROMPTS[4]], greedy(150), ["ngram", neighbour])
+        assert found[0].token_ids == found[1].token_ids
+        drafted.append(found[0].metrics.num_draft_tokens)
+    assert drafted[1] > drafted[0] > 0
+
+
+def test_what_requests_with_a_prediction_show_is_not_for_those_without() -> None:
+    """Else plain lookups would start with the experience of predictions that always came true."""
+    runtime = make_runtime(script(TEXT, 1), max_model_len=400)
+    before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
+    controller = runtime._adaptive
+    record = controller._records["ngram"]
+    known = (record.experience.tokens, record.experience.plain_steps)
+    for _ in range(4):
+        runtime.generate([[97]], greedy(150), SpeculationParams("ngram", TEXT))
+    assert (record.experience.tokens, record.experience.plain_steps) == known
+    assert before < 150
+
+
+@pytest.mark.parametrize("budget", [Budget(6, 4, 1), Budget(12, 6, 2)])
+def test_two_trees_together_are_no_wider_than_the_budget(budget: Budget) -> None:
+    runtime, trace = make_runtime(max_num_seqs=2), io.StringIO()
+    other = plain(lambda tokens: mixing_rule(tokens) % 5 + 97, PROMPTS[4], 60)
+    runtime.generate(PROMPTS, greedy(30), SpeculationParams("ngram", other, budget), trace=trace)
+    steps = [json.loads(line) for line in trace.getvalue().splitlines() if "position" in line]
+    assert max(step["parents"].count(0) for step in steps) == budget.width
+
+
+@pytest.mark.parametrize("budget", [Budget(8, 4, 0), Budget(8, 0, 4), Budget(0, 4, 4)], ids=str)
+def test_a_budget_without_room_is_plain_decoding(budget: Budget) -> None:
+    (found,) = make_runtime().generate([[97, 98] * 9], greedy(20), SpeculationParams("ngram", budget=budget))
+    assert found.metrics.num_draft_tokens == 0
+    assert list(found.token_ids) == plain(mixing_rule, [97, 98] * 9, 20)
+
+
+def test_a_closed_runtime_lets_go_of_its_verifier_after_a_prediction() -> None:
+    runtime = make_runtime()
+    runtime.generate([[97]], greedy(5), SpeculationParams("ngram", [98, 99]))
+    verifier = weakref.ref(runtime.verifier)
+    runtime.close()
+    gc.collect()
+    assert verifier() is None
 
 
 def test_an_adaptive_budget_is_a_limit() -> None:
@@ -92,6 +155,7 @@ def test_ways_that_cannot_be_are_refused_before_anything_is_computed(ways: objec
     ("values", "message"),
     [
         ({"method": 3}, "method must be a word, not 3"),
+        ({"method": ""}, "method must be a word, not ''"),
         ({"prediction": 3}, "a prediction is a text or a list of token ids, not int"),
         ({"prediction": b"ab"}, "a prediction is a text or a list of token ids, not bytes"),
         ({"prediction": [1.5]}, "a prediction is a text or a list of token ids, not list"),
@@ -147,12 +211,15 @@ def test_a_predicted_text_is_followed(
 
 
 def test_a_prediction_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other text has the same letters, so that the place in it is found again and again, and lost at once."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     other = random.Random(2).choices(range(97, 120), k=150)
-    (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", other))
-    assert list(found.token_ids) == TEXT
-    assert found.metrics.num_draft_tokens < 150
+    alone = runtime.generate([[97]], greedy(150), "none")[0]
+    (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", other, Budget(1, 1, 1)))
+    assert found.token_ids == alone.token_ids == tuple(TEXT)
+    lookups = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", budget=Budget(1, 1, 1)))[0]
+    assert found.metrics.num_draft_tokens < lookups.metrics.num_draft_tokens + 60
 
 
 def test_a_prediction_is_text_or_token_ids_and_may_be_empty() -> None:
@@ -202,8 +269,14 @@ def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_nu
 def test_what_is_no_logits_processor_is_refused() -> None:
     with pytest.raises(UsageError, match="logits_processors must be functions"):
         greedy(5, logits_processors=(3,))
-    with pytest.raises(UsageError, match=r"returned an array of shape \(3,\), not \(258,\)"):
-        make_runtime().generate([[97]], greedy(5, logits_processors=(lambda tokens, logits: logits[:3],)))
+    wrong = {
+        r"returned an array of shape \(3,\), not \(258,\)": lambda tokens, logits: logits[:3],
+        "returned nothing": lambda tokens, logits: None,
+        "no numbers": lambda tokens, logits: logits * np.nan,
+    }
+    for message, process in wrong.items():
+        with pytest.raises(UsageError, match=message):
+            make_runtime().generate([[97]], greedy(5, logits_processors=(process,)))
 
 
 def test_margins_are_those_of_the_processed_logits() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.hidden_states import within
+from redraft.runtime.tree import within
 from redraft.types import Budget, DraftTree
 from tests.runtime.fakes import FakeEngine, fake_verifier
 
