@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from redraft.errors import RedraftError
+from redraft.errors import RedraftError, UsageError
 from redraft.types import Budget
 
 BUDGET_KEYS = ("nodes", "depth", "width")
@@ -38,7 +38,10 @@ def budget(text: str) -> Budget:
     pairs = {key.strip(): int(value) for key, value in (part.split("=") for part in text.split(","))}
     if set(pairs) != set(BUDGET_KEYS):
         raise ValueError(text)
-    return Budget(**pairs)
+    try:
+        return Budget(**pairs)
+    except UsageError as error:
+        raise ValueError(text) from error
 
 
 def rates(text: str) -> tuple[float, ...]:

@@ -46,7 +46,8 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods to compare, separated by commas; all of the bundle's by default. `inexact` is plain decoding "
+            help="Methods to compare, separated by commas; by default ngram, the bundle's default method "
+            "and `inexact`. The latter is plain decoding "
             "with --inexact, by engines that are opened beside the others."
         ),
     ] = None,
@@ -93,7 +94,7 @@ def bench(
 
 
 def default_methods(runtime: Runtime, engines: Path) -> list[str]:
-    """The methods of the bundle, and INEXACT if exactness makes it slower."""
+    """N-grams, the default method, and INEXACT if the bundle has a graph for it."""
     from redraft.bench.compare import INEXACT
 
     best = [] if runtime.default_method == "ngram" else [runtime.default_method]

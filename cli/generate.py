@@ -51,10 +51,10 @@ def generate(
     budget: BudgetText = None,
     controller: Annotated[
         str | None,
-        typer.Option(help="`adaptive` speculates as far as it pays, `fixed` by the whole budget; fixed with a budget."),
+        typer.Option(help="`adaptive`: trees as large as pays, at most --budget. `fixed`: the default with --budget."),
     ] = None,
     prediction: Annotated[
-        Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part.")
+        Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part; `-` reads it.")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what every step chose and what came of it, one JSON line a step.")
@@ -68,7 +68,9 @@ def generate(
     """Continue a prompt with the engines of a bundle."""
     check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
-    predicted = read_file(prediction) if prediction else None
+    predicted = read_prompt(STANDARD_INPUT, None) if prediction == Path(STANDARD_INPUT) else None
+    if prediction and predicted is None:
+        predicted = read_file(prediction)
 
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams

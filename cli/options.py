@@ -37,8 +37,8 @@ BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help=f"Fixed size of the tree, such as {BUDGET_FORM}; then ngram+ID looks up no n-grams. Measured by default. "
-        "With --device, a depth or width below the drafter's own costs a copy of each tree.",
+        help=f"Size of every tree, such as {BUDGET_FORM}. By default trees are as large as pays. A fixed size leaves "
+        "out the n-grams of ngram+ID. With --device, a depth or width below the drafter's own copies every tree.",
     ),
 ]
 
@@ -59,8 +59,8 @@ def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
     try:
         return budget(text)
     except ValueError:
-        hint = "nodes=0,depth=0,width=0 drafts nothing"
-        raise UsageError(f"--budget {text!r}: expected all of {BUDGET_FORM}, none negative", hint) from None
+        problem = f"--budget {text!r}: expected nodes, depth and width, whole numbers from 0"
+        raise UsageError(problem, f"for example {BUDGET_FORM}") from None
 
 
 def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...] | None:

@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.errors import UsageError
+
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -28,8 +30,9 @@ class Budget:
     width: int
 
     def __post_init__(self) -> None:
-        if min(self.nodes, self.depth, self.width) < 0:
-            raise ValueError(f"budget must not be negative: {self}")
+        for name, value in (("nodes", self.nodes), ("depth", self.depth), ("width", self.width)):
+            if not isinstance(value, int) or value < 0:
+                raise UsageError(f"a budget's {name} must be a whole number from 0, not {value!r}")
 
 
 NO_SPECULATION = Budget(nodes=0, depth=0, width=0)

@@ -46,9 +46,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if not isinstance(self.logits_processors, list | tuple) or not all(map(callable, self.logits_processors)):
+            raise UsageError("logits_processors must be a list of functions of token ids and logits")
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        if not all(map(callable, self.logits_processors)):
-            raise UsageError("logits_processors must be functions of token ids and logits")
         for name, kind in _NUMBERS.items():
             if not isinstance(getattr(self, name), kind):
                 raise UsageError(f"{name} must be {_CALLED[kind]}, not {getattr(self, name)!r}")

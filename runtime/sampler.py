@@ -106,7 +106,10 @@ def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
     """What a logits processor returned. Raises UsageError unless it is an array of this shape without NaN."""
     if logits is None:
         raise UsageError("a logits processor returned nothing", "return the logits")
-    changed: FloatArray = np.asarray(logits, np.float32)
+    try:
+        changed: FloatArray = np.asarray(logits, np.float32)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"a logits processor returned no array of logits: {error}") from None
     if changed.shape != shape:
         raise UsageError(f"a logits processor returned an array of shape {changed.shape}, not {shape}")
     if np.isnan(changed).any():

@@ -150,24 +150,25 @@ def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
 
 
 def within(tree: Tree, budget: Budget) -> Tree:
-    """The nodes of a tree, likeliest first, that a budget has space for: as deep, as wide a level, and as many."""
+    """The likeliest nodes of a tree within a budget, in their old order: as deep, as wide a level, and as many."""
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
-    depths, levels, keep = [0] * len(tree), [0] * (len(tree) + 1), [0]
-    kept = {0}
-    for node, parent in enumerate(tree.parents.tolist()[1:], 1):
+    parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
+    depths, levels, kept = [0] * len(tree), [0] * (len(tree) + 1), {0}
+    for node in sorted(range(1, len(tree)), key=log_probs.__getitem__, reverse=True):
+        parent = parents[node]
         depth = depths[node] = depths[parent] + 1
-        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(keep) <= budget.nodes:
+        if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(kept) <= budget.nodes:
             levels[depth] += 1
             kept.add(node)
-            keep.append(node)
-    if len(keep) == len(tree):
+    if len(kept) == len(tree):
         return tree
+    keep = sorted(kept)
     place = np.zeros(len(tree), np.int64)
     place[keep] = np.arange(len(keep))
-    parents = place[tree.parents[keep]]
-    parents[0] = -1
-    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
+    renumbered = place[tree.parents[keep]]
+    renumbered[0] = -1
+    return DraftTree(tree.tokens[keep], renumbered, tree.log_probs[keep])
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:

@@ -188,10 +188,30 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--threads", "0"], "--threads"),
         (["--prompt", "a", "--system", "b"], "--system needs --chat"),
         (["--prompt", "a", "--seed", "x"], "--seed"),
+        (["--prompt", "a", "--controller", "bold"], "unknown controller 'bold'; choose one of adaptive, fixed"),
+        (["--prompt", "a", "--controller", "fixed"], "the controller fixed needs a budget"),
+        (["--prompt", "a", "--prediction", "absent.txt"], "cannot read absent.txt"),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
     assert word in refused("generate", "--engines", bundle, *arguments, status=2)
+
+
+def test_a_prediction_does_not_change_the_text(
+    redraft: Redraft, refused: Refused, bundle: Path, plain: dict[str, object], tmp_path: Path
+) -> None:
+    """Nor does an empty one; one past the context, or for plain decoding, is refused."""
+    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=8,depth=8,width=1", "--json")
+    predicted = tmp_path / "predicted.txt"
+    for text in (str(plain["text"]), ""):
+        predicted.write_text(text, encoding="utf-8")
+        found = json.loads(redraft(*command, "--prediction", predicted).stdout)
+        assert found["token_ids"] == plain["token_ids"]
+        assert found["metrics"]["num_draft_tokens"] > 0
+    predicted.write_text("abc " * 3000, encoding="utf-8")
+    assert "shorten the prediction" in refused(*command, "--prediction", predicted, status=2)
+    refusal = refused(*command[:5], "--method", "none", "--prediction", predicted, status=2)
+    assert "plain decoding takes no prediction" in refusal
 
 
 def test_text_over_a_device_is_the_hosts(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:

@@ -7,11 +7,13 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from redraft.runtime.offers import StepLimits
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.tree import (
     accepted_path,
     ancestor_mask,
     chain,
+    cut,
     exact_part,
     is_chain,
     layout,
@@ -20,7 +22,7 @@ from redraft.runtime.tree import (
     merge,
     prune,
 )
-from redraft.types import DraftTree
+from redraft.types import Budget, DraftTree
 
 SMALL_TREES = [[-1, *parents] for n in range(5) for parents in product(*(range(i + 1) for i in range(n)))]
 
@@ -155,3 +157,11 @@ def test_a_chain_may_be_of_any_length() -> None:
     long = chain(np.arange(1500))
     assert is_chain(long)
     assert likeliest_chain(long).parents.tolist() == long.parents.tolist()
+
+
+def test_of_two_trees_together_the_likelier_branch_is_left() -> None:
+    """The unlikely branch comes first; a budget of width 1 has space for one of them."""
+    both = merge(make_tree([5, 6, 7], [-1, 0, 1], [1.0, 0.2, 0.1]), make_tree([5, 8, 9], [-1, 0, 1], [1.0, 0.9, 0.8]))
+    kept = cut(both, StepLimits(Budget(4, 4, 1)), 4)
+    assert kept.tokens.tolist() == [5, 8, 9]
+    assert kept.parents.tolist() == [-1, 0, 1]
