@@ -33,7 +33,8 @@ from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.methods import NGRAM, NONE
 from redraft.runtime import scheduler
-from redraft.runtime.controller import Adaptive, FixedBudget
+from redraft.runtime.adaptive import Adaptive
+from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair

@@ -21,7 +21,8 @@ from redraft.errors import UsageError
 from redraft.methods import NGRAM, NONE
 from redraft.packages import package_version
 from redraft.runtime import scheduler
-from redraft.runtime.controller import Adaptive, FixedBudget
+from redraft.runtime.adaptive import Adaptive
+from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair

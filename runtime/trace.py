@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 
 from redraft.errors import DataError
-from redraft.runtime.controller import best_first, ranked_shares
+from redraft.runtime.adaptive import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path

@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from redraft.runtime.controller import LONGEST_PAUSE, Adaptive, Call, FixedBudget
+from redraft.runtime.adaptive import LONGEST_PAUSE, Adaptive
+from redraft.runtime.controller import Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import fit
 from redraft.runtime.offers import NO_TREE, Plan

@@ -11,7 +11,8 @@ import pytest
 from redraft.engines.device import Buffer, slots_of
 from redraft.engines.host_buffer import HostBuffer
 from redraft.runtime import scheduler
-from redraft.runtime.controller import Adaptive, Call, FixedBudget
+from redraft.runtime.adaptive import Adaptive
+from redraft.runtime.controller import Call, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import TreeMaker

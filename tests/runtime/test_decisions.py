@@ -12,8 +12,9 @@ import pytest
 
 from redraft.engines.device import Buffer, Run
 from redraft.runtime import ranges, scheduler
+from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.api import GREEDY
-from redraft.runtime.controller import Adaptive, Controller, FixedBudget
+from redraft.runtime.controller import Controller, FixedBudget
 from redraft.runtime.cost import CostCurve, VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter

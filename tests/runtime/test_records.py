@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.calibration import DepthCalibration, RankCalibration
-from redraft.runtime.controller import Adaptive
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only

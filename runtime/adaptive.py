@@ -1,0 +1,404 @@
+"""Trees as large as pays: sizes from the measured cost curve and from what has been accepted lately."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import exp
+
+from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
+from redraft.runtime.controller import Call, at_hand
+from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import cut, merge, root_only
+from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
+
+MAX_DEPTH = 16
+LONGEST_PAUSE = 32
+"""Steps at most between two tries while speculation loses."""
+_LEARN = 1 / 8
+_OUTLIER, _LEAST_MS = 2.0, 0.05
+_TOLERANCE = 0.99
+_FIRST_PROBE, _LONGEST_PROBE = 8, 256
+"""Steps between two probes of a size that does not seem to pay."""
+_PROBED = (8, 4, 2)
+"""Sizes that are probed, root included."""
+_NEAR = 0.1
+
+
+@dataclass(slots=True)
+class Experience:
+    """Running means over the steps that speculated: tokens committed by a step, and its cost in plain steps.
+
+    In plain steps, since a machine that becomes busy or idle makes both slower or faster.
+    """
+
+    tokens: float
+    plain_steps: float
+
+    def update(self, tokens: int, plain_steps: float, weight: float) -> None:
+        """Move the means by `weight` towards one step."""
+        self.tokens += weight * (tokens - self.tokens)
+        self.plain_steps += weight * (plain_steps - self.plain_steps)
+
+
+@dataclass(slots=True)
+class MethodRecord:
+    """What requests of one method have shown, with which its next request starts.
+
+    gain: tokens that trees promised beyond what verifying them costs, by offer.
+    """
+
+    experience: Experience = field(default_factory=lambda: Experience(tokens=1.0, plain_steps=1.0))
+    gain: dict[OfferKey, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """The controller's state of one sequence.
+
+    method:   the record of its method.
+    gain:     as `MethodRecord.gain`, of its own steps.
+    found:    nodes of the trees at hand that are worth verifying, and their gain, of this step.
+    offered:  the tree that was made for this step, for `observe`.
+    rate, gains, tried, probed, together: as in `Choice`, of this step.   weighed: its found, whole and shares.
+    shares:   how often each node after the root is expected to be kept, likeliest first, of this step.
+    waiting:  steps still to pause.   pause: length of the latest pause.
+    since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
+    """
+
+    experience: Experience
+    method: MethodRecord
+    gain: dict[OfferKey, float]
+    found: tuple[int, float] = (0, 0.0)
+    offered: Tree | None = None
+    rate: float = 0.0
+    gains: dict[OfferKind, float] = field(default_factory=dict)
+    tried: bool = False
+    probed: bool = False
+    shares: Several[float] = ()
+    together: tuple[float, Several[float]] | None = None
+    weighed: tuple[Tree, Tree, Several[float] | None] | None = None
+    waiting: int = 0
+    pause: int = 0
+    since_fresh: int = 0
+    patience: int = 1
+
+
+class Adaptive:
+    """Maximises tokens per millisecond.
+
+    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities) tokens in t(n + 1) ms. Those of a
+    drafter's trees are corrected by depth (`DepthCalibration`), or known by rank if the trees stay on a device
+    (`RankCalibration`); a lookup's are its own. The best n has the largest yield less `rate` tokens for every
+    millisecond, `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method
+    for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the
+    tree's gain. In a batch all trees are cut to one number of nodes, whose yield is the sum of theirs and whose rate
+    is the sum of their rates: a call costs what its largest tree does.
+
+    The offer that is taken has the largest gain, less the cost of making it. The gain of a tree at hand is known; that
+    of resampling with so many steps left and that of a fresh draft are learned from the last ones. A fresh draft that
+    has not paid is tried again after a while, and after twice as long each time.
+
+    When speculating steps yield less per millisecond than plain ones, what the host does for them included, speculation
+    pauses, at first for a step and for twice as long each time, and then tries again. A new request starts with the
+    experience of all requests of its method.
+    """
+
+    weighs = True
+
+    def __init__(self, verifying: VerifyCosts) -> None:
+        self._verifying = verifying
+        self._table: Several[float] = verifying.table_ms(1)
+        self._priced = self._table
+        """The table of this step: no size costs less than the widest tree of other controllers."""
+        self._made_ms: dict[Call, float] = {}
+        self._offers_ms: dict[str, float] = {}
+        self._step_ms: dict[Call, float] = {}
+        self._looked_up_ms = 0.0
+        self._verified_ms = 0.0
+        self._full = Budget(nodes=verifying.largest - 1, depth=MAX_DEPTH, width=verifying.largest - 1)
+        self._host_ms: dict[tuple[int, str, bool], float] = {}
+        self._steps, self._probe_at, self._probe_patience = 0, _FIRST_PROBE, _FIRST_PROBE
+        self._probed: dict[int, tuple[int, float]] = {}
+        self._probes = 0
+        self._sequences, self._methods = 1, ""
+        self._records: dict[str, MethodRecord] = {}
+        self._depths: dict[Call, DepthCalibration] = {}
+        self._ranks: dict[OfferKey, RankCalibration] = {}
+
+    def expect(self, drafter: str, costs: Costs) -> None:
+        """Take these costs of a drafter's calls for true until they have been timed."""
+        self._made_ms.setdefault((drafter, OfferKind.FRESH), costs.fresh_ms)
+        self._made_ms.setdefault((drafter, OfferKind.RESAMPLE), costs.resample_ms)
+
+    def begin(self, sequences: int, methods: str) -> None:
+        """See `Controller.begin`."""
+        self._steps += 1
+        table = self._verifying.table_ms(sequences)
+        if table is not self._table:
+            self._table = table
+            probed = self._probed.pop(sequences, None)
+            if probed is not None and not _near(table[probed[0]] / table[1], probed[1]):
+                self._probe_patience = _FIRST_PROBE
+                self._probe_at = self._steps
+        self._priced = self._table
+        self._sequences, self._methods = sequences, methods
+
+    def budget(self, seq: Sequence) -> Budget:
+        """See `Controller.budget`."""
+        state = self._state_of(seq)
+        state.weighed, state.probed = None, False
+        if state.waiting == 0:
+            return self._full
+        state.waiting -= 1
+        return NO_SPECULATION
+
+    def plan(
+        self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
+    ) -> list[Plan]:
+        """See `Controller.plan`."""
+        return [
+            Plan(limit, root_only(seq.tokens[-1])) if limit is NO_TREE else self._plan(seq, offered, limit)
+            for seq, offered, limit in zip(batch, offers, limits, strict=True)
+        ]
+
+    def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
+        state = self._state_of(seq)
+        lately = state.experience
+        rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
+        found = at_hand(seq, offers)
+        state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
+        state.found = best_first(state.shares, rate, self._table)
+        best, taken, fresh = state.found[1], None, None
+        state.gains = gains = {OfferKind.LOOKUP: best}
+        for offer in offers:
+            if offer.maker is not None:
+                kind = offer.key.kind
+                known = state.gain.get(offer.key)
+                gain = max(gains.values()) + 1.0 if known is None else known
+                gain -= rate * self._made_ms.get((offer.key.drafter, kind), 0.0)
+                gains[kind] = max(gain, gains.get(kind, gain))
+                if gain > best:
+                    best, taken = gain, offer
+                if kind is OfferKind.FRESH:
+                    fresh = offer
+        if fresh is not None:
+            state.since_fresh += 1
+        state.tried = fresh is not None and state.since_fresh > state.patience
+        if state.tried:
+            taken = fresh
+        return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
+
+    def cut(
+        self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
+    ) -> list[Tree]:
+        """See `Controller.cut`."""
+        self._price(widest)
+        table = self._priced
+        wholes, shares, states = [], [], []
+        others = self._sequences - len(batch)
+        rate = others / table[1] if others else 0.0
+        for seq, plan, tree in zip(batch, plans, made, strict=True):
+            if plan.speculates:
+                state = self._state_of(seq)
+                states.append((state, plan, tree))
+                if table is not self._table:
+                    state.rate *= self._table[1] / table[1]
+                wholes.append(self._weigh(state, plan, tree))
+                shares.append(state.shares)
+                rate += state.rate
+            else:
+                wholes.append(plan.found)
+                rate += 1 / table[1]
+        if not states:
+            return wholes
+        alone = self._sequences == 1
+        each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
+        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, table)
+        nodes, probed = paying, widest == 1 and self._steps >= self._probe_at and len(each) > paying
+        if probed:
+            wider = self._probe(min(len(each) + 1, len(table) - 1))
+            probed, nodes = wider > paying, max(paying, wider)
+        for state, plan, tree in states:
+            state.probed, state.together = probed, None if alone else (rate, each)
+            if plan.make is not None and tree is not None:
+                self._learn_gain(state, plan.make.key, gain if alone else self._own_gain(state, paying))
+        return [
+            cut(whole, plan.limits, nodes) if plan.speculates else whole
+            for whole, plan in zip(wholes, plans, strict=True)
+        ]
+
+    def _price(self, widest: int) -> None:
+        """Set what sizes cost in this step next to such a tree of another controller."""
+        if widest > 1:
+            paid = self._table[min(widest, len(self._table) - 1)]
+            self._priced = [0.0, *[max(ms, paid) for ms in self._table[1:]]]
+
+    def _own_gain(self, state: ControllerState, nodes: int) -> float:
+        """Return what a sequence of a batch gains if all trees have so many nodes, at least nothing."""
+        promised = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
+        return max(promised, 0.0)
+
+    def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
+        """Return all that could be verified for a sequence. Sets how often each node is expected to be kept."""
+        tree = plan.found
+        if made is not None and made.on_device:
+            return self._weigh_on_device(state, plan, made)
+        if made is not None and len(made) > 1:
+            state.offered = made
+            tree = merge(tree, self._depths_of(plan).calibrated(made))
+            state.shares = ranked_shares(tree.log_probs)
+        state.weighed = plan.found, tree, None
+        return tree
+
+    def _weigh_on_device(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
+        """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
+        shares = self._ranks_of(plan).shares(len(made) - 1)
+        _, gain = best_first(shares, state.rate, self._priced)
+        tree = made if gain >= state.found[1] else plan.found
+        if tree is made:
+            state.shares = shares
+        state.weighed = plan.found, tree, shares if tree is made else None
+        state.offered = made if tree is made else None
+        return tree
+
+    def _probe(self, largest: int) -> int:
+        """Return how many nodes to verify although they do not seem to pay: sizes take turns, up to `largest`.
+
+        Sizes that are never verified are never timed, so a curve that says too much of them would stay. The next probe
+        comes after twice as many steps, unless this one finds the curve wrong.
+        """
+        size = min(_PROBED[self._probes % len(_PROBED)], largest)
+        self._probes += 1
+        self._probe_patience = min(2 * self._probe_patience, _LONGEST_PROBE)
+        self._probe_at = self._steps + self._probe_patience
+        self._probed[self._sequences] = size, self._table[size] / self._table[1]
+        return size - 1
+
+    def _depths_of(self, plan: Plan) -> DepthCalibration:
+        assert plan.make is not None
+        call = plan.make.key.drafter, plan.kind
+        found = self._depths.get(call)
+        if found is None:
+            found = self._depths[call] = DepthCalibration()
+        return found
+
+    def _ranks_of(self, plan: Plan) -> RankCalibration:
+        assert plan.make is not None
+        found = self._ranks.get(plan.make.key)
+        if found is None:
+            found = self._ranks[plan.make.key] = RankCalibration()
+        return found
+
+    def explain(self, seq: Sequence) -> Choice | None:
+        """See `Controller.explain`."""
+        state = self._state_of(seq)
+        if state.weighed is None:
+            return None
+        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._priced, state.probed, state.together)
+
+    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+        """See `Controller.timed`."""
+        known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
+        counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
+        self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
+        self._verified_ms = self._priced[min(nodes, len(self._priced) - 1)]
+        self._step_ms = {}
+        for call, taken_ms in made_ms.items():
+            known_ms = self._made_ms.setdefault(call, taken_ms)
+            counted_ms = self._step_ms[call] = _without_outlier(taken_ms, known_ms)
+            self._made_ms[call] = known_ms + FAST * (counted_ms - known_ms)
+
+    def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
+        """See `Controller.observe`."""
+        if not plan.speculates:
+            return
+        state: ControllerState = seq.control
+        ms = self._verified_ms + self._extra_ms()
+        if plan.make is not None:
+            if (made := state.offered) is not None:
+                if made.on_device:
+                    self._ranks_of(plan).observe(len(tree), outcome.path)
+                else:
+                    self._depths_of(plan).observe(made, outcome.tokens)
+                state.offered = None
+            ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
+        lately = state.experience
+        if not state.probed:
+            steps = ms / self._priced[1]
+            lately.update(len(outcome.path) + 1, steps, FAST)
+            state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
+        if lately.tokens < _TOLERANCE * lately.plain_steps:
+            state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
+            state.waiting = state.pause
+        else:
+            state.pause = 0
+
+    def ended(self, speculated: bool, host_ms: float) -> None:
+        """See `Controller.ended`."""
+        key = self._sequences, self._methods, speculated
+        known_ms = self._host_ms.setdefault(key, host_ms)
+        self._host_ms[key] += FAST * (_without_outlier(host_ms, known_ms) - known_ms)
+
+    def _extra_ms(self) -> float:
+        """Return what the host does for a step that speculates beyond what it does for a plain one.
+
+        That is at least the time of looking up.
+        """
+        plain, speculated = (self._host_ms.get((self._sequences, self._methods, kind)) for kind in (False, True))
+        known = plain is not None and speculated is not None
+        return max(speculated - plain, self._looked_up_ms) if known else self._looked_up_ms  # type: ignore[operator]
+
+    def _learn_gain(self, state: ControllerState, key: OfferKey, gain: float) -> None:
+        """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
+        for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
+            before = known.get(key, gain)
+            known[key] = before + weight * (gain - before)
+        if key.kind is OfferKind.FRESH:
+            pays = gain - state.rate * self._made_ms.get((key.drafter, key.kind), 0.0) > state.gains[OfferKind.LOOKUP]
+            state.since_fresh, state.patience = 0, 1 if pays else min(2 * state.patience, LONGEST_PAUSE)
+
+    def _state_of(self, seq: Sequence) -> ControllerState:
+        state: ControllerState | None = seq.control
+        if state is None:
+            method = seq.speculation.method
+            record = self._records.get(method)
+            if record is None:
+                record = self._records[method] = MethodRecord()
+            known = record.experience
+            state = ControllerState(Experience(known.tokens, known.plain_steps), record, dict(record.gain))
+            seq.control = state
+        return state
+
+
+def _without_outlier(taken_ms: float, known_ms: float) -> float:
+    """The time of a call, but of one that was interrupted: it says nothing of the cost.
+
+    Mistaken for a dear one, it would not be tried again soon.
+    """
+    return min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
+
+
+def _near(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) < _NEAR
+
+
+def ranked_shares(log_probs: FloatArray) -> list[float]:
+    """Probabilities of the nodes after the root to be kept, likeliest first, from joint logarithms [n]."""
+    return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
+
+
+def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
+    """How many of the first nodes are worth verifying, by the probability of each to be kept, and their gain."""
+    best, nodes = 0.0, 0
+    promised = rate * table_ms[1]  # of the root's own time nothing is asked
+    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends it
+        promised += share
+        gain = promised - rate * ms
+        if gain > best:
+            best, nodes = gain, count
+    return nodes, best
