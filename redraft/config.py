@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redraft.errors import UsageError
+from redraft.methods import LOOKUPS, NONE
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 """fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
@@ -18,7 +19,7 @@ HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 """Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
-RESERVED_IDS = ("none", "ngram", "random", "inexact", "verifier", "step", "weights")
+RESERVED_IDS = (NONE, *LOOKUPS, "random", "inexact", "verifier", "step", "weights")
 """Words that cannot be ids: the command line or names of a bundle's graphs use them."""
 RANDOM = "random"
 """Stands for a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""

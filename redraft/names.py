@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from redraft.config import Precision
+if TYPE_CHECKING:
+    from redraft.config import Precision
 
 Dtype = Literal["int64", "int32", "bool", "int8", "uint8", "float32", "float16", "bfloat16"]
 ELEMENTS: dict[Precision, Dtype] = {

@@ -18,7 +18,7 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
 from redraft.errors import UsageError
-from redraft.methods import NGRAM, NONE
+from redraft.methods import LOOKUPS, NONE
 from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.adaptive import Adaptive
@@ -124,6 +124,7 @@ class Runtime:
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}")
         bundle = open_bundle(path, verify)
+        _check_options(drafter_options, bundle)
         manifest = bundle.manifest
         if device is None and manifest.backend == "tensorrt":
             device = "cuda"
@@ -258,6 +259,12 @@ class Runtime:
                 if chunk := text.take(request.finish_reason is not None):
                     yield chunk
 
+    def forget(self, tenant: str) -> None:
+        """Drop the outputs that methods keep for a tenant. A tenant without any changes nothing."""
+        with self._running():
+            for drafter in self._drafters.values():
+                drafter.forget(tenant)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
 
@@ -295,7 +302,7 @@ class Runtime:
         self.verifier.warm()
         plans = {one: self._plan(one, forced) for one in dict.fromkeys(speculating)}
         requests = [
-            self._request(prompt, one, plans[how], how.prediction, forced, record_logit_margins)
+            self._request(prompt, one, plans[how], how, forced, record_logit_margins)
             for prompt, one, how in zip(prompts, sampling, speculating, strict=True)
         ]
         cycle = Cycle(self.verifier, costs=self.costs)
@@ -307,13 +314,14 @@ class Runtime:
         """How requests with these parameters speculate. Raises UsageError."""
         word, budget = asked.method or self.default_method, asked.budget
         self._check_budget(budget)
-        name, paired = split_pair(word)
+        name, lookup = split_pair(word)
         drafter = self._drafter(name)
-        if paired and not drafter.has_engines:
+        if lookup and not drafter.has_engines:
             raise UsageError(f"there is no method {word!r}", f"choose one of {', '.join(self.methods)}")
         if word == NONE:
-            if asked.prediction is not None:
-                raise UsageError("plain decoding takes no prediction", "choose a method, or leave the prediction out")
+            for given, what in ((asked.prediction, "prediction"), (asked.tenant, "tenant")):
+                if given is not None:
+                    raise UsageError(f"plain decoding takes no {what}", f"choose a method, or leave the {what} out")
             return Speculation(drafter, FixedBudget(NO_SPECULATION), word)
         wide = drafter.has_engines or (budget is not None and budget.width > 1)
         if wide and not self.verifier.branches:
@@ -325,8 +333,11 @@ class Runtime:
             most = replace(most, width=1)
         if forced is not None:
             drafter = SyntheticDrafter(self.verifier, forced)
-        elif paired and asked.adapts:
-            drafter = self._paired(drafter)
+        elif lookup and asked.adapts:
+            drafter = self._paired(lookup, drafter)
+        if asked.tenant is not None:
+            drafter.check_tenant()
+            word = f"{word} with earlier outputs"
         if asked.prediction is not None:
             drafter = Pair(self._predicted, drafter)
             word = f"{word}+prediction"
@@ -357,11 +368,11 @@ class Runtime:
             self._drafters[name] = load_drafter(name, self.verifier, options, self._bundle)
         return self._drafters[name]
 
-    def _paired(self, drafter: Drafter) -> Drafter:
-        """N-gram lookup and a drafter, as one."""
-        word = pair(drafter.name)
+    def _paired(self, lookup: str, drafter: Drafter) -> Drafter:
+        """A lookup and a drafter, as one."""
+        word = pair(drafter.name, lookup)
         if word not in self._drafters:
-            self._drafters[word] = Pair(self._drafter(NGRAM), drafter)
+            self._drafters[word] = Pair(self._drafter(lookup), drafter)
         return self._drafters[word]
 
     @cached_property
@@ -377,7 +388,7 @@ class Runtime:
             self._adaptive.expect(name, cached_costs(self.verifier, drafter, {**self._identity, "method": name}))
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, speculation: Speculation, prediction: Prompt | None,
+        self, prompt: Prompt, params: SamplingParams, speculation: Speculation, asked: SpeculationParams,
         forced: Acceptance | None, record_logit_margins: bool,
     ) -> Request:  # fmt: skip
         ids = self.encode(prompt)
@@ -393,9 +404,10 @@ class Runtime:
             sampler=sampler,
             text=Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None,
             speculation=speculation,
+            tenant=asked.tenant,
         )
-        if prediction is not None:
-            self._predicted.predict(request, self._prediction(prediction))
+        if asked.prediction is not None:
+            self._predicted.predict(request, self._prediction(asked.prediction))
         return request
 
     def _prediction(self, prediction: Prompt) -> list[int]:
@@ -447,6 +459,16 @@ def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> l
     if len(found) != count:
         raise UsageError(f"found {len(found)} parameters for {count} prompts", "give one for all, or one each")
     return found
+
+
+def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bundle) -> None:
+    """Raises UsageError for options of a drafter that the bundle lacks."""
+    known = (NONE, *LOOKUPS, *bundle.manifest.drafters)
+    for name in options or ():
+        if name not in known:
+            raise UsageError(
+                f"this bundle has no drafter {name!r} to give options", f"choose one of {', '.join(known)}"
+            )
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

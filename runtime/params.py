@@ -71,6 +71,8 @@ class SpeculationParams:
     method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None for the bundle's default.
                 `none` takes no prediction, and needs neither budget nor controller.
     prediction: text or token ids that the answer will repeat in part, a further source of drafts.
+    tenant:     requests with the same key may draft from each other's outputs, if the method's option keeps them;
+                None shares with nobody.
     budget:     of a step: the whole of it with the controller `fixed`, at most so much with `adaptive`.
     controller: who chooses the size of trees: `adaptive` or `fixed`; None for `fixed` if there is a budget.
     """
@@ -79,6 +81,7 @@ class SpeculationParams:
     prediction: str | Sequence[int] | None = None
     budget: Budget | None = None
     controller: str | None = None
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None and (not isinstance(self.method, str) or not self.method):
@@ -91,6 +94,8 @@ class SpeculationParams:
             except TypeError:
                 found = type(self.prediction).__name__
                 raise UsageError(f"a prediction is a text or a list of token ids, not {found}") from None
+        if self.tenant is not None and (not isinstance(self.tenant, str) or not self.tenant):
+            raise UsageError(f"a tenant's key must be a text that is not empty, not {self.tenant!r}")
         if self.budget is not None and not isinstance(self.budget, Budget):
             raise UsageError(f"budget must be a Budget, not {self.budget!r}")
         if self.controller not in (None, *CONTROLLERS):

@@ -42,6 +42,7 @@ def retire(cycle: Cycle, batch: list[Sequence]) -> None:
     for slot in reversed(range(len(batch))):
         if batch[slot].finish_reason is not None:
             batch[slot].ended = cycle.clock.copy()
+            batch[slot].speculation.drafter.finish(batch[slot])
             last = batch.pop()
             if slot < len(batch):
                 cycle.move(last, len(batch), slot)

@@ -28,6 +28,7 @@ class Sequence:
     finish_reason:  None while it runs.
     speculation:    how it drafts; the cycle sets its own if a request brings none.
     drafting:       what each drafter keeps for it.   control: what the controller keeps.
+    tenant:         requests of the same tenant may share their outputs; None shares with nobody.
     started, first_token: when it was admitted and when its first token was committed, seconds.
     """
 
@@ -42,6 +43,7 @@ class Sequence:
     speculation: Speculation = None  # type: ignore[assignment]  # until it is admitted
     drafting: dict[object, Any] = field(default_factory=dict)
     control: Any = None
+    tenant: str | None = None
     counters: Counters = field(default_factory=Counters)
     began: Clock = field(default_factory=Clock)
     ended: Clock = field(default_factory=Clock)

@@ -11,15 +11,20 @@ from typing import Any
 from redraft.errors import UsageError
 from redraft.methods.base import GraphSpec, Method, TreeLimits
 
+LOOKUPS = (
+    "ngram",
+    "suffix",
+)
+"""Methods that look drafts up in texts. They need no engine, so every bundle has them."""
 METHODS = (
     "none",
-    "ngram",
+    *LOOKUPS,
     "lyanna",
     "mtp",
 )
 """One line a method."""
-NONE, NGRAM = METHODS[:2]
-"""Plain decoding, and lookup: the methods that every bundle has."""
+NONE, NGRAM = METHODS[0], LOOKUPS[0]
+"""Plain decoding, and the default lookup."""
 
 
 def find_method(name: str) -> Method[Any]:
@@ -35,4 +40,4 @@ def built_methods() -> tuple[str, ...]:
     return tuple(name for name in METHODS if find_method(name).is_built)
 
 
-__all__ = ["METHODS", "NGRAM", "NONE", "GraphSpec", "Method", "TreeLimits", "built_methods", "find_method"]
+__all__ = ["LOOKUPS", "METHODS", "NGRAM", "NONE", "GraphSpec", "Method", "TreeLimits", "built_methods", "find_method"]

@@ -1,4 +1,4 @@
-"""Drafters by the user's words: `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID` for the pair.
+"""Drafters by the user's words: `none`, a lookup, the id of one of the bundle's drafters, or `LOOKUP+ID` for the pair.
 
 A method's drafter is `DRAFTER` of its module here, imported when it is asked for.
 """
@@ -11,29 +11,29 @@ from typing import Any
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.methods import NGRAM, NONE
+from redraft.methods import LOOKUPS, NGRAM, NONE
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
 
 PAIR = "+"
-"""Joins the lookup and a drafter that draft together."""
+"""Joins a lookup and a drafter that draft together."""
 
 
-def pair(drafter: str) -> str:
-    """Return the word for n-gram lookup together with a drafter."""
-    return f"{NGRAM}{PAIR}{drafter}"
+def pair(drafter: str, lookup: str = NGRAM) -> str:
+    """Return the word for a lookup together with a drafter."""
+    return f"{lookup}{PAIR}{drafter}"
 
 
-def split_pair(word: str) -> tuple[str, bool]:
-    """Return the drafter of a word, and True if n-grams are looked up with it."""
+def split_pair(word: str) -> tuple[str, str | None]:
+    """Return the drafter of a word, and the lookup that drafts with it."""
     lookup, joined, drafter = word.partition(PAIR)
-    return (drafter, True) if joined and lookup == NGRAM else (word, False)
+    return (drafter, lookup) if joined and lookup in LOOKUPS else (word, None)
 
 
 def method_words(drafters: Iterable[str]) -> tuple[str, ...]:
     """Return all words for a bundle with these drafters."""
     own = tuple(drafters)
-    return (NONE, NGRAM, *own, *map(pair, own))
+    return (NONE, *LOOKUPS, *own, *(pair(drafter, lookup) for lookup in LOOKUPS for drafter in own))
 
 
 def default_word(drafters: Iterable[str]) -> str:
@@ -45,14 +45,14 @@ def default_word(drafters: Iterable[str]) -> str:
 def load_drafter(
     drafter: str, verifier: Verifier, options: Mapping[str, Any] | None = None, bundle: Bundle | None = None
 ) -> Drafter:
-    """Return the drafter `none`, `ngram`, or the one of the bundle with this id, with its options.
+    """Return the drafter `none`, a lookup, or the one of the bundle with this id, with its options.
 
     Raises UsageError for an id that the bundle lacks and an unknown option.
     """
     built = bundle.manifest.drafters if bundle else {}
     if drafter in built:
         method = built[drafter].method
-    elif drafter in (NONE, NGRAM):
+    elif drafter in (NONE, *LOOKUPS):
         method = drafter
     else:
         problem = f"this bundle has no drafter {drafter!r}"

@@ -59,6 +59,19 @@ class Drafter(ABC):
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
         """`tree` was verified and `outcome` committed, also in plain steps."""
 
+    def finish(self, seq: Sequence) -> None:  # noqa: B027 (as above)
+        """Keep what later requests may use of `seq`, whose last token was committed."""
+
+    def check_tenant(self) -> None:
+        """Raises UsageError if requests of one tenant share nothing: it keeps no earlier outputs."""
+        raise UsageError(
+            f"{self.name or 'this method'} keeps no earlier outputs, so a tenant would change nothing",
+            "leave the tenant out, or choose a method that keeps them",
+        )
+
+    def forget(self, tenant: str) -> None:  # noqa: B027 (as above)
+        """Drop the earlier outputs of a tenant."""
+
 
 class TreeMaker(Drafter):
     """A drafter that makes trees for a batch in one call: fresh ones, and some methods from what their last draft left.

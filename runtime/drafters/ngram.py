@@ -16,6 +16,7 @@ from typing import Any, Self
 from redraft.engines.bundle import Bundle
 from redraft.methods.ngram import LONGEST_MATCH, METHOD, NgramOptions
 from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
@@ -26,15 +27,11 @@ MOST_BRANCHES = 4
 """Continuations at most of one tree."""
 RANKS = 3
 """Siblings from this one on are judged alike."""
-LEAST_PROBABILITY = 0.03
-"""A node less likely than this is not drafted: no budget would verify it. No rate falls below, so all can recover."""
 _OCCURRENCES = 8
 """Latest occurrences of a context that are looked at."""
 
-# Where learning starts: share of first siblings that come true by length of context 0 … 16, and of later ones relative
-# to the first.
-_FIRST_SIBLING = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 _LATER_SIBLING = (1.0, 0.3, 0.12)
+"""Starting rates of siblings by rank, relative to the first."""
 _LEARNING_RATE = 1 / 32
 
 
@@ -135,7 +132,7 @@ class NgramDrafter(Drafter):
         self._config = config or NgramOptions()
         self.name = METHOD.id
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
-        self._rates = [first * later for first in _FIRST_SIBLING for later in _LATER_SIBLING]
+        self._rates = [first * later for first in STARTING_RATES for later in _LATER_SIBLING]
 
     @classmethod
     def create(
@@ -178,9 +175,7 @@ class NgramDrafter(Drafter):
                 return
 
     def _learn(self, kind: int, came_true: bool) -> None:
-        rate = self._rates[kind]
-        rate += _LEARNING_RATE * (came_true - rate)
-        self._rates[kind] = rate if rate > LEAST_PROBABILITY else LEAST_PROBABILITY
+        self._rates[kind] = moved(self._rates[kind], came_true, _LEARNING_RATE)
 
 
 DRAFTER = NgramDrafter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
+from redraft.errors import UsageError
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.offers import Offer
 from redraft.runtime.sequence import Sequence
@@ -42,3 +43,18 @@ class Pair(Drafter):
         """See `Drafter.accept`."""
         self.first.accept(seq, tree, outcome)
         self.second.accept(seq, tree, outcome)
+
+    def finish(self, seq: Sequence) -> None:
+        """See `Drafter.finish`."""
+        self.first.finish(seq)
+        self.second.finish(seq)
+
+    def check_tenant(self) -> None:
+        """See `Drafter.check_tenant`: one of the two keeps earlier outputs. Raises the first one's error."""
+        try:
+            self.first.check_tenant()
+        except UsageError as error:
+            try:
+                self.second.check_tenant()
+            except UsageError:
+                raise error from None

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 
 from redraft.methods.ngram import LONGEST_MATCH
 from redraft.runtime.drafters.base import Drafter
-from redraft.runtime.drafters.ngram import LEAST_PROBABILITY
+from redraft.runtime.drafters.learning import LEAST_PROBABILITY, moved
 from redraft.runtime.offers import Offer, OfferKey
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree
@@ -112,9 +112,8 @@ class PredictionDrafter(Drafter):
         """Learn from the draft: its tokens came true or did not, verified or not."""
         found: PredictedText = seq.drafting[self]
         drafted, found.drafted = found.drafted, []
-        for step, (token, said) in enumerate(zip(drafted, outcome.tokens, strict=False)):
+        for step, (token, target) in enumerate(zip(drafted, outcome.tokens, strict=False)):
             kind = min(found.matched + step, LONGEST_MATCH)
-            rate = found.rates[kind] + _LEARNING_RATE * ((token == said) - found.rates[kind])
-            found.rates[kind] = max(rate, LEAST_PROBABILITY)
-            if token != said:
+            found.rates[kind] = moved(found.rates[kind], token == target, _LEARNING_RATE)
+            if token != target:
                 return

@@ -201,13 +201,13 @@ def test_a_manifest_that_does_not_fit_its_drafter(
 def test_a_bundle_without_a_drafter(refused: Refused, bundle: Path) -> None:
     for method in ("lyanna", "ngram+lyanna"):
         line = refused("generate", "--engines", bundle, "--prompt", "a", "--method", method, status=2)
-        assert "this bundle has no drafter 'lyanna'; choose one of none, ngram, or build it with `redraft build" in line
+        assert "this bundle has no drafter 'lyanna'; choose one of none, ngram, suffix, or build it with `redraft build" in line
 
 
 def test_a_method_that_is_no_drafter_of_the_bundle(refused: Refused, drafted: Path) -> None:
     for method in ("eagle", "ngram+eagle", "lyanna+ngram", "ngram+", "ngram+none", "ngram+ngram"):
         line = refused("generate", "--engines", drafted, "--prompt", "a", "--method", method, status=2)
-        assert "choose one of none, ngram, lyanna, ngram+lyanna" in line
+        assert "choose one of none, ngram, suffix, lyanna, ngram+lyanna, suffix+lyanna" in line
 
 
 @pytest.mark.parametrize("place", ["", "no/such/folder/trace"])

@@ -168,7 +168,9 @@ def test_bad_parameters_are_refused(values: dict[str, object]) -> None:
 
 
 def test_unknown_method_and_option_are_refused() -> None:
-    with pytest.raises(UsageError, match="this bundle has no drafter 'nothing'; choose one of none, ngram, or build"):
+    with pytest.raises(
+        UsageError, match="this bundle has no drafter 'nothing'; choose one of none, ngram, suffix, or build"
+    ):
         make_runtime().generate(["a"], speculation="nothing")
     runtime = make_runtime()
     runtime._drafter_options = {"ngram": {"prompt_lookup_size": 3}}

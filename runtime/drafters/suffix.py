@@ -1,0 +1,227 @@
+"""Suffix decoding: what followed the latest tokens in the request's own text and in a tenant's earlier outputs.
+
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3 and algorithm 1. The frequency of a candidate is its count
+among the places of one context, divided by the count of all candidates there. The frequencies along a path are
+multiplied. Of several lengths of context the tree with the largest sum is taken.
+
+The paper takes frequencies for probabilities. Here each is multiplied by the share of such candidates that came true
+lately, by length of context and number of places. So the controller can weigh a tree against its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from redraft.engines.bundle import Bundle
+from redraft.errors import UsageError
+from redraft.methods.suffix import METHOD, SuffixOptions
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.learning import LEAST_PROBABILITY, STARTING_RATES, moved
+from redraft.runtime.drafters.suffix_store import SuffixStore
+from redraft.runtime.drafters.suffix_tree import LEAF_PLACES, Match, SuffixTree
+from redraft.runtime.offers import Offer, OfferKey
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import make_tree, prune
+from redraft.runtime.verifier import Verifier
+from redraft.types import Budget, OfferKind, Outcome, Tree
+
+ENOUGH_PLACES = 3
+"""A context with fewer places is compared with a shorter one that has more."""
+_LEARNING_RATE = 1 / 32
+_KINDS = len(STARTING_RATES)
+_LONGEST = _KINDS - 1
+
+
+class Rates:
+    """Share of candidates that come true, over what their frequencies promise.
+
+    A kind is the length of context and min(places, ENOUGH_PLACES).
+    """
+
+    def __init__(self) -> None:
+        self._true = [rate for rate in STARTING_RATES for _ in range(ENOUGH_PLACES)]
+        self._promised = [1.0] * len(self._true)
+        self.values = list(self._true)
+
+    def learn(self, kind: int, frequency: float, came_true: bool) -> None:
+        """Learn from a candidate whose parent came true."""
+        self._true[kind] = moved(self._true[kind], came_true, _LEARNING_RATE)
+        self._promised[kind] = moved(self._promised[kind], frequency, _LEARNING_RATE)
+        self.values[kind] = min(self._true[kind] / self._promised[kind], 1.0)
+
+
+@dataclass(slots=True)
+class Draft:
+    """Nodes of one tree: tokens, parents, joint probabilities, frequencies among siblings, and kinds.
+
+    most: nodes besides the root that may be offered.
+    """
+
+    rates: Rates
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    probs: list[float] = field(default_factory=lambda: [1.0])
+    frequencies: list[float] = field(default_factory=lambda: [1.0])
+    kinds: list[int] = field(default_factory=lambda: [0])
+    most: int = 0
+
+    def append(self, token: int, parent: int, frequency: float, kind: int) -> int:
+        """Add a node and return its number, or 0 if it is too unlikely."""
+        prob = self.probs[parent] * frequency * self.rates.values[kind]
+        if prob < LEAST_PROBABILITY:
+            return 0
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probs.append(prob)
+        self.frequencies.append(frequency)
+        self.kinds.append(kind)
+        return len(self.tokens) - 1
+
+    def learn(self, accepted: Several[int]) -> None:
+        """Learn from the tokens that were committed: of every candidate whose parent is among them."""
+        reached = {0: 0}
+        for node in range(1, len(self.tokens)):
+            depth = reached.get(self.parents[node])
+            if depth is not None and depth < len(accepted):
+                came_true = self.tokens[node] == accepted[depth]
+                self.rates.learn(self.kinds[node], self.frequencies[node], came_true)
+                if came_true:
+                    reached[node] = depth + 1
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request's own tree, how much of its text is indexed, and its drafts of this step."""
+
+    tree: SuffixTree
+    indexed: int = 1
+    drafts: list[Draft] = field(default_factory=list)
+
+
+class SuffixDrafter(Drafter):
+    """Offers a tree from the request's own text, and one from the outputs of the request's tenant.
+
+    Rates that are learned from one request serve the next; texts do so within a tenant only.
+    """
+
+    def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
+        super().__init__(verifier)
+        self.name = METHOD.id
+        self.options = options = options or SuffixOptions()
+        self._context = options.suffix_decoding_max_tree_depth - 1
+        self._key = OfferKey(self.name, OfferKind.LOOKUP)
+        self._own_rates, self._stored_rates = Rates(), Rates()
+        self.store: SuffixStore | None = None
+        if options.suffix_decoding_max_cached_requests:
+            self.store = SuffixStore(
+                options.suffix_decoding_max_cached_requests, options.suffix_decoding_max_cached_tokens, self._context
+            )
+
+    @classmethod
+    def create(
+        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
+    ) -> Self:
+        """Return the drafter with options as `SuffixOptions`. Raises UsageError."""
+        return cls(verifier, METHOD.parse_options(options))
+
+    def check_tenant(self) -> None:
+        """See `Drafter.check_tenant`."""
+        if self.store is None:
+            raise UsageError(
+                f"{self.name} keeps no earlier outputs, so a tenant would change nothing",
+                "set its option suffix_decoding_max_cached_requests, or leave the tenant out",
+            )
+
+    def forget(self, tenant: str) -> None:
+        """See `Drafter.forget`."""
+        if self.store is not None:
+            self.store.forget(tenant)
+
+    def begin(self, seq: Sequence) -> None:
+        """See `Drafter.begin`."""
+        seq.drafting[self] = RequestState(SuffixTree(self._context))
+
+    def finish(self, seq: Sequence) -> None:
+        """See `Drafter.finish`: the store keeps the output."""
+        if self.store is not None and seq.tenant is not None:
+            self.store.add(seq.tenant, seq.tokens[: seq.prompt_length], seq.new_tokens)
+
+    def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
+        """See `Drafter.offers`."""
+        state: RequestState = seq.drafting[self]
+        tokens = seq.tokens
+        state.tree.add(0, tokens, state.indexed)
+        state.indexed = len(tokens)
+        state.drafts = [self._best(state.tree, tokens, budget, self._own_rates, repeats=True)]
+        if self.store is not None and seq.tenant is not None and (stored := self.store.tree(seq.tenant)):
+            state.drafts.append(self._best(stored, tokens, budget, self._stored_rates))
+        return [
+            Offer(self._key, prune(make_tree(draft.tokens, draft.parents, draft.probs), min(draft.most, budget.nodes)))
+            for draft in state.drafts
+            if len(draft.tokens) > 1
+        ]
+
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+        """See `Drafter.accept`. Candidates came true or did not, verified or not."""
+        state: RequestState = seq.drafting[self]
+        for draft in state.drafts:
+            draft.learn(outcome.tokens)
+        state.drafts = []
+
+    def _best(
+        self, tree: SuffixTree, tokens: Several[int], budget: Budget, rates: Rates, repeats: bool = False
+    ) -> Draft:
+        """Return the draft with the largest sum of probabilities (section 3).
+
+        It is that of the longest context, or of a shorter one if the longest has few places.
+        repeats: a continuation that reaches the end of its text repeats itself.
+        """
+        best = Draft(rates, [tokens[-1]])
+        for match in tree.matches(tokens):
+            draft = Draft(rates, [tokens[-1]], most=self._most(match.length))
+            self._grow(draft, tree, match, min(draft.most, budget.depth), repeats)
+            if sum(draft.probs) > sum(best.probs):
+                best = draft
+            if len(match.places) >= ENOUGH_PLACES:
+                break
+        return best
+
+    def _grow(self, draft: Draft, tree: SuffixTree, match: Match, depth: int, repeats: bool) -> None:
+        """Fill a draft with a context's continuations (algorithm 1), at most `depth` tokens deep."""
+        paths = [tree.following(place, depth) for place in match.places[: -1 - LEAF_PLACES : -1]]
+        if repeats:
+            paths = [_repeated(path, depth) for path in paths]
+        branches = [(0, 0, 1.0, paths)]
+        while branches:
+            parent, step, share, paths = branches.pop()
+            groups: dict[int, list[Several[int]]] = {}
+            for path in paths:
+                if step < len(path):
+                    groups.setdefault(path[step], []).append(path)
+            total = sum(map(len, groups.values()))
+            for token, group in groups.items():
+                frequency = len(group) / total
+                joint = share * frequency
+                if joint >= self.options.suffix_decoding_min_token_prob:
+                    kind = min(match.length + step, _LONGEST) * ENOUGH_PLACES + min(len(group), ENOUGH_PLACES) - 1
+                    if node := draft.append(token, parent, frequency, kind):
+                        branches.append((node, step + 1, joint, group))
+
+    def _most(self, length: int) -> int:
+        """Return how many tokens may follow a context of `length` tokens, of which only the last may count."""
+        depth, factor = self._context + 1, self.options.suffix_decoding_max_spec_factor
+        used = min(length, max(int(depth / (1 + factor)), 1))
+        return max(min(int(factor * used), depth - used), 1)
+
+
+def _repeated(path: Several[int], count: int) -> Several[int]:
+    """Return `count` tokens: a text, and again from its beginning if it is shorter. Longer texts stay as they are."""
+    if len(path) >= count:
+        return path
+    return [path[place % len(path)] for place in range(count)]
+
+
+DRAFTER = SuffixDrafter

@@ -1,0 +1,177 @@
+"""A suffix tree of token sequences: where the latest tokens occurred before, for every length of context.
+
+The tree is one of reversed texts: the children of a node are told apart by the token before its context, so one walk
+from the root passes the contexts of all lengths. A node is split only when more than a few contexts share it, and a
+split node keeps its latest places, so the tree takes a bounded number of bytes for each token.
+
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3. A text can be taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+LEAF_PLACES = 16
+"""A node with more places than this is split, unless its context is as long as any."""
+LATEST = 32
+"""Places that a split node keeps, and a node of the longest context."""
+_START = -1
+"""Stands for the token before the first one of a text."""
+_SHIFT = 32
+_INDEX = (1 << _SHIFT) - 1
+
+
+class Match(NamedTuple):
+    """Places whose `length` tokens before agree with the latest ones: oldest first."""
+
+    length: int
+    places: list[int]
+
+
+class _Node:
+    """Places of one context, oldest first. children: by the token before the context; None for a leaf."""
+
+    __slots__ = ("children", "places")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.children: dict[int, _Node] | None = None
+
+
+class SuffixTree:
+    """The texts of some sequences, by their numbers, which grow.
+
+    A place is a position in one of the texts: the sequence's number and the token's index. `depth` is the longest
+    context, in tokens.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._texts: dict[int, Several[int]] = {}
+        self._root = _Node()
+
+    def __len__(self) -> int:
+        """Return the number of texts."""
+        return len(self._texts)
+
+    def add(self, number: int, text: Several[int], start: int) -> None:
+        """Index the tokens of a text from `start` on. A text that grows is given again, with the first new index."""
+        self._texts[number] = text
+        for index in range(max(start, 1), len(text)):
+            self._insert(text, index, number << _SHIFT | index)
+
+    def remove(self, number: int, start: int) -> None:
+        """Take out a text, the oldest one, that was indexed from `start` on."""
+        text = self._texts.pop(number)
+        for index in range(max(start, 1), len(text)):
+            self._take_out(text, index, number << _SHIFT | index)
+
+    def matches(self, tokens: Several[int]) -> list[Match]:
+        """Return the places that continue the latest of `tokens`, by length of context, the longest first.
+
+        Each match has the places of the ones before it too.
+        """
+        path = list(self._walk(tokens))
+        depth = len(path) - 1
+        node = path[-1]
+        found = [Match(d, path[d].places) for d in range(1, depth) if len(path[d].places) > len(path[d + 1].places)]
+        if depth > 0:
+            found.append(Match(depth, node.places))
+        if node.children is None:
+            found.extend(self._longer(tokens, depth, node.places))
+        found.reverse()
+        return found
+
+    def following(self, place: int, count: int) -> Several[int]:
+        """Return the tokens from a place on, at most so many: as far as the text goes."""
+        index = place & _INDEX
+        return self._texts[place >> _SHIFT][index : index + count]
+
+    @staticmethod
+    def index_of(place: int) -> int:
+        """Return the index of a place in its text."""
+        return place & _INDEX
+
+    def _walk(self, tokens: Several[int]) -> Iterator[_Node]:
+        """Yield the nodes of the latest tokens, the root first, as far as they are known."""
+        node: _Node | None = self._root
+        end = len(tokens)
+        while node is not None:
+            yield node
+            if node.children is None or end == 0:
+                return
+            end -= 1
+            node = node.children.get(tokens[end])
+
+    def _longer(self, tokens: Several[int], depth: int, places: list[int]) -> Iterator[Match]:
+        """Yield the matches of a leaf whose contexts are longer than its own, the shortest first."""
+        lengths = [self._agreement(tokens, place, depth) for place in places]
+        for length in sorted(set(lengths)):
+            if length > depth:
+                yield Match(length, [place for place, agrees in zip(places, lengths, strict=True) if agrees >= length])
+
+    def _agreement(self, tokens: Several[int], place: int, length: int) -> int:
+        """Return how many tokens before a place agree with the latest ones. `length` are known to."""
+        text, index, end = self._texts[place >> _SHIFT], place & _INDEX, len(tokens)
+        most = min(self._depth, index, end)
+        while length < most and text[index - 1 - length] == tokens[end - 1 - length]:
+            length += 1
+        return length
+
+    def _insert(self, text: Several[int], index: int, place: int) -> None:
+        node, depth = self._root, 0
+        while node.children is not None:
+            _append(node.places, place)
+            depth += 1
+            before = text[index - depth] if depth <= index else _START
+            child = node.children.get(before)
+            if child is None:
+                child = node.children[before] = _Node()
+            node = child
+        if depth >= min(self._depth, index + 1):
+            _append(node.places, place)
+            return
+        node.places.append(place)
+        if len(node.places) > LEAF_PLACES:
+            self._split(node, depth)
+
+    def _split(self, node: _Node, depth: int) -> None:
+        node.children = {}
+        for place in node.places:
+            text, index = self._texts[place >> _SHIFT], place & _INDEX
+            before = text[index - depth - 1] if depth < index else _START
+            child = node.children.get(before)
+            if child is None:
+                child = node.children[before] = _Node()
+            child.places.append(place)
+
+    def _take_out(self, text: Several[int], index: int, place: int) -> None:
+        node, depth = self._root, 0
+        path = []
+        while True:
+            if node.places and node.places[0] == place:
+                del node.places[0]
+            if node.children is None:
+                break
+            depth += 1
+            before = text[index - depth] if depth <= index else _START
+            path.append((node, before))
+            child = node.children.get(before)
+            if child is None:  # it had no place but older ones
+                break
+            node = child
+        for parent, before in reversed(path):
+            child = parent.children.get(before) if parent.children else None
+            if child is not None and (child.places or child.children):
+                return
+            if parent.children:
+                parent.children.pop(before, None)
+
+
+def _append(places: list[int], place: int) -> None:
+    """Add a place to those of which only the latest are kept."""
+    places.append(place)
+    if len(places) >= 2 * LATEST:
+        del places[:-LATEST]

@@ -1,0 +1,94 @@
+"""The suffix tree against a search through all texts, while texts grow and are taken out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from redraft.runtime.drafters.suffix_tree import LATEST, LEAF_PLACES, SuffixTree
+
+
+def searched(texts: dict[int, list[int]], tokens: list[int], depth: int) -> dict[int, list[tuple[int, int]]]:
+    """Places whose tokens before agree with the latest `tokens`, by exact length of agreement, by brute force."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for number, text in texts.items():
+        for index in range(1, len(text)):
+            length = 0
+            while length < min(depth, index, len(tokens)) and text[index - 1 - length] == tokens[-1 - length]:
+                length += 1
+            found.setdefault(length, []).append((number, index))
+    found.pop(0, None)
+    return found
+
+
+def places(tree: SuffixTree, tokens: list[int]) -> dict[int, list[tuple[int, int]]]:
+    return {
+        match.length: [(place >> 32, tree.index_of(place)) for place in match.places] for match in tree.matches(tokens)
+    }
+
+
+def check(tree: SuffixTree, texts: dict[int, list[int]], tokens: list[int], depth: int) -> None:
+    """The longest context is found, and every match has the latest of its places, at least LATEST of them."""
+    expected, found = searched(texts, tokens, depth), places(tree, tokens)
+    assert max(found, default=0) == max(expected, default=0)
+    assert list(found) == sorted(found, reverse=True)
+    for length, got in found.items():
+        every = sorted(place for agrees, some in expected.items() if agrees >= length for place in some)
+        assert got == every[-len(got) :]
+        assert len(got) >= min(len(every), LATEST)
+
+
+@pytest.mark.parametrize(("letters", "depth"), [(2, 7), (2, 23), (5, 4), (60, 23)])
+def test_matches_are_those_of_a_search(letters: int, depth: int) -> None:
+    rng = random.Random(letters)
+    tree = SuffixTree(depth)
+    texts: dict[int, list[int]] = {}
+    for number in range(4):
+        texts[number] = []
+        for _ in range(60):
+            start = len(texts[number])
+            texts[number] += [rng.randrange(letters) for _ in range(rng.randint(1, 5))]
+            tree.add(number, texts[number], start)
+            check(tree, texts, texts[number], depth)
+            check(tree, texts, [rng.randrange(letters) for _ in range(depth)], depth)
+
+
+def test_texts_that_are_taken_out_leave_nothing() -> None:
+    rng = random.Random(1)
+    tree = SuffixTree(9)
+    texts: dict[int, list[int]] = {}
+    for number in range(30):
+        texts[number] = [rng.randrange(3) for _ in range(40)]
+        tree.add(number, texts[number], 1)
+        if number >= 4:
+            texts.pop(number - 4)
+            tree.remove(number - 4, 1)
+        for _ in range(5):
+            tokens = [rng.randrange(3) for _ in range(12)]
+            found = places(tree, tokens)
+            assert {number for some in found.values() for number, _ in some} <= set(texts)
+            assert max(found, default=0) == max(searched(texts, tokens, 9), default=0)
+    for number in list(texts):
+        tree.remove(number, 1)
+    assert not tree.matches([0, 1, 2])
+    assert not tree._root.places
+    assert not tree._root.children
+
+
+def test_a_text_of_one_token_does_not_grow_without_bound() -> None:
+    """Every context occurs at every place; each node keeps the latest ones."""
+    tree = SuffixTree(5)
+    text = [7] * 5000
+    tree.add(0, text, 0)
+    matches = tree.matches(text)
+    assert matches[0].length == 5
+    assert all(len(match.places) < 2 * LATEST and match.places[-1] == 4999 for match in matches)
+
+
+def test_what_follows_a_place_ends_with_its_text() -> None:
+    tree = SuffixTree(5)
+    tree.add(3, list(range(100, 130)), 1)
+    (match, *_) = tree.matches([126, 127])
+    assert tree.following(match.places[-1], 9) == [128, 129]
+    assert LEAF_PLACES < 30  # the tree was split
