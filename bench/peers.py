@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from redraft.bench.command import run
-from redraft.bench.environment import environment
+from redraft.bench.environment import SETTLE_SECONDS, environment
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import first_difference, median_estimate
-from redraft.bench.timing import SETTLE_SECONDS
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams
 

@@ -1,0 +1,162 @@
+"""What the host takes of a step on a device: the runtime over stand-ins of CUDA and TensorRT that do nothing.
+
+    python -m experiments.host_time --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl \\
+        [--methods none,ngram,ngram+ID] [--out host.json]
+
+No GPU is needed. The runtime is the one that drives TensorRT's engines, with a step as one CUDA graph; the stand-ins
+return at once, and the verdict it reads goes on with the prompt's own text, keeping drafted tokens as if they had been
+right (`idle_gpu.ACCEPTED`). The controller weighs a 7B verifier's costs, so that it nearly always drafts.
+
+`us` of a step is all but its waits: `median`, and what nine steps of ten stay below. `after_launch_us` is the part of
+it between the draft's launch and the verification's, which a GPU that still drafts does not wait for. What CUDA itself
+takes of a launch comes on top: `launches` a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.idle_gpu import IdleCuda, Script, idle_device
+from redraft.bench.command import budget, run
+from redraft.bench.environment import environment
+from redraft.bench.prompts import load_prompts
+from redraft.engines import Bundle, open_bundle
+from redraft.errors import UsageError
+from redraft.methods import NGRAM, NONE
+from redraft.runtime import scheduler
+from redraft.runtime.adaptive import Adaptive
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.cost import CostCurve, VerifyCosts
+from redraft.runtime.cycle import Cycle
+from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair
+from redraft.runtime.drafters.pairing import Pair
+from redraft.runtime.offers import Speculation
+from redraft.runtime.sampler import Greedy
+from redraft.runtime.sequence import Sequence as Request
+from redraft.runtime.tokenizer import Tokenizer
+from redraft.runtime.verifier import Verifier, open_verifier
+from redraft.types import NO_SPECULATION, Budget, Costs
+
+CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
+COSTS = Costs(fresh_ms=0.3, resample_ms=0.05)
+WHOLE = Budget(12, 12, 12)
+"""Of a drafter's tree it limits the nodes only, so that the tree stays on the device."""
+PROMPT_TOKENS = 40
+"""Of each text: the rest is what the verifier says."""
+
+
+class TimedCycle(Cycle):
+    """Keeps what each step took: its time without waits, that between its first launch and its last, its launches."""
+
+    def __init__(self, cuda: IdleCuda, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.steps: list[tuple[float, float, int]] = []
+        self._cuda = cuda
+
+    def step(self, batch: Sequence[Request]) -> None:
+        """See `Cycle.step`."""
+        cuda = self._cuda
+        cuda.waited = 0.0
+        cuda.launched.clear()
+        began = time.perf_counter()
+        super().step(batch)
+        taken = time.perf_counter() - began - cuda.waited
+        launched = cuda.launched
+        self.steps.append((taken, launched[-1] - launched[0] if launched else 0.0, len(launched)))
+
+
+def main() -> dict[str, Any]:
+    """Measure what the options ask for."""
+    options = _arguments()
+    bundle = open_bundle(options.engines, verify=False)
+    found: dict[str, Any] = {"bundle": bundle.manifest.name, "environment": environment()}
+    with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
+        text = Tokenizer.load(bundle.path, bundle.manifest.bos_token_id, None)
+        texts = [text.encode(prompt.text) for prompt in load_prompts(options.prompts, options.limit)]
+        for method in options.methods.split(",") if options.methods else method_words(bundle.manifest.drafters):
+            for name, size in {"fixed": options.budget, "adaptive": None}.items():
+                if method != NONE or size:
+                    key = method if method == NONE else f"{method} {name}"
+                    found[key] = measure(bundle, Path(folder), method, size, texts, options.max_new_tokens)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def measure(
+    bundle: Bundle, folder: Path, method: str, size: Budget | None, texts: Sequence[list[int]], tokens: int
+) -> dict[str, Any]:
+    """A method's steps over the texts, said twice: the second time counts. size: of every tree; None is adaptive."""
+    script = Script()
+    device, cuda = idle_device(bundle, folder, script)
+    manifest = bundle.manifest
+    verifier = open_verifier(bundle, device)
+    cycle = _cycle(cuda, verifier, bundle, method, size)
+    gc.collect()
+    gc.freeze()  # as the commands do once a bundle is open
+    for turn in range(2):
+        if turn:
+            cycle.steps.clear()
+        for ids in texts:
+            prompt = ids[:PROMPT_TOKENS]
+            script.begin(ids, len(prompt))
+            limit = min(len(prompt) + tokens, manifest.max_model_len)
+            request = Request(list(prompt), len(prompt), limit, frozenset(), Greedy())
+            for _ in scheduler.run(cycle, [request]):
+                pass
+    verifier.close()
+    if not cycle.steps:
+        raise UsageError("no step was run", "give prompts, and more new tokens")
+    us = np.array([taken for taken, _, _ in cycle.steps]) * 1e6
+    return {
+        "steps": len(us),
+        "us": {"median": float(np.median(us)), "ninth_tenth": float(np.quantile(us, 0.9))},
+        "after_launch_us": float(np.median([between for _, between, _ in cycle.steps])) * 1e6,
+        "launches": float(np.mean([launches for _, _, launches in cycle.steps])),
+    }
+
+
+def _cycle(cuda: IdleCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
+    """As `Runtime` puts it together, but that nothing was measured."""
+
+    def drafter_of(name: str) -> Drafter:
+        return load_drafter(name, verifier, {}, bundle)
+
+    name, paired = split_pair(method)
+    drafter = drafter_of(name)
+    if paired and size is None:
+        drafter = Pair(drafter_of(NGRAM), drafter)
+    verifier.warm()
+    if method == NONE:
+        return TimedCycle(cuda, verifier, Speculation(drafter, FixedBudget(NO_SPECULATION), method))
+    if size is not None:
+        return TimedCycle(cuda, verifier, Speculation(drafter, FixedBudget(size), method))
+    adaptive = Adaptive(VerifyCosts.of(CURVE))
+    adaptive.expect(name, COSTS)
+    return TimedCycle(cuda, verifier, Speculation(drafter, adaptive, method))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle of any backend")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--methods", help="all that the bundle knows by default")
+    parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
+    parser.add_argument("--limit", type=int, default=8, help="prompts a kind")
+    parser.add_argument("--max-new-tokens", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)
