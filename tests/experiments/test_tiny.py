@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from redraft.train.config import VerifierRecipe
+from experiments.tiny.recipe import TINY as TINY_RECIPE
+from experiments.tiny.recipe import VerifierRecipe
 from redraft.train.data import is_held_out
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
+RECIPE = VerifierRecipe.load(str(TINY_RECIPE))
 KINDS = ("code", "word_problems", "prose")
 
 
@@ -25,9 +27,9 @@ def test_size_and_shape():
     drafter = sum(size for path, size in sizes.items() if path.parent.name == "lyanna")
     assert 0 < drafter <= 4_000_000
     assert sum(sizes.values()) - drafter <= 22_000_000
-    recipe, config = VerifierRecipe.load("tiny"), json.loads((TINY / "config.json").read_text(encoding="utf-8"))
-    assert config["num_hidden_layers"] == recipe.model.layers >= 8
-    assert config["vocab_size"] == recipe.model.vocab_size == 4096
+    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    assert config["num_hidden_layers"] == RECIPE.model.layers >= 8
+    assert config["vocab_size"] == RECIPE.model.vocab_size == 4096
     main, mtp = tensors("model.safetensors"), tensors(config["redraft_mtp"]["file"])
     assert {dtype for dtype, _ in (*main.values(), *mtp.values())} == {"BF16"}
     counts = [sum(_product(shape) for _, shape in part.values()) for part in (main, mtp)]
@@ -48,15 +50,14 @@ def test_prompts_are_of_held_out_documents(kind):
     lines = (TINY / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
     items = [json.loads(line) for line in lines]
     assert len({item["turns"][0] for item in items}) >= 40
-    assert all(is_held_out(kind, item["source"], VerifierRecipe.load("tiny").held_out_every) for item in items)
+    assert all(is_held_out(kind, item["source"], RECIPE.held_out_every) for item in items)
 
 
 def test_card_says_what_was_measured_and_trained():
     card = (TINY / "README.md").read_text(encoding="utf-8")
     figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
-    recipe = VerifierRecipe.load("tiny")
-    assert f"{recipe.steps} steps of {recipe.batch_tokens} tokens" in card
-    assert f"The first {recipe.grow_step} steps" in card
+    assert f"{RECIPE.steps} steps of {RECIPE.batch_tokens} tokens" in card
+    assert f"The first {RECIPE.grow_step} steps" in card
     for kind in KINDS:
         assert f"| {kind} | {figures['kinds'][kind]['bits_per_byte']:.3f} |" in card
     assert f"{figures['python_without_error']:.0%} have no syntax error" in card

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from experiments.tiny.python_text import has_no_error
 from redraft.errors import DataError
 from redraft.train.data import Corpus, Document
-from redraft.train.python_text import has_no_error
 
 PROMPTS_A_KIND = 48
 HELD_OUT_BYTES = 80_000

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redraft.train.config import VerifierRecipe
-from redraft.train.evaluate import Figures
+from experiments.tiny.evaluate import Figures
+from experiments.tiny.recipe import VerifierRecipe
 
 FIGURES = "evaluation.json"
 _SOURCES = {

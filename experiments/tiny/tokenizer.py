@@ -63,12 +63,6 @@ def _sample(kinds: Sequence[Sequence[Document]], seed: int) -> Iterator[str]:
             left -= len(document.text)
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], eos: int | None = EOS_ID) -> list[list[int]]:
-    """Return token ids of every document, from BOS (if the tokenizer adds one) through EOS (if there is one)."""
-    encodings: list[Any] = tokenizer.encode_batch_fast([d.text for d in documents])
-    return [[*encoding.ids, *([] if eos is None else [eos])] for encoding in encodings]
-
-
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
     """Write the files that `AutoTokenizer` reads: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
     from transformers import PreTrainedTokenizerFast

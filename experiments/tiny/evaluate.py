@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.tiny.python_text import syntax_checks
 from redraft.errors import CheckpointError
 from redraft.train.data import SEPARATOR
-from redraft.train.publish import load_mtp
-from redraft.train.python_text import syntax_checks
+from redraft.train.mtp import load_mtp
 
 NEW_TOKENS = 128
 _GENERATION_ROWS = 16

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments.tiny.recipe import ModelConfig, VerifierRecipe
+from experiments.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID
 from redraft.train.batches import Batch
-from redraft.train.config import ModelConfig, VerifierRecipe
 from redraft.train.mtp import MtpModule
-from redraft.train.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 def llama_config(model: ModelConfig) -> LlamaConfig:

@@ -12,21 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from redraft.errors import CheckpointError
+from experiments.tiny.heldout import write_held_out, write_prompts
+from experiments.tiny.objective import VerifierObjective
+from experiments.tiny.recipe import VerifierRecipe
+from experiments.tiny.tokenizer import EOS_ID, save_tokenizer
+from redraft.names import TOKENIZER_FILE
 from redraft.train.checkpoint import load_checkpoint
-from redraft.train.config import VerifierRecipe
 from redraft.train.data import Corpus
-from redraft.train.heldout import write_held_out, write_prompts
-from redraft.train.mtp import MtpModule
-from redraft.train.run import TOKENIZER
-from redraft.train.tokenizer import EOS_ID, save_tokenizer
-from redraft.train.verifier import VerifierObjective
-
-MTP_FILE = "mtp.safetensors"
-MTP_KEY = "redraft_mtp"
+from redraft.train.mtp import MTP_FILE, MTP_KEY
 
 
 def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
@@ -46,7 +42,7 @@ def publish(run: Path, out: Path, corpora: Mapping[str, Corpus]) -> None:
     objective.prepare(recipe.steps)  # a run that has not grown yet is published at its full depth
     out.mkdir(parents=True, exist_ok=True)
     _save_model(objective, out)
-    tokenizer = Tokenizer.from_file(str(run / TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(run / TOKENIZER_FILE))
     save_tokenizer(tokenizer, out, recipe.model.max_positions)
     for corpus in corpora.values():
         write_prompts(corpus, tokenizer, out / "prompts" / f"{corpus.kind}.jsonl")
@@ -66,16 +62,3 @@ def _save_model(objective: VerifierObjective, out: Path) -> None:
     config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
     config[MTP_KEY] = {"file": MTP_FILE, "depth": 1}
     config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def load_mtp(folder: Path) -> MtpModule:
-    """The MTP module of a published checkpoint, in fp32; raises CheckpointError when it has none."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(folder))
-    named = getattr(config, MTP_KEY, None)
-    if not named or not (folder / named["file"]).exists():
-        raise CheckpointError(f"{folder} has no multi-token-prediction module", f"publish it with a {MTP_FILE}")
-    module = MtpModule(config)
-    module.load_state_dict({name: t.float() for name, t in load_file(str(folder / named["file"])).items()})
-    return module.eval()

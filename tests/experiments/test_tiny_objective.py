@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from experiments.tiny.objective import VerifierObjective, grow
 from redraft.train.batches import Batch
-from redraft.train.verifier import VerifierObjective, grow
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from experiments.tiny.evaluate import evaluate, mtp_matches
+from experiments.tiny.publish import load_run, publish
+from experiments.tiny.python_text import has_no_error, syntax_checks
+from experiments.tiny.tokenizer import BOS_ID, EOS_ID
 from redraft.errors import CheckpointError
 from redraft.train.data import is_held_out
-from redraft.train.evaluate import evaluate, mtp_matches
-from redraft.train.publish import load_mtp, load_run, publish
-from redraft.train.python_text import has_no_error, syntax_checks
+from redraft.train.mtp import load_mtp
 from redraft.train.run import load_corpora
-from redraft.train.tokenizer import BOS_ID, EOS_ID
 
 
 @pytest.fixture(scope="module")
