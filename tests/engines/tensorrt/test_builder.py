@@ -13,8 +13,7 @@ import pytest
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
-
-from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag
+from tests.standins.tensorrt_build import Fake, MemoryPoolType, NetworkDefinitionCreationFlag
 
 TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "kv_len": Range((2,), (9,), (64,))})
 TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "kv_len": Range((1,), (9,), (64,))})

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from .fake_cuda import ALIGNMENT, FakeCuda
+from tests.standins.cuda import ALIGNMENT, FakeCuda
 
 _TYPES = {
     "tensor(int64)": "INT64", "tensor(bool)": "BOOL", "tensor(float)": "FLOAT", "tensor(float16)": "HALF",
