@@ -1,11 +1,12 @@
-"""What the host takes of a step on a device: the runtime over stand-ins of CUDA and TensorRT that do nothing.
+"""What the host takes of a step on a device: the runtime over stand-ins of CUDA and TensorRT, whose engines are idle.
 
     python -m experiments.host_time --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl \\
         [--methods none,ngram,ngram+ID] [--out host.json]
 
-No GPU is needed. The runtime is the one that drives TensorRT's engines, with a step as one CUDA graph; the stand-ins
-return at once, and the verdict it reads goes on with the prompt's own text, keeping drafted tokens as if they had been
-right (`idle_gpu.ACCEPTED`). The controller weighs a 7B verifier's costs, so that it nearly always drafts.
+No GPU is needed. The runtime drives TensorRT's engines, with a step as one CUDA graph. The stand-ins are those of the
+tests, and what they compute counts as a wait. `Script` writes what a step accepts: the prompt's own text goes on, and
+drafted tokens are kept as if they had been right. The controller weighs a 7B verifier's costs, so that it nearly always
+drafts.
 
 `us` of a step is all but its waits: `median`, and what nine steps of ten stay below. `after_launch_us` is the part of
 it between the draft's launch and the verification's, which a GPU that still drafts does not wait for. What CUDA itself
@@ -17,19 +18,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.standins.cuda import FakeCuda
+from tests.standins.tensorrt import FakeTensorRt, write_idle_engine
 
-from experiments.idle_gpu import IdleCuda, Script, idle_device
+from redraft import names
 from redraft.bench.command import budget, run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
 from redraft.engines import Bundle, open_bundle
+from redraft.engines.cuda import Cuda
+from redraft.engines.device import Array
+from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import UsageError
 from redraft.methods import NGRAM, NONE
 from redraft.runtime import scheduler
@@ -50,14 +58,44 @@ CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
 COSTS = Costs(fresh_ms=0.3, resample_ms=0.05)
 WHOLE = Budget(12, 12, 12)
 """Of a drafter's tree it limits the nodes only, so that the tree stays on the device."""
+MEMORY_BYTES = 1 << 37
 PROMPT_TOKENS = 40
 """Of each text: the rest is what the verifier says."""
+ACCEPTED = (0, 0, 1, 1, 2, 3)
+"""Drafted tokens that a step keeps, each as often as the next, as far as its tree may reach."""
+
+
+class Script:
+    """What the verifier says, one sequence at a time: the tokens of a text, more or fewer of them a step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._text: Sequence[int] = (0,)
+        self._at = 0
+
+    def begin(self, text: Sequence[int], at: int) -> None:
+        """Say the text's tokens from `at` on, and those from its beginning after its last."""
+        self._text, self._at = text, at
+
+    def say(self, accepted: Array) -> None:
+        """Write what is accepted, int64[1 + 2 T] of a tree that was padded to T nodes.
+
+        Such a tree has more nodes than the next smaller width.
+        """
+        width = (len(accepted) - 1) // 2
+        narrower = names.TREE_WIDTHS[bisect_left(names.TREE_WIDTHS, width) - 1] if width > 1 else 0
+        kept = min(self._random.choice(ACCEPTED), narrower)
+        accepted[0] = 1 + kept
+        for node in range(kept + 1):
+            accepted[1 + node] = node
+            accepted[1 + width + node] = self._text[(self._at + node) % len(self._text)]
+        self._at += kept + 1
 
 
 class TimedCycle(Cycle):
     """Keeps what each step took: its time without waits, that between its first launch and its last, its launches."""
 
-    def __init__(self, cuda: IdleCuda, *parts: Any) -> None:
+    def __init__(self, cuda: FakeCuda, *parts: Any) -> None:
         super().__init__(*parts)
         self.steps: list[tuple[float, float, int]] = []
         self._cuda = cuda
@@ -126,7 +164,17 @@ def measure(
     }
 
 
-def _cycle(cuda: IdleCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
+def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtDevice, FakeCuda]:
+    """A device whose engines, one for every graph of the bundle, are idle. Writes to `folder`.
+
+    Its memory begins with zeros: a tree that is read, which nothing drafted, is children of the root.
+    """
+    engines = {graph: write_idle_engine(folder / graph, bundle.graph(graph)) for graph in bundle.manifest.all_graphs}
+    cuda = FakeCuda(MEMORY_BYTES, fill=0)
+    return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.say)), cuda
+
+
+def _cycle(cuda: FakeCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
     """As `Runtime` puts it together, but that nothing was measured."""
 
     def drafter_of(name: str) -> Drafter:

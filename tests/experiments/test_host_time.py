@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import host_time
-from experiments.idle_gpu import Script
+from experiments.host_time import Script
 from redraft.errors import UsageError
 
 

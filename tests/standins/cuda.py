@@ -1,7 +1,7 @@
 """A CUDA runtime over host memory: work waits on its stream until somebody waits for it, so a stale read shows.
 
-`FakeCuda` stands for the module cuda.bindings.runtime. Fresh memory is poisoned; every copy must stay within what was
-allocated; what may not happen while a graph is captured is an error, as there.
+`FakeCuda` stands for the module cuda.bindings.runtime. Fresh memory is poisoned. Every copy must stay within one
+allocation. What CUDA forbids while a graph is captured is an error here too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 Work = Callable[[], None]
-_POISON = 0xA5
+POISON = 0xA5
 ALIGNMENT = 256
 """Of memory that CUDA allocates, and of every address that TensorRT takes."""
 
@@ -33,7 +33,13 @@ class Status(IntEnum):
 
 
 class FakeCuda:
-    """See the module. `total` bytes of memory there are; `queued` waits; `living` counts what else was made by kind."""
+    """See the module.
+
+    total:    bytes of the device's memory.   fill: value of every byte of fresh memory.
+    queued:   work on the stream.   living: numbers of streams, events and graphs by kind.
+    launched: when graphs were put on the stream, seconds of `time.perf_counter`.
+    waited:   seconds spent in waits for the stream, and in computing there.
+    """
 
     cudaError_t = Status
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice="to", cudaMemcpyDeviceToHost="from",
@@ -43,11 +49,13 @@ class FakeCuda:
     cudaEventRecordExternal = 1
     STREAM = 77
 
-    def __init__(self, total: int = 1 << 30) -> None:
+    def __init__(self, total: int = 1 << 30, fill: int = POISON) -> None:
         self.total = total
+        self.fill = fill
         self.queued: list[Work] = []
         self.captured: list[Work] | None = None
-        self.launches = 0
+        self.launched: list[float] = []
+        self.waited = 0.0
         self.copies: list[tuple[str, int]] = []
         self.moments: dict[int, int] = {}
         self.living: Counter[str] = Counter()
@@ -55,6 +63,11 @@ class FakeCuda:
         self._starts: list[int] = []
         self.kept = Status.cudaSuccess
         self._moment = 0
+
+    @property
+    def launches(self) -> int:
+        """Number of graphs that were launched."""
+        return len(self.launched)
 
     def put(self, work: Work) -> None:
         """Queue work, or add it to the graph that is being captured."""
@@ -161,7 +174,9 @@ class FakeCuda:
         assert stream == self.STREAM
         if self.captured is not None:
             return (self._failed(Status.cudaErrorStreamCaptureUnsupported),)
+        began = time.perf_counter()
         self._drain()
+        self.waited += time.perf_counter() - began
         return (Status.cudaSuccess,)
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
@@ -181,8 +196,8 @@ class FakeCuda:
 
     def cudaGraphLaunch(self, graph: tuple[Work, ...], stream: int) -> tuple[Status]:
         assert stream == self.STREAM
-        self.launches += 1
         self.queued.extend(graph)
+        self.launched.append(time.perf_counter())
         return (Status.cudaSuccess,)
 
     def cudaGraphDestroy(self, graph: Any) -> tuple[Status]:
@@ -201,7 +216,7 @@ class FakeCuda:
         self.moments[event] = time.perf_counter_ns()
 
     def _allocate(self, kind: str, size: int) -> int:
-        raw = np.full(size + ALIGNMENT, _POISON, np.uint8)
+        raw = np.full(size + ALIGNMENT, self.fill, np.uint8)
         start = -raw.ctypes.data % ALIGNMENT
         memory = raw[start : start + size]
         address = int(memory.ctypes.data)

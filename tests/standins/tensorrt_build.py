@@ -1,11 +1,12 @@
-"""A stand-in for TensorRT's Python package that records what is asked of it: names of the real bindings only.
+"""The half of the stand-in for TensorRT that builds engines: it records what is asked of it.
 
-Real: names and signatures, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. Not real: everything they do.
+Names and signatures are those of the real bindings, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. What
+they do is not: `tests.standins.tensorrt.FakeTensorRt` is the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import c_char
 from enum import IntEnum
 from types import SimpleNamespace
@@ -46,8 +47,13 @@ class IProgressMonitor:
 
 
 class ILogger:
+    """What a logger derives from; one that does not call its __init__ cannot be used."""
+
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
     Severity = Severity
+
+    def __init__(self) -> None:
+        self.ready = True
 
 
 class OptimizationProfile:
@@ -143,7 +149,7 @@ class Network:
 
     num_layers = 0
 
-    def __init__(self, inputs: dict[str, bool]) -> None:
+    def __init__(self, inputs: Mapping[str, bool]) -> None:
         self._inputs = [SimpleNamespace(name=n, is_shape_tensor=s, shape=(-1,), dtype="") for n, s in inputs.items()]
         self.num_inputs = len(inputs)
 
@@ -157,8 +163,8 @@ class Network:
         return True
 
 
-class Fake:
-    """The package: `sys.modules["tensorrt"] = Fake(...)`. What was asked of it is in `calls`, `configs` and `flags`.
+class FakeBuilding:
+    """Builders, networks and parsers. What was asked of them is in `calls`, `configs` and `flags`.
 
     inputs:  the network's inputs, and whether each is a shape tensor.
     error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
@@ -176,7 +182,7 @@ class Fake:
     __spec__ = None
     __path__ = ()
 
-    def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True,
+    def __init__(self, version: str = "10.9.0.34", inputs: Mapping[str, bool] = {}, error: str = "", loads: bool = True,
         failure: str = "", during: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.__version__ = version
