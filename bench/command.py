@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -25,6 +26,19 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
     except KeyboardInterrupt:
         print("redraft: error: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def bundle_parser(text: str | None, max_new_tokens: int, limit: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options of whatever decodes prompts by a bundle.
+
+    text: the module's docstring.   max_new_tokens, limit: defaults; None for all prompts of a kind.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--limit", type=int, default=limit, help="prompts a kind")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    return parser
 
 
 def sizes(text: str) -> tuple[int, ...]:

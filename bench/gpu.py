@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import Report, budget, rates, reason_of, run
+from redraft.bench.command import Report, budget, bundle_parser, rates, reason_of, run
 from redraft.bench.environment import environment, execution_providers, nvidia_smi
 from redraft.bench.gpu_speed import Load, measure_speed
 from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, said
@@ -173,15 +173,11 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser = bundle_parser(__doc__, 128, 4)
     parser.add_argument("--reference", type=Path, help="an ONNX Runtime bundle of the same model: the host's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
     parser.add_argument("--synthetic-acceptance", type=rates, default=_FORCED, help="forced by depth for `bound`")
-    parser.add_argument("--limit", type=int, default=4, help="prompts a kind")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--go-on", action="store_true", help="fail for wrong tokens only; the rest is in the JSON")
     building = parser.add_argument_group("building the bundle first, where it is not current")

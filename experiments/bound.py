@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from redraft.bench.bound import achieved
-from redraft.bench.command import budget, rates, run
+from redraft.bench.command import budget, bundle_parser, rates, run
 from redraft.bench.compare import Settings, compare
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
@@ -46,14 +45,10 @@ def main() -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser = bundle_parser(__doc__, 64)
     parser.add_argument("--budget", type=budget, help="such as nodes=8,depth=4,width=2; chosen at every step")
     parser.add_argument("--method", help="how to draft; the bundle's best by default")
     parser.add_argument("--synthetic-acceptance", type=rates, help="force acceptance by depth, such as 0.9,0.8")
-    parser.add_argument("--limit", type=int, help="prompts a kind")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import tempfile
 import time
@@ -31,7 +30,7 @@ from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, write_idle_engine
 
 from redraft import names
-from redraft.bench.command import budget, run
+from redraft.bench.command import Report, budget, bundle_parser, run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
 from redraft.engines import Bundle, open_bundle
@@ -115,8 +114,14 @@ class TimedCycle(Cycle):
 def main() -> dict[str, Any]:
     """Measure what the options ask for."""
     options = _arguments()
+    return Report(options.out).fill(lambda report: measure_all(options, report))
+
+
+def measure_all(options: argparse.Namespace, report: Report) -> None:
+    """A section for each method, under a fixed budget and with sizes that the controller chooses."""
     bundle = open_bundle(options.engines, verify=False)
-    found: dict[str, Any] = {"bundle": bundle.manifest.name, "environment": environment()}
+    report.put("bundle", bundle.manifest.name)
+    report.put("environment", environment())
     with tempfile.TemporaryDirectory(prefix="redraft-") as folder:
         text = Tokenizer.load(bundle.path, bundle.manifest.bos_token_id, None)
         texts = [text.encode(prompt.text) for prompt in load_prompts(options.prompts, options.limit)]
@@ -124,11 +129,7 @@ def main() -> dict[str, Any]:
             for name, size in {"fixed": options.budget, "adaptive": None}.items():
                 if method != NONE or size:
                     key = method if method == NONE else f"{method} {name}"
-                    found[key] = measure(bundle, Path(folder), method, size, texts, options.max_new_tokens)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
-    return found
+                    report.put(key, measure(bundle, Path(folder), method, size, texts, options.max_new_tokens))
 
 
 def measure(
@@ -195,13 +196,9 @@ def _cycle(cuda: FakeCuda, verifier: Verifier, bundle: Bundle, method: str, size
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle of any backend")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser = bundle_parser(__doc__, 60, 8)
     parser.add_argument("--methods", help="all that the bundle knows by default")
     parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
-    parser.add_argument("--limit", type=int, default=8, help="prompts a kind")
-    parser.add_argument("--max-new-tokens", type=int, default=60)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser.parse_args()
 

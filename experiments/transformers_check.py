@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import run
+from redraft.bench.command import bundle_parser, run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import first_difference
@@ -79,12 +79,8 @@ def differences(
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser = bundle_parser(__doc__, 128)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint that it was built from")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
-    parser.add_argument("--limit", type=int, help="prompts a kind")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 

@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The options of all parts."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        prog="python -m experiments.lyanna", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = found.add_subparsers(dest="part", required=True, metavar="PART")
     adders = (_acceptance, _hot, _resampling, _latency, _table)
     for name, add in zip(PARTS, adders, strict=True):

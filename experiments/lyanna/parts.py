@@ -15,17 +15,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from experiments.lyanna.head import find_head, needed
-from experiments.sessions import zeros
+from experiments.sessions import open_session, zeros
 from redraft import names
 from redraft.engines import Bundle
 from redraft.engines.calls import Call, Calls
-from redraft.engines.huge_pages import huge_pages
 from redraft.engines.manifest import GraphRecord
-from redraft.engines.onnxruntime_backend import session_options
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
@@ -60,7 +57,7 @@ def cut_calls(bundle: Bundle, shape: LyannaShape, threads: int, capacity: int) -
     record = bundle.graph(draft_graph(bundle))
     calls = {}
     for part, (model, outputs) in cuts(bundle.path / record.file, record, shape).items():
-        session = _session(model.SerializeToString(), threads, {_WEIGHTS_FOLDER: str(bundle.path)})
+        session = open_session(model.SerializeToString(), threads, {_WEIGHTS_FOLDER: str(bundle.path)})
         calls[part] = _prepared(
             Calls(OnnxRuntimeProgram(session, replace(record, outputs=outputs))), bundle, shape, capacity
         ).run
@@ -94,7 +91,7 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
     graph = onnx.load(str(bundle.path / record.file), load_external_data=False).graph
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "draft")
-        session = _session(str(bundle.path / record.file), threads, profile=prefix)
+        session = open_session(bundle.path / record.file, threads, profile=prefix)
         program = OnnxRuntimeProgram(session, record)
         call = _prepared(Calls(program), bundle, shape, verifier.max_model_len + shape.steps)
         for _ in range(WARM_UP + turns):
@@ -127,20 +124,6 @@ def split_runs(events: Iterable[Mapping[str, Any]], graph: onnx.GraphProto) -> l
         total = call["dur"] / 1e3
         runs.append({**spent, "rest": total - sum(spent.values()), "call": total})
     return runs
-
-
-def _session(
-    model: str | bytes, threads: int, entries: Mapping[str, str] | None = None, profile: str | None = None
-) -> ort.InferenceSession:
-    """A session as engines open it, writing a profile where its name is given."""
-    options = session_options(threads, "error")
-    for key, value in (entries or {}).items():
-        options.add_session_config_entry(key, value)
-    if profile is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = profile
-    with huge_pages():
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _prepared(engine: Calls, bundle: Bundle, shape: LyannaShape, capacity: int) -> Call:

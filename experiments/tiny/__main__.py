@@ -69,7 +69,9 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the three commands."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        prog="python -m experiments.tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     found.add_argument("--threads", type=int, help="CPU threads of torch")
     commands = found.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train a small Llama with its multi-token-prediction module")
