@@ -104,8 +104,8 @@ def _lowered(engines: Path, layers: int) -> GraphRecord:
 
 
 def write_checkpoint(folder: Path, least_bytes: int) -> tuple[int, int]:
-    """Write a random fp32 Llama of at least `least_bytes`, tensor by tensor. Returns its bytes and its layers."""
-    layers = -(-max(least_bytes - _bytes(_outer()), 0) // _bytes(_layer(0)))
+    """Write a random fp32 Llama of at least `least_bytes` and one layer, by tensor. Returns its bytes and its layers."""
+    layers = max(1, -(-(least_bytes - _bytes(_outer())) // _bytes(_layer(0))))
     tensors = [*_outer().items(), *(item for index in range(layers) for item in _layer(index).items())]
     write_shards(folder, dict(tensors), "F32", SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(_config(layers)))

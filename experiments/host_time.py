@@ -4,13 +4,12 @@
         [--methods none,ngram,ngram+ID] [--out host.json]
 
 No GPU is needed. The runtime drives TensorRT's engines, with a step as one CUDA graph. The stand-ins are those of the
-tests, and what they compute counts as a wait. `Script` writes what a step accepts: the prompt's own text goes on, and
-drafted tokens are kept as if they had been right. The controller weighs a 7B verifier's costs, so that it nearly always
-drafts.
+tests, and their time is left out. `Script` writes what a step accepts: the prompt's own text goes on, and drafted
+tokens are kept as if they had been right. The controller weighs a 7B verifier's costs, so that it nearly always drafts.
 
-`us` of a step is all but its waits: `median`, and what nine steps of ten stay below. `after_launch_us` is the part of
-it between the draft's launch and the verification's, which a GPU that still drafts does not wait for. What CUDA itself
-takes of a launch comes on top: `launches` a step.
+`us` of a step is all but its calls of CUDA: `median`, and what nine steps of ten stay below. `after_launch_us` is the
+part of it between the draft's launch and the verification's, which a GPU that still drafts does not wait for. The time
+of CUDA's own calls comes on top: `launches` a step.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ import random
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import ismethod
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,27 @@ class Script:
         self._at += kept + 1
 
 
-class TimedCycle(Cycle):
-    """Keeps what each step took: its time without waits, that between its first launch and its last, its launches."""
+class TimedCuda(FakeCuda):
+    """Adds up the seconds of all its calls in `spent`: checks, copies and what engines compute are not the host's."""
 
-    def __init__(self, cuda: FakeCuda, *parts: Any) -> None:
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
+        self.spent = 0.0
+        for name in dir(self):
+            if name.startswith("cuda") and ismethod(call := getattr(self, name)):
+                setattr(self, name, partial(self._timed, call))
+
+    def _timed(self, call: Callable[..., Any], *given: Any) -> Any:
+        began = time.perf_counter()
+        answer = call(*given)
+        self.spent += time.perf_counter() - began
+        return answer
+
+
+class TimedCycle(Cycle):
+    """Keeps what each step took: its time without CUDA, that between its first launch and its last, its launches."""
+
+    def __init__(self, cuda: TimedCuda, *parts: Any) -> None:
         super().__init__(*parts)
         self.steps: list[tuple[float, float, int]] = []
         self._cuda = cuda
@@ -102,11 +120,11 @@ class TimedCycle(Cycle):
     def step(self, batch: Sequence[Request]) -> None:
         """See `Cycle.step`."""
         cuda = self._cuda
-        cuda.waited = 0.0
+        cuda.spent = 0.0
         cuda.launched.clear()
         began = time.perf_counter()
         super().step(batch)
-        taken = time.perf_counter() - began - cuda.waited
+        taken = time.perf_counter() - began - cuda.spent
         launched = cuda.launched
         self.steps.append((taken, launched[-1] - launched[0] if launched else 0.0, len(launched)))
 
@@ -165,17 +183,17 @@ def measure(
     }
 
 
-def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtDevice, FakeCuda]:
+def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtDevice, TimedCuda]:
     """A device whose engines, one for every graph of the bundle, are idle. Writes to `folder`.
 
     Its memory begins with zeros: a tree that is read, which nothing drafted, is children of the root.
     """
     engines = {graph: write_idle_engine(folder / graph, bundle.graph(graph)) for graph in bundle.manifest.all_graphs}
-    cuda = FakeCuda(MEMORY_BYTES, fill=0)
+    cuda = TimedCuda(MEMORY_BYTES, fill=0)
     return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.say)), cuda
 
 
-def _cycle(cuda: FakeCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
+def _cycle(cuda: TimedCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
     """As `Runtime` puts it together, but that nothing was measured."""
 
     def drafter_of(name: str) -> Drafter:

@@ -38,7 +38,6 @@ class FakeCuda:
     total:    bytes of the device's memory.   fill: value of every byte of fresh memory.
     queued:   work on the stream.   living: numbers of streams, events and graphs by kind.
     launched: when graphs were put on the stream, seconds of `time.perf_counter`.
-    waited:   seconds spent in waits for the stream, and in computing there.
     """
 
     cudaError_t = Status
@@ -55,7 +54,6 @@ class FakeCuda:
         self.queued: list[Work] = []
         self.captured: list[Work] | None = None
         self.launched: list[float] = []
-        self.waited = 0.0
         self.copies: list[tuple[str, int]] = []
         self.moments: dict[int, int] = {}
         self.living: Counter[str] = Counter()
@@ -174,9 +172,7 @@ class FakeCuda:
         assert stream == self.STREAM
         if self.captured is not None:
             return (self._failed(Status.cudaErrorStreamCaptureUnsupported),)
-        began = time.perf_counter()
         self._drain()
-        self.waited += time.perf_counter() - began
         return (Status.cudaSuccess,)
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[Status]:
