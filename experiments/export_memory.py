@@ -104,7 +104,7 @@ def _lowered(engines: Path, layers: int) -> GraphRecord:
 
 
 def write_checkpoint(folder: Path, least_bytes: int) -> tuple[int, int]:
-    """Write a random fp32 Llama of at least `least_bytes` and one layer, by tensor. Returns its bytes and its layers."""
+    """Write a random fp32 Llama of at least `least_bytes` and one layer. Returns its bytes and its layers."""
     layers = max(1, -(-(least_bytes - _bytes(_outer())) // _bytes(_layer(0))))
     tensors = [*_outer().items(), *(item for index in range(layers) for item in _layer(index).items())]
     write_shards(folder, dict(tensors), "F32", SHARD_BYTES)
