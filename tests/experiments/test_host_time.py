@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.standins.cuda import FakeCuda, Status
 
 from experiments import host_time
 from experiments.host_time import Script
@@ -44,6 +46,21 @@ def test_every_method_as_one_or_two_launches_a_step(
         assert 0 < us["median"] <= us["ninth_tenth"]
         assert (found[key]["after_launch_us"] > 0) == ("lyanna" in key)
     assert found["none"]["steps"] > found["lyanna fixed"]["steps"], "drafted tokens are kept"
+
+
+def test_the_time_of_cudas_calls_is_left_out(
+    lyanna_bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait of 10 ms a step, of which the host's own time is a thousandth."""
+    wait = FakeCuda.cudaStreamSynchronize
+
+    def slow(self: FakeCuda, stream: int) -> tuple[Status]:
+        time.sleep(0.01)
+        return wait(self, stream)
+
+    monkeypatch.setattr(FakeCuda, "cudaStreamSynchronize", slow)
+    found = run(monkeypatch, lyanna_bundle, prompts, "--methods", "none")
+    assert found["none"]["us"]["median"] < 10_000
 
 
 def test_without_a_step_there_is_nothing_to_say(

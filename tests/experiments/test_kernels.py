@@ -65,6 +65,25 @@ def test_checks_notice_what_a_kernel_does_not_heed(
         list(checks(kernels, device="cpu", kv_len=101))
 
 
+def test_checks_notice_a_row_written_behind_the_new_ones(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is right: only the cache is not."""
+    right = DeviceProblem.ours
+
+    def ours(self: DeviceProblem, kernels: Kernels, ctas: int = 0) -> Callable[[], Any]:
+        call = right(self, kernels, ctas)
+
+        def called() -> Any:
+            answer = call()
+            self.keys[-1, :, -1] = 0
+            return answer
+
+        return called
+
+    monkeypatch.setattr(DeviceProblem, "ours", ours)
+    with pytest.raises(KernelError, match="expected the new rows in the cache"):
+        list(checks(kernels, device="cpu", kv_len=21))
+
+
 def test_checks_notice_compaction_that_moves_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernels, "compact", lambda self, args, stream=0: None)
     with pytest.raises(KernelError, match="float16, compaction of 1 rows"):
