@@ -69,13 +69,13 @@ test-fast: install kernels-cpu
 GPU_LARGE ?= vicuna-7b
 GPU_GIB ?= 24
 GPU_ENGINES := build/engines/gpu
-MEASURED := $(BIN)/python -m redraft.bench.gpu_engines --go-on --prompts assets/tiny/prompts/*.jsonl
+MEASURED := $(BIN)/python -m redraft.bench.gpu --go-on --prompts assets/tiny/prompts/*.jsonl
 RANDOM := $(MEASURED) --build $(GPU_LARGE) --weights random --gpu-gib $(GPU_GIB) --limit 2
 FAILED := build/gpu/failed
 test-gpu: plugins
 	@mkdir -p build/gpu && rm -f $(FAILED)
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS) || touch $(FAILED)
-	$(BIN)/python -m redraft.bench.gpu_attention --out build/gpu/attention.json $(BENCH_ARGS) || touch $(FAILED)
+	$(BIN)/python -m experiments.kernels.speed --out build/gpu/attention.json $(BENCH_ARGS) || touch $(FAILED)
 	$(BIN)/redraft build tiny -o $(GPU_ENGINES)/tiny.onnxruntime --backend onnxruntime || touch $(FAILED)
 	$(MEASURED) --engines $(GPU_ENGINES)/tiny.onnxruntime --out build/gpu/tiny.onnxruntime.json || touch $(FAILED)
 	$(MEASURED) --engines $(GPU_ENGINES)/tiny.tensorrt --out build/gpu/tiny.tensorrt.json --build tiny --backend tensorrt \

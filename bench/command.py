@@ -1,10 +1,13 @@
-"""What the programs of this folder share as commands: one JSON object out, errors as one line."""
+"""Measuring as a command: one JSON object out, errors as one line, options that several commands have."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from redraft.errors import RedraftError, UsageError
@@ -23,6 +26,19 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
     except KeyboardInterrupt:
         print("redraft: error: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def bundle_parser(text: str | None, max_new_tokens: int, limit: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options of whatever decodes prompts by a bundle.
+
+    text: the module's docstring.   max_new_tokens, limit: defaults; None for all prompts of a kind.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--limit", type=int, default=limit, help="prompts a kind")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    return parser
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -50,3 +66,47 @@ def rates(text: str) -> tuple[float, ...]:
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(text)
     return values
+
+
+class Report:
+    """Figures by section, also in the file `out` if one is given.
+
+    The file is written after every section, so that they outlive a later failure.
+    """
+
+    def __init__(self, out: Path | None = None) -> None:
+        self.found: dict[str, Any] = {}
+        self.out = out
+
+    def put(self, section: str, value: Any) -> None:
+        """Set a section."""
+        self.found[section] = value
+        self._write()
+
+    def add(self, section: str, entry: Any) -> None:
+        """Append to a section that is a list."""
+        self.found.setdefault(section, []).append(entry)
+        self._write()
+
+    def fill(self, measure: Callable[[Report], None]) -> dict[str, Any]:
+        """All that `measure` puts here. What it raises goes on, and is a line of the report."""
+        try:
+            measure(self)
+        except Exception as error:
+            self.put("error", reason_of(error))
+            raise
+        return self.found
+
+    def _write(self) -> None:
+        if self.out is None:
+            return
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        part = self.out.with_name(f"{self.out.name}.part")
+        part.write_text(json.dumps(self.found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        os.replace(part, self.out)
+
+
+def reason_of(error: Exception) -> str:
+    """An error as one line of a report."""
+    line = " ".join(str(error).split())
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ LIBRARIES = (
     "transformers",
     "tokenizers",
 )
+
+
+SETTLE_SECONDS = 0.02
+"""Wait before calls are timed, in which the threads of the session before stop spinning."""
+_GPU_FIELDS = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 def environment(threads: int | None = None) -> dict[str, Any]:
@@ -68,3 +75,13 @@ def _cpuinfo(*keys: str) -> str:
         return ""
     values = (line.partition(":") for line in lines)
     return next((value.strip() for key, _, value in values if key.strip() in keys), "")
+
+
+def nvidia_smi() -> dict[str, str]:
+    """Driver, highest clocks and power limit of the GPU by field; empty if nvidia-smi is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    values = done.stdout.splitlines()[0].split(", ") if done.returncode == 0 and done.stdout else []
+    return dict(zip(_GPU_FIELDS, values, strict=False))

@@ -10,8 +10,8 @@ import numpy as np
 
 from redraft import names
 from redraft.bench.bound import achieved, overall_rate
+from redraft.bench.command import Report
 from redraft.bench.compare import PLAIN, Run, Settings, compare
-from redraft.bench.gpu_report import Report
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import DeviceStream, traffic
 from redraft.bench.stages import profile

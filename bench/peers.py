@@ -22,11 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.command import run
-from redraft.bench.environment import environment
+from redraft.bench.command import bundle_parser, run
+from redraft.bench.environment import SETTLE_SECONDS, environment
 from redraft.bench.prompts import Prompt, load_prompts
 from redraft.bench.statistics import first_difference, median_estimate
-from redraft.bench.timing import SETTLE_SECONDS
 from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams
 
@@ -209,12 +208,8 @@ def _differences(results: dict[str, list[Decoded]], prompts: Sequence[Prompt]) -
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser = bundle_parser(__doc__, 128)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint that it was built from")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
-    parser.add_argument("--limit", type=int, help="prompts a kind")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--openvino", type=Path, help="the checkpoint as OpenVINO's exporter writes it")
     parser.add_argument("--keep", type=Path, help="a folder that keeps the peer's model for the next run")

@@ -20,8 +20,7 @@ import numpy as np
 import onnx
 
 from redraft import names
-from redraft.bench.environment import usable_threads
-from redraft.bench.timing import SETTLE_SECONDS
+from redraft.bench.environment import SETTLE_SECONDS, usable_threads
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Buffer, Device, byte_size
 from redraft.engines.drafters import BuiltDrafter, drafter_of, read_drafters

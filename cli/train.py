@@ -1,4 +1,4 @@
-"""`redraft train`: train a verifier or a drafter from text, publish it, measure it."""
+"""`redraft train`: train a drafter from text, publish it, measure it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from redraft.methods import find_method as specification
 from redraft.train.objectives import METHODS
 
-app = typer.Typer(help="Train models from text.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters.", no_args_is_help=True)
 
 
 class Device(StrEnum):
@@ -34,48 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the
 
 @app.callback()
 def group() -> None:
-    """Train models from text."""
-
-
-@app.command()
-def verifier(
-    data: Annotated[
-        list[str], typer.Option(help="KIND=SOURCE, once a kind; SOURCE is stdlib, a .jsonl or a text file.")
-    ],
-    out: Annotated[Path, typer.Option(help="Run folder: tokenizer, token streams, checkpoint.")],
-    config: Config = "tiny",
-    steps: Steps = None,
-    seed: Seed = None,
-    device: Annotated[Device, typer.Option()] = Device.cpu,
-    compile_graph: Compile = False,
-    threads: Threads = None,
-    resume: Resume = False,
-    checkpoint_every: CheckpointEvery = 100,
-    as_json: Json = False,
-) -> None:
-    """Train a small Llama verifier, jointly with a multi-token-prediction module."""
-    from rich.console import Console
-
-    from redraft.train.config import VerifierRecipe
-    from redraft.train.data import parse_sources
-    from redraft.train.progress import ProgressReport
-    from redraft.train.run import train_verifier
-
-    recipe = VerifierRecipe.load(config or "tiny").with_options(steps, seed)
-    _use_threads(threads)
-    console = Console(quiet=as_json)
-    with ProgressReport(console) as report:
-        ran = train_verifier(
-            parse_sources(data),
-            out,
-            recipe,
-            device=device.value,
-            compile_graph=compile_graph,
-            resume=resume,
-            checkpoint_every=checkpoint_every,
-            report=report,
-        )
-    _trained(ran, out, console, as_json)
+    """Train drafters."""
 
 
 def drafter(
@@ -138,54 +97,12 @@ for _name in METHODS:
 def publish(
     run: Annotated[Path, typer.Argument(help="Run folder that `redraft train` wrote.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="Of a verifier: KIND=SOURCE, as in training; prompts come from held-out documents."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Write a run as a checkpoint with its figures and a card: a verifier's with prompts and held-out text, or a
-    drafter's.
-    """
-    from redraft.errors import UsageError
-    from redraft.train.drafter_publish import is_drafter_run, publish_drafter
+    """Write a run as a drafter's checkpoint, with its figures and a card."""
+    from redraft.train.drafter_publish import publish_drafter
 
-    if is_drafter_run(run):
-        if data:
-            raise UsageError(f"{run} is a drafter's run, which needs no --data")
-        _show_drafter(publish_drafter(run, out), out, as_json)
-    elif data:
-        _publish_verifier(run, data, out, as_json)
-    else:
-        raise UsageError(
-            "a verifier's run is published with the --data that it was trained on", "add --data KIND=SOURCE"
-        )
-
-
-def _publish_verifier(run: Path, data: list[str], out: Path, as_json: bool) -> None:
-    from redraft.train.card import write_card
-    from redraft.train.data import parse_sources
-    from redraft.train.evaluate import evaluate as measure
-    from redraft.train.publish import load_run
-    from redraft.train.publish import publish as write
-    from redraft.train.run import data_facts, load_corpora
-
-    _, recipe, _ = load_run(run)
-    write(run, out, load_corpora(parse_sources(data), recipe))
-    figures = measure(out)
-    write_card(out, recipe, data_facts(run), figures)
-    _show(figures.to_dict(), as_json)
-
-
-@app.command()
-def evaluate(
-    folder: Annotated[Path, typer.Argument(help="A published verifier.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-) -> None:
-    """Print the figures of the model card."""
-    from redraft.train.evaluate import evaluate as measure
-
-    _show(measure(folder).to_dict(), as_json)
+    _show_drafter(publish_drafter(run, out), out, as_json)
 
 
 @app.command()
@@ -238,14 +155,3 @@ def _show_drafter(training: dict[str, Any], out: Path, as_json: bool) -> None:
     for kind, found in training["measured"].get("acceptance", {}).items():
         shares = " ".join(f"{top:.3f}/{wide:.3f}" for top, wide in zip(found["top"], found["wide"], strict=True))
         typer.echo(f"{kind}: {shares}")
-
-
-def _show(figures: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(figures))
-        return
-    for kind, values in figures.pop("kinds").items():
-        for name, value in values.items():
-            typer.echo(f"{kind}.{name}: {value:.4g}")
-    for name, value in figures.items():
-        typer.echo(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")

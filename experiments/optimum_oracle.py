@@ -1,6 +1,6 @@
 """Compare the logits of redraft's bundles with those of optimum's own ONNX export.
 
-    .venv/bin/python experiments/optimum_oracle.py [--work build/optimum_oracle]
+    python -m experiments.optimum_oracle [--work build/optimum_oracle]
 
 Optimum's export shares no code with redraft. It needs an older transformers, and its graph has no KV cache. The script
 installs it into an environment of its own, build/optimum-onnx. It writes small random checkpoints there, exports each

@@ -48,7 +48,7 @@ def shared() -> Path:
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources, since setuptools writes beside them."""
     tree = tmp_path_factory.mktemp("sources")
-    for package in PACKAGES:
+    for package in (*PACKAGES, "experiments"):
         shutil.copytree(
             root / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
         )

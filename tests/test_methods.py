@@ -19,12 +19,13 @@ WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
 drafter are made with it.
 """
 EXCEPTIONS = {
-    "lyanna": {"bench/export_recipe.py": "writes a drafter of one method at a recipe's true shape, to time its export"},
+    "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
     "mtp": dict.fromkeys(
         (
-            "bench/lyanna.py", "bench/lyanna_training.py", "export/checkpoint.py", "train/card.py", "train/config.py",
-            "train/drafter_config.py", "train/drafter_run.py", "train/evaluate.py", "train/mtp.py",
-            "train/objectives/lyanna_method.py", "train/publish.py", "train/verifier.py",
+            "experiments/lyanna/__main__.py", "experiments/lyanna/training.py", "experiments/tiny/card.py",
+            "experiments/tiny/evaluate.py", "experiments/tiny/objective.py", "experiments/tiny/publish.py",
+            "experiments/tiny/recipe.py", "export/checkpoint.py", "train/drafter_config.py", "train/drafter_run.py",
+            "train/mtp.py", "train/objectives/lyanna_method.py",
         ),
         "trains, stores or begins with the module that a verifier may have, whatever drafts with it",
     ),
@@ -37,7 +38,7 @@ def own_files(method: str) -> re.Pattern[str]:
     name = re.escape(method)
     return re.compile(
         rf"redraft/methods/{name}\.py|export/drafters/{name}(_\w+)?\.py|train/objectives/{name}(_\w+)?\.py"
-        rf"|runtime/drafters/{name}(_\w+)?\.py|bench/{name}(_\w+)?\.py"
+        rf"|runtime/drafters/{name}(_\w+)?\.py|experiments/{name}/\w+\.py"
     )
 
 

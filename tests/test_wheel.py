@@ -24,6 +24,11 @@ def test_every_source_and_data_file_is_in_the_wheel(root: Path, wheel: Path) -> 
     assert sources(root) - set(zipfile.ZipFile(wheel).namelist()) == set()
 
 
+def test_the_wheel_has_the_packages_and_no_experiment(root: Path, wheel: Path) -> None:
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert files - sources(root) == set()
+
+
 def test_of_optimums_namespace_the_wheel_has_our_register_file_only(wheel: Path) -> None:
     files = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("optimum/")}
     assert files == {"optimum/commands/register/register_redraft.py"}

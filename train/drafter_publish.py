@@ -26,16 +26,11 @@ _TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
 _PREFIX = "drafter."
 
 
-def is_drafter_run(run: Path) -> bool:
-    """Return True if the folder is a drafter's run, and not a verifier's."""
-    return (run / RUN).exists()
-
-
 def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
     """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is not whole."""
     state, facts = load_checkpoint(run), RunFacts.read(run)
     if facts is None:
-        raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote")
+        raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a run folder of `redraft train`")
     method = find_method(facts.method)
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     config = from_plain(method.config, facts.config, str(run / RUN))

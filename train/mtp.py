@@ -10,11 +10,19 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from redraft.errors import CheckpointError
+
+MTP_FILE = "mtp.safetensors"
+MTP_KEY = "redraft_mtp"
+"""In a checkpoint's config.json: names the module's file."""
 
 
 class MtpModule(nn.Module):
@@ -42,3 +50,16 @@ class MtpModule(nn.Module):
             states, attention_mask=None, position_ids=positions, position_embeddings=self.rotary(states, positions)
         )
         return self.norm(states)  # type: ignore[no-any-return]
+
+
+def load_mtp(folder: Path) -> MtpModule:
+    """Return the module of a checkpoint, in fp32. Raises CheckpointError if it has none."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder))
+    named = getattr(config, MTP_KEY, None)
+    if not named or not (folder / named["file"]).exists():
+        raise CheckpointError(f"{folder} has no multi-token-prediction module", f"publish it with a {MTP_FILE}")
+    module = MtpModule(config)
+    module.load_state_dict({name: t.float() for name, t in load_file(str(folder / named["file"])).items()})
+    return module.eval()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from redraft.bench import gpu_bundle, gpu_device, gpu_engines
+from redraft.bench import gpu as gpu_bench
 from redraft.engines.tensorrt.driver import Gpu
 
 OPTIONS = ("--max-new-tokens", "12", "--budget", "nodes=6,depth=2,width=3")
@@ -32,8 +32,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is here, with 8 GiB of its memory free."""
-    for module in (gpu_bundle, gpu_device):
-        monkeypatch.setattr(module, "find_gpu", lambda: Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30))
+    monkeypatch.setattr(gpu_bench, "find_gpu", lambda: Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30))
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def measure(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
 
     def run(*options: str | Path) -> dict[str, Any]:
         given = ("--prompts", prompts, *options, *OPTIONS)
-        monkeypatch.setattr(sys, "argv", ["gpu_engines", *map(str, given)])
-        return gpu_engines.main()
+        monkeypatch.setattr(sys, "argv", ["gpu", *map(str, given)])
+        return gpu_bench.main()
 
     return run

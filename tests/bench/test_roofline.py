@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 from tests.engines.bundles import manifest_of, write_bundle
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, lyanna_record
-from tests.engines.fake_cuda import FakeCuda
 from tests.engines.graphs import Decoder
 from tests.runtime.devices import Fakes, tensorrt_device
 from tests.runtime.fakes import CURVE
 from tests.runtime.lyanna_bundle import CONTEXT
+from tests.standins.cuda import FakeCuda
 
 from redraft import names
 from redraft.bench import roofline

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
-from tests.engines.fake_cuda import FakeCuda, Status
 from tests.runtime.devices import tensorrt_device
 from tests.runtime.fakes import CURVE
+from tests.standins.cuda import FakeCuda, Status
 
 from redraft.cli import main
 from redraft.cli.nsys import parse, profile_options

@@ -16,8 +16,7 @@ from redraft.engines.compaction import Compact
 from redraft.engines.cuda import Cuda
 from redraft.engines.onnxruntime_backend import load_session
 from redraft.engines.onnxruntime_device import CPU, CUDA, NO_WAITING, OnnxRuntimeCuda
-
-from .fake_cuda import FakeCuda
+from tests.standins.cuda import FakeCuda
 
 
 class QueuedSession:

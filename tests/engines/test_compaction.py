@@ -21,9 +21,9 @@ from redraft.names import Dtype
 from redraft.plugins.library import BUILD, CPU_LIBRARY, LIBRARY_VARIABLE, Kernels, find_kernels
 from redraft.signatures import VerifierShape
 from tests.engines.bundles import manifest_of
+from tests.standins.cuda import FakeCuda, QueuedKernels
+from tests.standins.tensorrt import FakeTensorRt
 
-from .fake_cuda import FakeCuda, QueuedKernels
-from .fake_tensorrt import FakeTensorRt
 from .graphs import Decoder
 
 CAPACITY = 40

@@ -17,11 +17,11 @@ from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.export.step_graphs import export_step_graphs
 from redraft.runtime.bound_step import slot_copy
+from tests.standins.cuda import FakeCuda
+from tests.standins.tensorrt import FakeTensorRt, write_engine
 
 from .bundles import manifest_of
-from .fake_cuda import FakeCuda
 from .fake_onnxruntime import onnxruntime_cuda
-from .fake_tensorrt import FakeTensorRt, write_engine
 from .graphs import Decoder, save_verifier
 
 DECODER = Decoder(layers=1, vocabulary=11)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.bench.gpu_bundle import missing
+from redraft.bench.gpu import missing
 from redraft.config import Precision
 from redraft.engines import open_bundle, open_device
 from redraft.engines import tensorrt_device as module

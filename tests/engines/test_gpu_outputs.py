@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.bench.gpu_bundle import missing
+from redraft.bench.gpu import missing
 from redraft.config import Backend, BuildConfig, Precision, TensorRtBuild
 from redraft.engines import open_bundle, open_device
 from redraft.engines.bundle import Bundle

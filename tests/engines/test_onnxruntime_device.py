@@ -24,10 +24,10 @@ from redraft.engines.onnxruntime_device import (
     left_to_cpu,
 )
 from redraft.errors import BackendError, BundleError
+from tests.standins.cuda import FakeCuda
 
 from . import fake_onnxruntime
 from .bundles import write_bundle
-from .fake_cuda import FakeCuda
 from .fake_onnxruntime import QueuedSession, onnxruntime_cuda
 
 

@@ -31,10 +31,10 @@ from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.errors import BackendError, BundleError, UsageError
 from tests.runtime.devices import tensorrt_device as over_fakes
+from tests.standins.cuda import FakeCuda, Status
+from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
 from .bundles import manifest_of, write_bundle
-from .fake_cuda import FakeCuda, Status
-from .fake_tensorrt import FakeTensorRt, Profile, write_engine
 from .graphs import Decoder
 
 DECODER = Decoder(layers=1, vocabulary=11)
@@ -247,7 +247,7 @@ def test_closing_lets_go_of_programs_once_they_are_done(make: Make) -> None:
 def test_at_the_end_of_the_process_the_driver_gives_all_back(root: Path) -> None:
     """A call of ours could come when the driver has gone already."""
     script = (
-        "from redraft.engines.cuda import Cuda; from tests.engines.fake_cuda import FakeCuda\n"
+        "from redraft.engines.cuda import Cuda; from tests.standins.cuda import FakeCuda\n"
         "FakeCuda.cudaFree = FakeCuda.cudaFreeHost = FakeCuda.cudaStreamDestroy = lambda *_: print('called')\n"
         "cuda = Cuda(FakeCuda()); memory = cuda.allocate(8)\n"
     )

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from redraft.bench.gpu_checks import FEATURES, checks
-from redraft.bench.gpu_device import capture, missing_device
-from redraft.bench.gpu_problem import DeviceProblem
+from experiments.kernels.checks import FEATURES, checks
+from experiments.kernels.device import capture, missing_device
+from experiments.kernels.problem import DeviceProblem
 from redraft.plugins.library import (
     DTYPES,
     HEAD_DIMS,
@@ -211,7 +211,7 @@ def test_compute_sanitizer_finds_nothing(device_kernels: Kernels, tool: str) -> 
         pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     ours_only = [] if tool == "initcheck" else ["--kernel-regex", "kns=redraft"]
     command = [sanitizer, "--tool", tool, *ours_only, "--report-api-errors", "no", "--error-exitcode", "9",
-               sys.executable, "-m", "redraft.bench.gpu_attention", "--check"]  # fmt: skip
+               sys.executable, "-m", "experiments.kernels.speed", "--check"]  # fmt: skip
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -17,8 +17,8 @@ from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
-from tests.engines.fake_cuda import FakeCuda
-from tests.engines.fake_tensorrt import FakeTensorRt, Profile, write_engine
+from tests.standins.cuda import FakeCuda
+from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
 UPDATING = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
 GRAPHS = (

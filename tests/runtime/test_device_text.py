@@ -26,9 +26,9 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Costs
 from tests.cli.conftest import write_tokenizer
 from tests.engines.bundles import manifest_of
-from tests.engines.fake_cuda import FakeCuda, QueuedKernels
 from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.engines.graphs import Decoder, save_verifier
+from tests.standins.cuda import FakeCuda, QueuedKernels
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE

@@ -28,7 +28,7 @@ from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import prune, root_only
 from redraft.runtime.verifier import Verifier, blank
 from redraft.types import Budget, Costs
-from tests.engines.fake_cuda import FakeCuda
+from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redraft import names
-from redraft.bench.gpu_bundle import missing
+from redraft.bench.gpu import missing
 from redraft.bench.statistics import first_difference
 from redraft.engines import open_bundle
 from redraft.engines import tensorrt_device as tensorrt

@@ -20,7 +20,7 @@ from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import chain, root_only
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
-from tests.engines.fake_cuda import FakeCuda
+from tests.standins.cuda import FakeCuda
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE, FakeEngine, fake_verifier

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.tiny.recipe import TINY, VerifierRecipe
 from redraft.errors import UsageError
-from redraft.train.config import Recipe, VerifierRecipe
+from redraft.train.config import Recipe
 
 
-def test_shipped_recipe_is_within_what_the_embedded_model_promises():
-    model = VerifierRecipe.load("tiny").model
+def test_recipe_of_the_embedded_model_is_within_what_the_embedded_model_promises():
+    model = VerifierRecipe.load(str(TINY)).model
     assert model.layers >= 8
     assert model.vocab_size == 4096
 

@@ -20,7 +20,7 @@ from redraft.train.checkpoint import NAME, load_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
 from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_publish import is_drafter_run, publish_drafter
+from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
 from redraft.train.objectives import METHODS, find_method
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
@@ -361,7 +361,6 @@ def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
 
 
 def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
-    assert not is_drafter_run(run)
     with pytest.raises(TrainingError, match="no drafter's run"):
         publish_drafter(run, tmp_path)
 

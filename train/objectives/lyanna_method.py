@@ -13,8 +13,8 @@ from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.records import PositiveInt
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
+from redraft.train.mtp import load_mtp
 from redraft.train.objectives.lyanna import LyannaObjective
-from redraft.train.publish import load_mtp
 from redraft.train.verifier_model import VerifierModel
 
 _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}

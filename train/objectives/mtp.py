@@ -18,7 +18,7 @@ from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_graphs import configuration_of
 from redraft.methods.mtp import METHOD
-from redraft.train.publish import load_mtp
+from redraft.train.mtp import load_mtp
 
 _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
 

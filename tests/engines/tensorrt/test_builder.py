@@ -13,20 +13,20 @@ import pytest
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
-
-from .fake_tensorrt import Fake, MemoryPoolType, NetworkDefinitionCreationFlag
+from tests.standins.tensorrt import FakeTensorRt
+from tests.standins.tensorrt_build import MemoryPoolType, NetworkDefinitionCreationFlag
 
 TREE = Profile("tree", {"tokens": Range((1, 2), (1, 8), (2, 8)), "kv_len": Range((2,), (9,), (64,))})
 TOKEN = Profile("token", {"tokens": Range((1, 1), (1, 1), (2, 1)), "kv_len": Range((1,), (9,), (64,))})
-Install = Callable[..., Fake]
+Install = Callable[..., FakeTensorRt]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a stand-in where `import tensorrt` finds it."""
 
-    def put(version: str = "10.13.3.9", **options: object) -> Fake:
-        fake = Fake(version, {"tokens": False, "kv_len": True}, **options)  # type: ignore[arg-type]
+    def put(version: str = "10.13.3.9", **options: object) -> FakeTensorRt:
+        fake = FakeTensorRt(version=version, inputs={"tokens": False, "kv_len": True}, **options)
         monkeypatch.setitem(sys.modules, "tensorrt", fake)
         for name in [name for name in sys.modules if name.startswith("polygraphy")]:
             monkeypatch.delitem(sys.modules, name)

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
-from redraft.train.mtp import MtpModule
+from redraft.train.mtp import MtpModule, load_mtp
 from redraft.train.objectives.lyanna import LyannaObjective, chains
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable, configure, warm_start
-from redraft.train.publish import load_mtp
 from redraft.train.verifier_model import open_verifier, verifier_states
 
 ROWS = 6

@@ -1,0 +1,194 @@
+"""A bundle's engines on a device: the host's tokens, what they cost, and how near they come to what they could.
+
+    python -m redraft.bench.gpu --engines build/engines/tiny --prompts assets/tiny/prompts/code.jsonl \\
+        [--reference BUNDLE] [--device cuda] [--synthetic-acceptance 0.9,0.8,0.7] [--out build/gpu/engines.json]
+    python -m redraft.bench.gpu --build vicuna-7b --backend tensorrt --weights random --go-on ...
+
+Sections of the one JSON object, each written when it is there:
+
+    tokens   every method on the device against plain decoding on the host: of the same bundle, of TensorRT's engines by
+             --reference, an ONNX Runtime bundle of the same model. Not for random weights, whose logits say nothing.
+             Another token where the host's logits do not nearly tie is an error, after the rest was measured.
+    curve    milliseconds by nodes verified at once.
+    plain    plain decoding: its step and its verification alone, and the bytes of each over what the device copies.
+    bound    speculation with forced acceptance against what the curve allows, judged on the host and on the device.
+    figures  the shares that are asked for, with what they are of, the host's time of a step, and CUDA graphs.
+    stages   where the time of a run's steps goes.
+
+`skipped` names what this machine lacks. With --go-on any failure but wrong tokens is a line under `error`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from redraft.bench.command import Report, budget, bundle_parser, rates, reason_of, run
+from redraft.bench.environment import environment, execution_providers, nvidia_smi
+from redraft.bench.gpu_speed import Load, measure_speed
+from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, said
+from redraft.bench.prompts import load_prompts
+from redraft.config import Backend
+from redraft.engines import open_bundle
+from redraft.engines.tensorrt.driver import cuda_version, find_gpu
+from redraft.errors import BackendError, UsageError
+from redraft.packages import gpu_requirement, package_version
+from redraft.runtime import Budget, Runtime, SamplingParams
+
+WHOLE = Budget(12, 12, 12)
+"""The default: limits only the nodes of a drafter's tree, so the tree stays on the device."""
+_FORCED = (0.9, 0.8, 0.7)
+_OF_BUILD = ("backend", "weights", "precision", "max_model_len", "drafter")
+"""Options that are passed on to `redraft build`."""
+_PACKAGES: Mapping[Backend, tuple[str, ...]] = {
+    "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
+}  # fmt: skip
+"""Packages that build engines and run them, besides ONNX Runtime itself."""
+_GIB = 1 << 30
+
+
+def main() -> dict[str, Any]:
+    """Measure what the options ask for, and write it where `--out` says."""
+    options = _arguments()
+    report = Report(options.out)
+    try:
+        return report.fill(partial(measure, options))
+    except WrongTokens:
+        raise
+    except Exception as error:
+        if not options.go_on:
+            raise
+        print(f"not measured: {reason_of(error)}", file=sys.stderr)
+        return report.found
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """All sections, or why nothing runs the engines here. Raises WrongTokens, and UsageError for another model."""
+    if reason := missing_for(options):
+        report.put("skipped", reason)
+        return
+    if options.build:
+        build(options)
+    bundle = open_bundle(options.engines, verify=False)
+    manifest = bundle.manifest
+    if options.reference:
+        check_reference(manifest, open_bundle(options.reference, verify=False).manifest)
+    report.put("environment", gpu_environment() if options.device == "cuda" else environment())
+    report.put("device", options.device)
+    report.put("bundle", {"name": manifest.name, "backend": manifest.backend, "precision": manifest.precision,
+                          "random_weights": manifest.model.random_weights})  # fmt: skip
+    prompts, size = load_prompts(options.prompts, options.limit), options.budget
+    params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
+    with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
+        measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), report)
+        texts = said(runtime, manifest, prompts, params, size)  # after it: a drafter once loaded works in every step
+    report.put("tokens", found := _section(partial(compared, bundle, options.reference, prompts, texts, params)))
+    if wrong := [f"{method}: {each}" for method in texts for each in found.get(method, {}).get("wrong", ())]:
+        raise WrongTokens(f"{manifest.backend} on {options.device} says other tokens than the host: {wrong[0]}")
+
+
+def _section(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A section, or what keeps it from being measured."""
+    try:
+        return make()
+    except UsageError as error:
+        return {"skipped": str(error)}
+
+
+def gpu_environment() -> dict[str, Any]:
+    """Return the machine, and the GPU as its driver knows it: a JSON object. Raises BackendError without a GPU."""
+    gpu = find_gpu()
+    return {
+        **environment(),
+        "device": gpu.name,
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "memory_bytes": gpu.total_bytes,
+        "newest_cuda_of_driver": ".".join(map(str, cuda_version())),
+        "driver_and_clocks": nvidia_smi(),
+    }
+
+
+def missing(backend: Backend) -> str | None:
+    """What is not here to run a backend's engines on a GPU, or None. What is here and fails is not missing."""
+    if reason := _without_gpu():
+        return reason
+    if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
+        wanted = gpu_requirement("onnxruntime", package_version("onnxruntime"))
+        return f"ONNX Runtime runs on {', '.join(found)}; install {wanted} in its place"
+    absent = [package for package in _PACKAGES[backend] if not _is_installed(package)]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def _without_gpu() -> str | None:
+    """What the driver says where there is no GPU."""
+    try:
+        find_gpu()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def missing_for(options: argparse.Namespace) -> str | None:
+    """What is not here of the device, backend, memory and disk that the command's options ask for, or None."""
+    if options.device != "cuda":
+        return None
+    if reason := _without_gpu():
+        return reason
+    backend: Backend = options.backend or open_bundle(options.engines, verify=False).manifest.backend
+    if reason := missing(backend):
+        return reason
+    gpu = find_gpu()
+    if gpu.free_bytes < options.gpu_gib * _GIB:
+        return f"{options.gpu_gib} GiB of GPU memory needed, {gpu.name} has {gpu.free_bytes / _GIB:.1f} free"
+    there = next(folder for folder in (options.engines, *options.engines.parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free / _GIB
+    if options.build and not options.engines.is_dir() and free < options.disk_gib:
+        return f"{options.disk_gib} GiB of disk needed for the engines, {free:.1f} free"
+    return None
+
+
+def build(options: argparse.Namespace) -> None:
+    """`redraft build`, which does nothing where the bundle is current. Raises BackendError with its last line."""
+    command = [str(Path(sys.executable).parent / "redraft"), "build", options.build, "-o", str(options.engines)]
+    for name in _OF_BUILD:
+        command += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise BackendError(f"`{' '.join(['redraft', *command[1:]])}` failed: {lines[-1]}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = bundle_parser(__doc__, 128, 4)
+    parser.add_argument("--reference", type=Path, help="an ONNX Runtime bundle of the same model: the host's")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
+    parser.add_argument("--synthetic-acceptance", type=rates, default=_FORCED, help="forced by depth for `bound`")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--go-on", action="store_true", help="fail for wrong tokens only; the rest is in the JSON")
+    building = parser.add_argument_group("building the bundle first, where it is not current")
+    building.add_argument("--build", metavar="MODEL", help="what `redraft build` is given, and with it:")
+    building.add_argument("--backend", choices=("onnxruntime", "tensorrt"))
+    for name in _OF_BUILD[1:]:
+        building.add_argument(f"--{name}")
+    building.add_argument("--gpu-gib", type=float, default=0, help="skip where less GPU memory is free")
+    building.add_argument("--disk-gib", type=float, default=0, help="skip where less disk is free for a new bundle")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,197 @@
+"""The attention kernels on a GPU against PyTorch, FlashInfer and the device's own copy.
+
+    python -m experiments.kernels.speed [--quick | --check] [--out build/gpu/attention.json]
+
+Every time is of a call inside a CUDA graph over caches that are not in the device's L2, in turns with what it is
+compared with. `share_of_copy` is the least bytes of the call a second (redraft.plugins.traffic) over what the
+device's copy moves. The others' rows are in their cache already; ours are written in the same call. Answers are held
+against float32 before they are timed. One JSON object, written to --out after every size; where there is no device or
+no library it says so, and a wrong answer or a failed launch ends with an error after what was found before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.kernels.checks import LARGEST_ERROR, checks
+from experiments.kernels.competitors import Build, competitors
+from experiments.kernels.device import (
+    Captured,
+    capture,
+    copy_bytes_per_second,
+    device_environment,
+    missing_device,
+    paired_us,
+    require_device,
+)
+from experiments.kernels.problem import CompactionProblem, DeviceProblem
+from redraft.bench.command import Report, reason_of, run
+from redraft.bench.statistics import median_estimate
+from redraft.errors import KernelError
+from redraft.plugins.library import Kernels, missing_kernels, open_kernels
+from redraft.plugins.traffic import AttentionSizes, attention_bytes, attention_flops, compaction_bytes
+
+HEADS = ((32, 32), (32, 8))
+BATCHES = (1, 4, 16)
+LENGTHS = (1024, 4096, 16384)
+NODES = (1, 16, 64)
+QUICK = ((1, 4), (1024, 16384), (1, 64))
+LAYERS = 32
+COMPACTIONS = ((32, 4), (32, 8), (8, 4))
+"""Key heads and length of the path. One sequence is the case that matters: under 10 µs is wanted."""
+MOST_PROBLEMS = 64
+MEMORY_SHARE = 0.4
+"""Of the device's free memory, for problems of one size."""
+
+
+def main() -> dict[str, Any]:
+    """Measure and return everything; without a device or a library say why and measure nothing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the corners of the grid only")
+    parser.add_argument("--check", action="store_true", help="small calls against the reference, nothing timed")
+    parser.add_argument("--ctas", type=int, default=0, help="blocks of the attention kernel; 0 chooses")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    return Report(options.out).fill(lambda report: measure(options, report))
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """All sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
+    if reason := missing_device() or missing_kernels():
+        report.put("skipped", reason)
+        return
+    kernels = open_kernels()
+    if kernels.on_cpu:
+        raise KernelError("expected a library of kernels for the GPU, found the CPU build")
+    report.put("environment", device_environment())
+    for entry in checks(kernels):
+        report.add("checks", entry)
+    if options.check:
+        return
+    copy = copy_bytes_per_second()
+    report.put("copy_gb_per_second", copy / 1e9)
+    batches, lengths, nodes = QUICK if options.quick else (BATCHES, LENGTHS, NODES)
+    for dtype, heads, batch, kv_len, t in product(("float16", "bfloat16"), HEADS, batches, lengths, nodes):
+        sizes = AttentionSizes(dtype, batch, kv_len, t, *heads, 128)
+        report.add("attention", unless_out_of_memory(vars(sizes), partial(timed, kernels, sizes, copy, options.ctas)))
+    for batch, (kv_heads, path) in product((1, 16), COMPACTIONS):
+        compaction = {"layers": LAYERS, "batch": batch, "kv_heads": kv_heads, "path": path}
+        report.add("compaction", unless_out_of_memory(compaction, partial(compacted, kernels, compaction, copy)))
+
+
+def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """`sizes` with what was measured of them, or with why the device's memory did not do."""
+    torch = require_device()
+    try:
+        return {**sizes, **measured()}
+    except torch.OutOfMemoryError as error:
+        return {**sizes, "skipped": reason_of(error)}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def timed(kernels: Kernels, sizes: AttentionSizes, copy: float, ctas: int) -> dict[str, Any]:
+    """Times of one problem by every way to solve it."""
+    least = attention_bytes(sizes)
+    problems = [DeviceProblem(sizes, seed) for seed in range(problems_for(least))]
+    graphs = {"ours": capture([problem.ours(kernels, ctas) for problem in problems])}
+    error = problems[0].error(problems[0].out)
+    if not error < LARGEST_ERROR[sizes.dtype]:
+        raise KernelError(f"{sizes}: error {error}, expected less than {LARGEST_ERROR[sizes.dtype]}")
+    others, skipped = captured_others(problems, capture)
+    times = paired_us({**graphs, **others})
+    ours = float(np.median(times["ours"]))
+    us = {name: float(np.median(values)) for name, values in times.items()}
+    return {
+        "problems": len(problems),
+        "error": error,
+        "us": us,
+        "best": {library: best(us, library) for library in ("sdpa", "flashinfer")},
+        "speedup": {name: _ratio(values, times["ours"]) for name, values in times.items() if name != "ours"},
+        "skipped": skipped,
+        "gb_per_second": least / ours / 1e3,
+        "share_of_copy": least / (ours * 1e-6) / copy,
+        "tflops": attention_flops(sizes) / ours / 1e6,
+    }
+
+
+def captured_others(
+    problems: list[DeviceProblem], captured: Callable[[list[Callable[[], Any]]], Captured]
+) -> tuple[dict[str, Captured], dict[str, str]]:
+    """Graphs of the other libraries' ways, and why the rest have none: what they raised, or that they are wrong."""
+    sizes = problems[0].sizes
+    graphs, skipped = {}, {}
+    for name, build in competitors(sizes.batch, sizes.nodes, sizes.q_heads != sizes.kv_heads).items():
+        try:
+            graphs[name] = captured(_right_calls(problems, build))
+        except Exception as error:  # noqa: BLE001 whatever another library raises
+            skipped[name] = reason_of(error)
+    return graphs, skipped
+
+
+def _right_calls(problems: list[DeviceProblem], build: Build) -> list[Callable[[], Any]]:
+    ways = [build(problem) for problem in problems]
+    error = problems[0].error(ways[0].answer(ways[0].call()))
+    most = LARGEST_ERROR[problems[0].sizes.dtype]
+    if not error < most:
+        raise ValueError(f"its answer is off by {error}, expected less than {most}")
+    return [way.call for way in ways]
+
+
+def best(us: dict[str, float], library: str) -> str | None:
+    """The fastest of a library's ways, None where none was timed."""
+    ways = [name for name in us if name.startswith(f"{library}_")]
+    return min(ways, key=lambda name: us[name], default=None)
+
+
+def problems_for(least: int) -> int:
+    """Problems of `least` bytes that do not fit the L2 four times over, nor fill the device's memory."""
+    torch = require_device()
+    wanted = -(-4 * int(torch.cuda.get_device_properties(0).L2_cache_size) // least)
+    return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * int(torch.cuda.mem_get_info()[0])) // least))
+
+
+def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str, Any]:
+    """Compaction of all layers in one launch, over caches that are not in the L2 and over one set that is."""
+    torch = require_device()
+    caches = 2 * sizes["layers"]
+    least = compaction_bytes(caches, sizes["batch"], sizes["kv_heads"], 256, sizes["path"])
+
+    def problem() -> CompactionProblem:
+        return CompactionProblem(caches, sizes["batch"], sizes["kv_heads"], sizes["path"])
+
+    first = problem()
+    first.ours(kernels)()
+    if not first.right():
+        raise KernelError(f"compaction of {sizes}: expected the accepted rows in order, found others")
+    held = sum(cache.nbytes for cache in first.caches)
+    wanted = -(-2 * torch.cuda.get_device_properties(0).L2_cache_size // least)
+    count = max(2, min(wanted, int(MEMORY_SHARE * torch.cuda.mem_get_info()[0]) // held))
+    sets = [first, *(problem() for _ in range(count - 1))]
+    times = paired_us(
+        {
+            "cold": capture([each.ours(kernels) for each in sets]),
+            "warm": capture([first.ours(kernels)] * len(sets)),
+        }
+    )
+    cold, warm = (float(np.median(times[name])) for name in ("cold", "warm"))
+    return {"sets": count, "cold_beyond_l2": count >= wanted, "us": {"cold": cold, "warm": warm},
+            "share_of_copy": least / (cold * 1e-6) / copy}  # fmt: skip
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    estimate = median_estimate([a / b for a, b in zip(theirs, ours, strict=True)])
+    return {"median": estimate.median, "low": estimate.low, "high": estimate.high}
+
+
+if __name__ == "__main__":
+    run(main)

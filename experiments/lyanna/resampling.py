@@ -1,0 +1,192 @@
+"""Figure 12 of Lyanna's paper: decoding with fresh drafts alone and with resampling, prompt by prompt in one process.
+
+Every variant is a runtime of its own over the same bundle, n-gram lookup off. A ratio is of two decodings of one
+prompt; which trees were resampled, and what came of them, is read from traces of a second pass that is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.lyanna.text import note
+from redraft.bench.environment import environment
+from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.statistics import median_estimate
+from redraft.bench.summary import FEWEST_TOKENS
+from redraft.methods.lyanna import METHOD
+from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.trace import Replay, replay
+from redraft.types import OfferKind
+
+FRESH = "fresh only"
+MADE = (OfferKind.FRESH, OfferKind.RESAMPLE)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Who chooses a tree's size (`fixed` or `adaptive`), and which drafts it comes from."""
+
+    controller: str
+    drafts: str
+
+    def __str__(self) -> str:
+        return f"{self.controller}, {self.drafts}"
+
+
+Decode = Callable[[Prompt], Generation]
+Decoded = dict[Variant, list[Generation]]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Decode the prompts by all variants. Raises UsageError where the bundle has no such drafter."""
+    prompts = load_prompts(options.prompts, options.limit)
+    params = SamplingParams(max_tokens=options.max_new_tokens)
+    budgets: dict[str, Budget | None] = {"fixed": options.budget, "adaptive": None}
+    with ExitStack() as stack:
+        runtimes = {}
+        for name, settings in drafter_settings(options.thresholds).items():
+            opened = Runtime.open(options.engines, threads=options.threads, drafter_options={METHOD.id: settings})
+            runtimes[name] = stack.enter_context(opened)
+
+        def decoder(variant: Variant) -> Decode:
+            runtime, budget = runtimes[variant.drafts], budgets[variant.controller]
+            return lambda prompt: runtime.generate([prompt.text], params, SpeculationParams(METHOD.id, budget=budget))[
+                0
+            ]
+
+        def traced(variant: Variant, prompt: Prompt) -> Replay:
+            file = io.StringIO()
+            budget = budgets[variant.controller]
+            runtimes[variant.drafts].generate(
+                [prompt.text], params, SpeculationParams(METHOD.id, budget=budget), trace=file
+            )
+            return replay(file.getvalue().splitlines())
+
+        variants = [Variant(controller, drafts) for controller in budgets for drafts in runtimes]
+        decoded = in_turns({variant: decoder(variant) for variant in variants}, prompts)
+        note("tracing")
+        traces = {variant: [traced(variant, prompt) for prompt in prompts] for variant in variants}
+    return {
+        "environment": environment(options.threads),
+        "budget": asdict(options.budget),
+        "prompts": len(prompts),
+        "max_new_tokens": options.max_new_tokens,
+        "controllers": {
+            controller: {drafts: _figures(Variant(controller, drafts), decoded, traces, prompts) for drafts in runtimes}
+            for controller in budgets
+        },
+    }
+
+
+def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """The drafter's options by variant."""
+    resampling = {f"resampling, r = {r}": {"resample": True, "threshold": r} for r in thresholds}
+    return {FRESH: {"resample": False}, **resampling}
+
+
+def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
+    """Every prompt by every variant, in an order that flips from prompt to prompt, after one that is not counted."""
+    for decode in decoders.values():
+        decode(prompts[0])
+    decoded: Decoded = {variant: [] for variant in decoders}
+    for index, prompt in enumerate(prompts):
+        note(f"prompt {index + 1} of {len(prompts)}")
+        for variant in list(decoders)[:: -1 if index % 2 else 1]:
+            decoded[variant].append(decoders[variant](prompt))
+    return decoded
+
+
+def _figures(
+    variant: Variant, decoded: Decoded, traces: Mapping[Variant, list[Replay]], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Speed, pairs against fresh drafts alone, and what the traces say."""
+    fresh = decoded[Variant(variant.controller, FRESH)]
+    found = speed(decoded[variant], fresh)
+    if variant.drafts != FRESH:
+        kinds = sorted({prompt.kind for prompt in prompts})
+        places = {kind: [i for i, prompt in enumerate(prompts) if prompt.kind == kind] for kind in kinds}
+        found["kinds"] = {
+            kind: speed([decoded[variant][i] for i in some], [fresh[i] for i in some]) for kind, some in places.items()
+        }
+    return {**found, **sources(traces[variant])}
+
+
+def speed(generations: Sequence[Generation], against: Sequence[Generation]) -> dict[str, Any]:
+    """Speed and acceptance, and the median of ratios by prompt to another variant, with its interval.
+
+    Outputs too short to time take no part in speed.
+    """
+    pairs = [
+        (one.metrics, other.metrics)
+        for one, other in zip(generations, against, strict=True)
+        if min(len(one.token_ids), len(other.token_ids)) >= FEWEST_TOKENS
+    ]
+    ratios = [one.decode_tokens_per_second / other.decode_tokens_per_second for one, other in pairs]
+    steps = sum(g.metrics.num_steps for g in generations)
+    accepted = sum(g.metrics.num_accepted_draft_tokens for g in generations)
+    return {
+        "tokens_per_second": float(np.median([one.decode_tokens_per_second for one, _ in pairs])) if pairs else None,
+        "over_fresh": asdict(median_estimate(ratios)) if ratios else None,
+        "mean_acceptance_length": 1 + accepted / max(steps, 1),
+        "other_texts": sum(a.token_ids != b.token_ids for a, b in zip(generations, against, strict=True)),
+    }
+
+
+def sources(traces: Sequence[Replay]) -> dict[str, Any]:
+    """Share of steps whose tree was resampled; by source, what its trees had and what of them was accepted."""
+    steps, nodes, accepted = Counter[str](), Counter[str](), Counter[str]()
+    for played in traces:
+        steps.update(played.steps)
+        nodes.update(played.nodes)
+        accepted.update(played.accepted)
+    return {
+        "resampled_steps": steps[OfferKind.RESAMPLE] / max(steps.total(), 1),
+        "trees": {
+            str(source): {
+                "steps": steps[source],
+                "nodes_per_tree": nodes[source] / steps[source],
+                "accepted_per_tree": accepted[source] / steps[source],
+            }
+            for source in MADE
+            if steps[source]
+        },
+    }
+
+
+def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """A line a controller and variant, then ratios by kind."""
+    rows = [
+        ["controller", "drafts", "tokens/s", "over fresh", "95 % interval", "τ", "resampled steps", "fresh trees",
+         "resampled trees", "other texts"]
+    ]  # fmt: skip
+    by_kind = [["controller", "drafts", "kind", "over fresh", "95 % interval", "τ"]]
+    for controller, variants in result["controllers"].items():
+        for drafts, found in variants.items():
+            rate = "-" if found["tokens_per_second"] is None else f"{found['tokens_per_second']:.0f}"
+            trees = [_tree(found["trees"].get(source)) for source in MADE]
+            tau, share = f"{found['mean_acceptance_length']:.3f}", f"{100 * found['resampled_steps']:.1f} %"
+            ratio = _ratio(found["over_fresh"])
+            rows.append([controller, drafts, rate, *ratio, tau, share, *trees, str(found["other_texts"])])
+            by_kind += [
+                [controller, drafts, kind, *_ratio(part["over_fresh"]), f"{part['mean_acceptance_length']:.3f}"]
+                for kind, part in found.get("kinds", {}).items()
+            ]
+    budget = ", ".join(f"{name} {value}" for name, value in result["budget"].items())
+    title = f"resampling over {result['prompts']} prompts (fixed: {budget}); trees: accepted of verified nodes a tree"
+    return {title: rows, "by kind": by_kind}
+
+
+def _ratio(estimate: dict[str, float] | None) -> list[str]:
+    return [f"{estimate['median']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"] if estimate else ["-", "-"]
+
+
+def _tree(found: dict[str, float] | None) -> str:
+    return f"{found['accepted_per_tree']:.2f} of {found['nodes_per_tree']:.1f}" if found else "-"

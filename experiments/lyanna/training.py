@@ -1,0 +1,176 @@
+"""Variants of Lyanna's drafter that differ in one thing: the same texts, order of batches, steps and held-out rows.
+
+OUT/texts    what all variants learn from and are measured on, written once
+OUT/NAME     a variant's checkpoint and its progress; a variant that is there is not trained again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.lyanna.objectives import HotObjective
+from redraft.errors import UsageError
+from redraft.methods.lyanna import METHOD
+from redraft.train.acceptance import Acceptance
+from redraft.train.batches import BatchPlan
+from redraft.train.checkpoint import NAME
+from redraft.train.data import parse_sources
+from redraft.train.drafter_log import DrafterLog, read_progress
+from redraft.train.drafter_run import PROGRESS, TEXTS, RunFacts
+from redraft.train.loop import StepReport, train
+from redraft.train.objectives.lyanna import LyannaObjective
+from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective, warm_start
+from redraft.train.progress import ProgressReport
+from redraft.train.run import data_digest, load_corpora
+from redraft.train.text_store import Array, TextStore, token_counts
+from redraft.train.verifier_model import VerifierModel, open_verifier
+
+POINTS = 4
+"""Measurements of a run, at equal distances."""
+DEPTHS = 3
+"""Steps that a mean is taken over, as in Table 2."""
+FULL = "both"
+"""The variant with token information and first token, of which every part has the same."""
+_SECONDS_A_LINE = 20.0
+
+Measured = list[dict[str, Any]]
+"""Lines of a run's progress: step, losses, acceptance by kind."""
+
+
+class Lines(ProgressReport):
+    """Progress as lines on the error stream, one every so many seconds."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._said = 0.0
+
+    def __call__(self, report: StepReport) -> None:
+        """See the base class."""
+        losses = " ".join(f"{name} {value:.3f}" for name, value in report.metrics.items())
+        self._say(f"{self.name}: step {report.step}/{report.steps} {losses}", report.step == report.steps)
+
+    def writing(self, name: str, done: int, rows: int) -> None:
+        """See the base class."""
+        self._say(f"writing {name}: {done}/{rows} rows", done == rows)
+
+    def acceptance(self, step: int, kinds: Mapping[str, Acceptance]) -> None:
+        """See the base class."""
+        for kind, found in kinds.items():
+            self._say(f"{self.name}: step {step} accepted {kind} {found}", True)
+
+    def _say(self, line: str, always: bool) -> None:
+        if always or time.monotonic() - self._said > _SECONDS_A_LINE:
+            print(line, file=sys.stderr, flush=True)
+            self._said = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What all variants share.
+
+    streams: tokens by stream.   held_out: greedy rows of every kind.   counts: of every token, int64 [V].
+    """
+
+    out: Path
+    verifier: VerifierModel
+    recipe: LyannaRecipe
+    identity: str
+    streams: Mapping[str, Array]
+    held_out: Mapping[str, Array]
+    counts: NDArray[np.int64]
+    report: Lines
+
+
+def recipe_of(options: argparse.Namespace, sources: Mapping[str, str]) -> LyannaRecipe:
+    """The recipe that `options` name with their steps, batches and rows; kinds are those that have sources."""
+    found = LyannaRecipe.load(options.config).with_options(options.steps, options.seed)
+    written = replace(found.self_text, rows=options.rows, held_out_rows=options.held_out_rows)
+    return replace(
+        found,
+        batch_tokens=options.batch_tokens,
+        weights={kind: found.weights.get(kind, 1.0) for kind in sources},
+        self_text=written,
+        drafter=replace(found.drafter, init=options.init or found.drafter.init),
+        evaluate_every=max(1, options.steps // POINTS),
+    )
+
+
+def open_texts(options: argparse.Namespace) -> Texts:
+    """Write what is not in `options.out` yet, read the rest. Raises TrainingError where that is of another run."""
+    torch.set_num_threads(options.threads)
+    sources = parse_sources(options.data)
+    recipe, out, report = recipe_of(options, sources), options.out, Lines()
+    corpora = load_corpora(sources, recipe)
+    verifier = open_verifier(options.verifier, "cpu")
+    values = recipe.to_dict()
+    texts = {name: values[name] for name in ("self_text", "seed", "held_out_every")}
+    texts["self_text"] = {**texts["self_text"], "temperatures": list(recipe.self_text.temperatures)}
+    data = data_digest(corpora)
+    facts = RunFacts(METHOD.id, {}, verifier.identity, data, {**texts, "kinds": sorted(sources), "data": data})
+    if RunFacts.read(out) is None:
+        out.mkdir(parents=True, exist_ok=True)
+        facts.write(out)
+    facts.check_same(out)
+    store = TextStore(out / TEXTS, verifier, recipe, corpora, report.writing)
+    streams = store.streams(recipe.drafter.chain)
+    counts = token_counts(streams, verifier.vocab_size)
+    return Texts(out, verifier, recipe, facts.digest(), streams, store.held_out(), counts, report)
+
+
+def train_variant(
+    texts: Texts, name: str, hot: NDArray[np.int64] | None = None, *, token_info: bool = True, first_token: bool = True
+) -> tuple[Measured, LyannaObjective]:
+    """Train a variant, or read it; its measurements, at least one, and the objective as it ended.
+
+    hot: the tokens that have token information; all without.   token_info, first_token: as in the recipe.
+    """
+    recipe = replace(
+        texts.recipe, drafter=replace(texts.recipe.drafter, token_info=token_info, first_token=first_token)
+    )
+    folder = texts.out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    texts.report.name = name
+    torch.manual_seed(recipe.seed)
+    found = _objective(texts, recipe, hot)
+    if recipe.drafter.init == "mtp":
+        warm_start(found.drafter, texts.verifier)
+    plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
+    log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report)
+    identity = texts.identity if hot is None else f"{texts.identity} {len(hot)} hot"
+    train(found, plan, recipe, folder, identity=identity, resume=(folder / NAME).exists(), report=log)
+    measured = read_progress(folder / PROGRESS)
+    if not measured:
+        raise UsageError(f"{folder} has a checkpoint and no {PROGRESS}", "remove the folder; it is trained again")
+    return measured, found
+
+
+def _objective(texts: Texts, recipe: LyannaRecipe, hot: NDArray[np.int64] | None) -> LyannaObjective:
+    config, table = configure(recipe, texts.verifier), recipe.drafter
+    if hot is None:
+        return objective(texts.verifier.model, config, recipe, False)
+    return HotObjective(texts.verifier.model, config, hot, table.alpha, table.beta, table.step_weight)
+
+
+def mean_of_kinds(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> list[float]:
+    """Mean over kinds of the acceptance at every depth by one rule, `top` or `wide`."""
+    return [float(np.mean(shares)) for shares in zip(*(found[rule] for found in kinds.values()), strict=True)]
+
+
+def mean_of_depths(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> float:
+    """Mean over kinds and over the first DEPTHS depths."""
+    return float(np.mean(mean_of_kinds(kinds, rule)[:DEPTHS]))
+
+
+def percents(shares: Sequence[float]) -> list[str]:
+    """Shares for reading."""
+    return [f"{100 * share:.1f} %" for share in shares]

@@ -1,0 +1,198 @@
+"""The GPU measurement of engines, over the device path on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runtime.devices import Fakes, tensorrt_device
+from tests.runtime.lyanna_bundle import CONTEXT
+
+from redraft.bench import gpu as gpu_bench
+from redraft.bench import gpu_speed, gpu_tokens
+from redraft.bench.gpu_tokens import WrongTokens
+from redraft.engines import open_bundle
+from redraft.errors import BackendError, BundleError, UsageError
+from redraft.runtime import Runtime, SpeculationParams, api
+from redraft.types import Budget
+
+METHODS = ("none", "ngram", "lyanna")
+Measure = Callable[..., dict[str, Any]]
+
+
+def test_every_section(bundle: Path, tmp_path: Path, measure: Measure) -> None:
+    out = tmp_path / "new" / "engines.json"
+    found = measure("--engines", bundle, "--device", "cpu", "--out", out)
+    assert json.loads(out.read_text()) == json.loads(json.dumps(found))
+    same = {"prompts": 1, "differences": [], "wrong": []}
+    assert {method: found["tokens"][method] for method in METHODS} == dict.fromkeys(METHODS, same)
+    assert found["tokens"]["reference"] == {"bundle": str(bundle), "precision": "fp32"}
+    assert set(found["curve"]["ms"]) == {"1", "2", "4", "8", "13", "16", "32", "64"}
+    assert all(ms > 0 for ms in found["curve"]["ms"].values())
+    assert found["curve"]["kv_len"] == CONTEXT - 1
+    plain, bound = found["plain"], found["bound"]
+    assert plain["skipped"] == "on the CPU `redraft profile --roofline` compares with the memory"
+    assert plain["verification_ms"] == found["curve"]["ms"]["1"]
+    assert plain["ms"] == bound["ms_per_step"]["plain"]
+    assert "no logits" in bound["path_timed"]
+    assert all(ms > 0 for ms in bound["ms_per_step"].values())
+    assert bound["mean_acceptance_length"] > 1
+    assert ["step", "verify", "engine.verifier"] in [stage["path"] for stage in found["stages"]["stages"]]
+    assert found["bundle"]["random_weights"] is False
+    assert found["figures"] == {
+        "labelled": "synthetic acceptance: speeds are real, texts are not",
+        "plain_share_of_bandwidth": None, "plain_share_wanted": 0.8,
+        "speculative_share_of_bound": bound["share_of_bound"],
+        "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
+        "speculative_share_of_bound_judged_on_device": bound["judged_on_device"]["share_of_bound"],
+        "speculative_share_of_bound_in_time_judged_on_device": bound["judged_on_device"]["share_of_bound_in_time"],
+        "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_a_step_adaptive": None,
+        "host_us_wanted": 60.0, "cuda_graphs": None, "not_captured": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def cuda(gpu: None, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """The bundle's device is one over the fakes of CUDA, and there is no PyTorch."""
+    fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
+    monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: fakes.device)
+    monkeypatch.setattr(gpu_bench, "missing", lambda backend: None)
+    monkeypatch.setattr(gpu_speed, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_bench, "cuda_version", lambda: (13, 0))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    return fakes
+
+
+def test_every_section_on_cuda_without_pytorch(
+    cuda: Fakes, bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's time is that of the budget, and of the sizes that the controller chooses."""
+    asked: list[Budget | None] = []
+    generate = Runtime.generate
+
+    def generated(self: Runtime, *given: Any, **options: Any) -> Any:
+        if isinstance(given[2], SpeculationParams) and given[2].method is None:
+            asked.append(given[2].budget)
+        return generate(self, *given, **options)
+
+    monkeypatch.setattr(Runtime, "generate", generated)
+    found = measure("--engines", bundle)
+    expected = {"device": "Small GPU", "compute_capability": "9.0", "newest_cuda_of_driver": "13.0"}
+    assert {key: found["environment"][key] for key in expected} == expected
+    assert found["plain"]["copy_gb_per_second"] > 0
+    assert found["plain"]["share_of_copy"] == found["figures"]["plain_share_of_bandwidth"] > 0
+    assert found["figures"]["host_us_a_step"] > 0
+    assert found["figures"]["host_us_a_step_adaptive"] > 0
+    assert found["figures"]["cuda_graphs"] > 0
+    assert found["figures"]["not_captured"] is False
+    fixed = Budget(6, 2, 3)
+    assert asked == [fixed, fixed, None, None, fixed]
+    assert cuda.device.cuda.captured >= found["figures"]["cuda_graphs"]
+
+
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that says another fourth token."""
+    generate = Runtime.generate
+
+    def generated(self: Runtime, *given: Any, **options: Any) -> Any:
+        outputs = generate(self, *given, **options)
+        if not self.verifier.device.step_graphs:
+            return outputs
+        return [replace(o, token_ids=(*o.token_ids[:3], 99, *o.token_ids[4:])) for o in outputs]
+
+    monkeypatch.setattr(Runtime, "generate", generated)
+
+
+@pytest.mark.usefixtures("wrong")
+@pytest.mark.parametrize("more", [(), ("--go-on",)])
+def test_a_wrong_token_is_an_error_after_all_was_written(
+    bundle: Path, tmp_path: Path, measure: Measure, more: tuple[str, ...]
+) -> None:
+    """With the host's lead at that place, which tells a near-tie from an error."""
+    out = tmp_path / "engines.json"
+    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu says .* none: prompt p1, token 3"):
+        measure("--engines", bundle, "--device", "cpu", "--out", out, *more)
+    found = json.loads(out.read_text())
+    for method in METHODS:
+        (difference,) = found["tokens"][method]["differences"]
+        assert (difference["prompt"], difference["token"]) == ("p1", 3)
+        assert difference["logit_margin"] > 0
+        assert len(found["tokens"][method]["wrong"]) == 1
+    assert {"figures", "stages", "error"} <= set(found)
+
+
+@pytest.mark.usefixtures("wrong")
+def test_a_near_tie_is_said_and_is_no_error(bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tokens, "NEAR_TIES", {"fp32": 1e9})
+    found = measure("--engines", bundle, "--device", "cpu")["tokens"]
+    assert [len(found[method]["differences"]) for method in METHODS] == [1, 1, 1]
+    assert all(not found[method]["wrong"] for method in METHODS)
+
+
+def labelled(bundle: Path, **changes: object) -> Any:
+    """Opens the bundle under another manifest, and others as they are."""
+
+    def opened(path: Path, verify: bool) -> Any:
+        found = open_bundle(path, verify)
+        return replace(found, manifest=replace(found.manifest, **changes)) if path == bundle else found
+
+    return opened
+
+
+def test_random_weights_are_not_compared(bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(open_bundle(bundle, verify=False).manifest.model, random_weights=True)
+    monkeypatch.setattr(gpu_bench, "open_bundle", labelled(bundle, model=model))
+    found = measure("--engines", bundle, "--device", "cpu")
+    assert found["tokens"] == {"skipped": "random weights: rounding decides every token"}
+    assert found["bundle"]["random_weights"] is True
+    assert found["figures"]["labelled"].startswith("random weights (the verifier): ")
+
+
+def test_engines_of_tensorrt_are_compared_with_a_reference(
+    bundle: Path, tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "reference"
+    shutil.copytree(bundle, other, copy_function=os.link)
+    monkeypatch.setattr(gpu_bench, "open_bundle", labelled(bundle, backend="tensorrt"))
+    given = ("--engines", bundle, "--device", "cpu")
+    hosts, opening = [], Runtime.open
+
+    def opened(path: Path, **options: Any) -> Runtime:
+        if options.get("device") is None:
+            hosts.append(path)
+        return opening(path, **options)
+
+    monkeypatch.setattr(Runtime, "open", opened)
+    assert "give one of the same model as --reference" in measure(*given)["tokens"]["skipped"]
+    found = measure(*given, "--reference", other)["tokens"]
+    assert found["reference"] == {"bundle": str(other), "precision": "fp32"}
+    assert hosts == [other]
+    with pytest.raises(UsageError, match="the reference is for tensorrt"):
+        measure(*given, "--reference", bundle)
+    assert [found[method]["differences"] for method in METHODS] == [[], [], []]
+
+
+def test_a_build_that_fails_is_an_error_in_the_report(
+    tmp_path: Path, measure: Measure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "engines.json"
+    given = ("--engines", tmp_path / "none", "--device", "cpu", "--build", "nothing", "--out", out)
+    with pytest.raises(BackendError, match=r"`redraft build nothing .* failed: redraft: error: no model 'nothing'"):
+        measure(*given)
+    assert "no model 'nothing'" in json.loads(out.read_text())["error"]
+    found = measure(*given, "--go-on")
+    assert "no model 'nothing'" in found["error"]
+    assert "not measured: BackendError: `redraft build nothing" in capsys.readouterr().err
+
+
+def test_an_error_is_no_reason_to_skip(tmp_path: Path, measure: Measure) -> None:
+    with pytest.raises(BundleError, match="expected an engine bundle"):
+        measure("--engines", tmp_path / "none", "--device", "cpu")

@@ -1,0 +1,7 @@
+"""The small run that tests of training share."""
+
+from __future__ import annotations
+
+from tests.train.conftest import recipe, run, sources, verifier_folder
+
+__all__ = ["recipe", "run", "sources", "verifier_folder"]

@@ -1,0 +1,71 @@
+"""What is read from the compiler's reports, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.kernels import compiled
+from experiments.kernels.compiled import described, parse, resident_blocks
+from redraft.errors import UsageError
+from redraft.plugins.library import Kernels
+
+REPORT = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemEi' for 'sm_90'
+ptxas info    : Function properties for _ZN7redraft5mergeINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemEi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 48 registers, used 0 barriers
+ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemE' for 'sm_90'
+ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeIfLi256ELi2EEEEEvNS_7ProblemE
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 253 registers, used 1 barriers
+ptxas info    : Compiling entry function '_ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi4EEEEEvNS_7ProblemE' for 'sm_86'
+ptxas info    : Function properties for _ZN7redraft6attendINS_14AttentionShapeINS_8Bfloat16ELi64ELi4EEEEEvNS_7ProblemE
+    24 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 24 bytes cumulative stack size
+"""  # noqa: E501
+
+
+def test_attention_kernels_are_found() -> None:
+    keys = ("dtype", "head_dim", "rows", "architecture", "registers", "spilled_bytes")
+    assert [tuple(entry[key] for key in keys) for entry in parse(REPORT)] == [
+        ("float32", 256, 32, "sm_90", 253, 0),
+        ("bfloat16", 64, 64, "sm_86", 128, 44),
+    ]
+
+
+def test_tiles_come_from_the_library(kernels: Kernels) -> None:
+    found = described(kernels, list(parse(REPORT))[1])
+    assert (found["tile"], found["shared_bytes"]) == (64, (64 + 4 * 64) * 144)
+    assert found["blocks"] == 2
+    assert found["bytes_under_way"] == 2 * 2 * 64 * 128
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "blocks"), [(255, 1000, 2), (128, 1000, 4), (129, 1000, 3), (32, 112 * 1024, 2)]
+)
+def test_blocks_at_once(registers: int, shared: int, blocks: int) -> None:
+    """The scarcer of registers (in units of 8 a thread) and shared memory decides."""
+    assert resident_blocks(registers, shared, "sm_90") == blocks
+
+
+def test_a_report_of_an_earlier_build_does_not_count(
+    kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for age, (name, registers) in enumerate([("attend_half.txt", 200), ("attend_half.cu.o.txt", 253)]):
+        path = tmp_path / name
+        path.write_text(REPORT.replace("253 registers", f"{registers} registers"))
+        os.utime(path, (1000 - age, 1000 - age))
+    monkeypatch.setattr(sys, "argv", ["compiled", "--reports", str(tmp_path)])
+    found = compiled.main()["kernels"]
+    assert [(entry["dtype"], entry["registers"]) for entry in found] == [("bfloat16", 128), ("float32", 200)]
+
+
+def test_nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["compiled", "--reports", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"no compiler reports in .*; build the kernels with `make plugins`"):
+        compiled.main()

@@ -1,0 +1,220 @@
+"""A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream, or do nothing.
+
+`FakeTensorRt` stands for the module tensorrt. An engine's bytes are JSON: the graph's file, its profiles by input
+(smallest and largest shape, between them the one it is tuned for if that is not the largest), the inputs that it reads
+on the host, and whether it updates buffers where they are: one that does not spoils its outputs before it reads. An
+input on the host is read when work is put on the stream, as TensorRT does; shapes outside the profile, unset addresses
+and a capture without a run before are refused.
+
+An idle engine has tensors in place of a graph's file, and computes nothing, so that a step's time is the host's. Only
+the acceptance of a tree must make sense, so that text goes on: `FakeTensorRt.accept` writes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from redraft import names
+from redraft.engines.manifest import GraphRecord
+from tests.standins.cuda import ALIGNMENT, POISON, FakeCuda
+from tests.standins.tensorrt_build import FakeBuilding, ILogger
+
+_TYPES = {
+    "tensor(int64)": "INT64", "tensor(bool)": "BOOL", "tensor(float)": "FLOAT", "tensor(float16)": "HALF",
+    "tensor(int8)": "INT8", "tensor(uint8)": "UINT8",
+}  # fmt: skip
+_NUMPY = {"INT64": np.int64, "BOOL": np.bool_, "FLOAT": np.float32, "HALF": np.float16, "INT8": np.int8,
+          "UINT8": np.uint8}  # fmt: skip
+_NAMES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32",
+          "int8": "INT8", "uint8": "UINT8"}  # fmt: skip
+"""TensorRT's types by those of a bundle."""
+_SCRATCH = 1000
+Profile = Mapping[str, tuple[Sequence[int], ...]]
+
+
+def write_engine(
+    path: Path, graph: Path, profiles: Sequence[Profile] = ({},), host: Sequence[str] = (), updates: bool = False
+) -> Path:
+    """The file of an engine; an empty profile takes every shape."""
+    path.write_text(json.dumps({"graph": str(graph), "profiles": profiles, "host": list(host), "updates": updates}))
+    return path
+
+
+def write_idle_engine(path: Path, record: GraphRecord) -> Path:
+    """The file of an engine that takes every shape and computes nothing."""
+    tensors = [{spec.name: (_NAMES[spec.dtype], len(spec.shape)) for spec in specs}
+               for specs in (record.inputs, record.outputs)]  # fmt: skip
+    path.write_text(json.dumps({"tensors": tensors, "profiles": [{}], "host": [], "updates": True}))
+    return path
+
+
+class FakeTensorRt(FakeBuilding):
+    """See the module.
+
+    cuda:   the stand-in that its engines run on; building needs none.
+    accept: writes what an idle engine of acceptance says, int64[1 + 2 T] of a tree of T nodes.
+    building: options of `FakeBuilding`.
+    """
+
+    TensorLocation = Enum("TensorLocation", ["DEVICE", "HOST"])
+    DataType = Enum("DataType", ["INT64", "INT32", "BOOL", "INT8", "UINT8", "FLOAT", "HALF", "BF16"])
+    ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
+
+    def __init__(
+        self, cuda: FakeCuda | None = None, accept: Callable[[np.ndarray], None] | None = None, **building: Any
+    ) -> None:
+        super().__init__(**building)
+        self.cuda: Any = cuda
+        self.accept = accept
+        self.contexts: list[Context] = []
+        self.logger: Any = None
+
+    def Runtime(self, logger: ILogger) -> FakeTensorRt:
+        assert logger.ready
+        self.logger = logger
+        return self
+
+    def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
+        try:
+            values = json.loads(memoryview(data).tobytes())
+        except ValueError:
+            self.logger.log(ILogger.ERROR, "magic tag\n does not match")
+            return None
+        return Engine(self, values)
+
+
+class Engine:
+    """An ICudaEngine."""
+
+    device_memory_size_v2 = _SCRATCH
+
+    def __init__(self, tensorrt: FakeTensorRt, values: dict[str, Any]) -> None:
+        self.tensorrt = tensorrt
+        self.session = _session(values["graph"]) if "graph" in values else None
+        self.inputs, self.outputs = _tensors(self.session) if self.session else values["tensors"]
+        self.profiles: list[Profile] = values["profiles"]
+        self.num_optimization_profiles = len(self.profiles)
+        self.host = values["host"]
+        self.updates = values["updates"]
+        self.num_io_tensors = len(self.inputs) + len(self.outputs)
+
+    def get_tensor_name(self, number: int) -> str:
+        return [*self.inputs, *self.outputs][number]
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return self.tensorrt.DataType[{**self.inputs, **self.outputs}[name][0]]
+
+    def get_tensor_location(self, name: str) -> Any:
+        return self.tensorrt.TensorLocation["HOST" if name in self.host else "DEVICE"]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[Sequence[int]]:
+        _, rank = self.inputs[name]
+        least, *tuned, most = self.profiles[profile].get(name, ([1] * rank, [1 << 20] * rank))
+        return [least, *(tuned or [most]), most]
+
+    def create_execution_context(self, strategy: str) -> Context:
+        assert strategy == "user managed"
+        context = Context(self)
+        self.tensorrt.contexts.append(context)
+        return context
+
+
+def _session(graph: str) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def _tensors(session: ort.InferenceSession) -> list[dict[str, tuple[str, int]]]:
+    """Inputs and outputs by name: TensorRT's type and the rank."""
+    both = (session.get_inputs(), session.get_outputs())
+    return [{value.name: (_TYPES[value.type], len(value.shape)) for value in values} for values in both]
+
+
+class Context:
+    """An IExecutionContext."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.profile: int | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.scratch = 0
+        self.enqueued = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream == self.engine.tensorrt.cuda.STREAM
+        self.profile = profile
+        return True
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.engine.tensorrt.cuda.check("device", address, size)
+        self.scratch = size
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self.profile is not None
+        least, _, most = self.engine.get_tensor_profile_shape(name, self.profile)
+        self.shapes[name] = shape
+        return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert name in self.engine.host or address % ALIGNMENT == 0, f"{name} at {address:#x}"
+        self.addresses[name] = address
+        return name in self.engine.inputs or name in self.engine.outputs
+
+    def execute_async_v3(self, stream: int) -> bool:
+        cuda, engine = self.engine.tensorrt.cuda, self.engine
+        complete = set(self.shapes) == set(engine.inputs) and set(self.addresses) == {*engine.inputs, *engine.outputs}
+        first = not self.enqueued
+        self.enqueued += 1
+        if stream != cuda.STREAM or not complete or self.scratch < _SCRATCH or (first and cuda.captured is not None):
+            engine.tensorrt.logger.log(ILogger.ERROR, "this cannot be enqueued")
+            return False
+        sizes = {
+            name: np.array(array(self.addresses[name], shape, engine.get_tensor_dtype(name).name))
+            for name, shape in self.shapes.items()
+            if name in engine.host
+        }
+        addresses = dict(self.addresses)
+        work = self._run if engine.session else self._idle
+        cuda.put(lambda: work(addresses, sizes))
+        return True
+
+    def _idle(self, addresses: Mapping[str, int], sizes: Mapping[str, np.ndarray]) -> None:
+        """Compute nothing. What is accepted has as many rows as sequences, as the tree's mask has."""
+        if names.ACCEPT_OUTPUT in self.engine.outputs and self.engine.tensorrt.accept:
+            batch, nodes, _ = self.shapes[names.TREE_MASK]
+            for row in array(addresses[names.ACCEPT_OUTPUT], (batch, 1 + 2 * nodes), "INT64"):
+                self.engine.tensorrt.accept(row)
+
+    def _run(self, addresses: Mapping[str, int], sizes: Mapping[str, np.ndarray]) -> None:
+        """Read at the addresses, compute, write."""
+        cuda, engine = self.engine.tensorrt.cuda, self.engine
+        for name in () if engine.updates else engine.outputs:
+            ctypes.memset(addresses[name], POISON, 8)
+        feeds = dict(sizes)
+        for name, shape in self.shapes.items():
+            if name not in feeds:
+                feeds[name] = array(addresses[name], shape, engine.get_tensor_dtype(name).name)
+                cuda.check("device", addresses[name], feeds[name].nbytes)
+        found = engine.session.run(list(engine.outputs), feeds)
+        for name, values in zip(engine.outputs, found, strict=True):
+            cuda.check("device", addresses[name], values.nbytes)
+            ctypes.memmove(addresses[name], np.ascontiguousarray(values).ctypes.data, values.nbytes)
+
+
+def array(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
+    """The memory at an address as an array."""
+    kind = np.dtype(_NUMPY[dtype])
+    size = int(np.prod(shape)) * kind.itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)

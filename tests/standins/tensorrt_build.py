@@ -1,0 +1,267 @@
+"""The half of the stand-in for TensorRT that builds engines: it records what is asked of it.
+
+Names and signatures are those of the real bindings, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. What
+they do is not: `tests.standins.tensorrt.FakeTensorRt` is the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from ctypes import c_char
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+
+class BuilderFlag(IntEnum):
+    TF32 = 7
+    VERSION_COMPATIBLE = 13
+
+
+class MemoryPoolType(IntEnum):
+    WORKSPACE = 0
+
+
+class ProfilingVerbosity(IntEnum):
+    DETAILED = 2
+
+
+class NetworkDefinitionCreationFlag(IntEnum):
+    STRONGLY_TYPED = 1
+
+
+class Severity(IntEnum):
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+
+class DeviceType(IntEnum):
+    GPU = 0
+    DLA = 1
+
+
+class IProgressMonitor:
+    """What a monitor derives from; one that does not call its __init__ cannot be used."""
+
+    def __init__(self) -> None:
+        self.ready = True
+
+
+class ILogger:
+    """What a logger derives from; one that does not call its __init__ cannot be used."""
+
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
+    Severity = Severity
+
+    def __init__(self) -> None:
+        self.ready = True
+
+
+class OptimizationProfile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[Any, Any, Any]] = {}
+        self.values: dict[str, tuple[Any, Any, Any]] = {}
+
+    def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        self.shapes[input] = (tuple(min), tuple(opt), tuple(max))
+
+    def set_shape_input(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        self.values[input] = (tuple(min), tuple(opt), tuple(max))
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class TimingCache:
+    def combine(self, input_cache: Any, ignore_mismatch: bool) -> bool:
+        return True
+
+    def serialize(self) -> Any:
+        return _Bytes(b"times")
+
+
+class _Bytes(bytes):
+    def __enter__(self) -> _Bytes:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+HostMemory = c_char * 6
+"""A buffer of TensorRT's, which is none of Python's types."""
+
+
+class BuilderConfig:
+    def __init__(self) -> None:
+        self.flags: set[int] = set()
+        self.profiles: list[OptimizationProfile] = []
+        self.limits: dict[int, int] = {}
+        self.previews: dict[int, bool] = {}
+        self.plugins_to_serialize: list[str] = []
+        self.loaded_times: list[bytes] = []
+        self.DLA_core = -1
+        self.default_device_type = DeviceType.GPU
+        self.profiling_verbosity = ProfilingVerbosity.DETAILED
+        self.max_aux_streams = -1
+        self.progress_monitor: Any = None
+
+    def set_flag(self, flag: int) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: int) -> None:
+        self.flags.discard(flag)
+
+    def get_flag(self, flag: int) -> bool:
+        return flag in self.flags
+
+    def add_optimization_profile(self, profile: OptimizationProfile) -> int:
+        self.profiles.append(profile)
+        return len(self.profiles) - 1
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    def set_memory_pool_limit(self, pool: int, pool_size: int) -> None:
+        self.limits[pool] = pool_size
+
+    def get_memory_pool_limit(self, pool: int) -> int:
+        return self.limits[pool]
+
+    def set_preview_feature(self, feature: int, enable: bool) -> None:
+        self.previews[feature] = enable
+
+    def get_preview_feature(self, feature: int) -> bool:
+        return self.previews.get(feature, False)
+
+    def create_timing_cache(self, serialized_timing_cache: bytes) -> TimingCache:
+        self.loaded_times.append(bytes(serialized_timing_cache))
+        return TimingCache()
+
+    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+        return True
+
+    def get_timing_cache(self) -> TimingCache:
+        return TimingCache()
+
+
+class Network:
+    """Inputs, and no layers."""
+
+    num_layers = 0
+
+    def __init__(self, inputs: Mapping[str, bool]) -> None:
+        self._inputs = [SimpleNamespace(name=n, is_shape_tensor=s, shape=(-1,), dtype="") for n, s in inputs.items()]
+        self.num_inputs = len(inputs)
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def get_input(self, index: int) -> Any:
+        return self._inputs[index]
+
+    def get_flag(self, flag: int) -> bool:
+        return True
+
+
+class FakeBuilding:
+    """Builders, networks and parsers. What was asked of them is in `calls`, `configs` and `flags`.
+
+    inputs:  the network's inputs, and whether each is a shape tensor.
+    error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
+    during:  what happens before each step of the builder but the first.
+    """
+
+    BuilderFlag = BuilderFlag
+    MemoryPoolType = MemoryPoolType
+    ProfilingVerbosity = ProfilingVerbosity
+    NetworkDefinitionCreationFlag = NetworkDefinitionCreationFlag
+    DeviceType = DeviceType
+    ILogger = ILogger
+    IProgressMonitor = IProgressMonitor
+    Logger = ILogger
+    __spec__ = None
+    __path__ = ()
+
+    def __init__(self, version: str = "10.9.0.34", inputs: Mapping[str, bool] = {}, error: str = "", loads: bool = True,
+        failure: str = "", during: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.__version__ = version
+        self.inputs = inputs
+        self.error = error
+        self.failure = failure
+        self.during = during
+        self.steps = 0
+        self.loggers: list[ILogger] = []
+        self.loads = loads
+        self.registered = False
+        self.calls: list[tuple[str, Any]] = []
+        self.configs: list[BuilderConfig] = []
+        self.flags: list[int] = []
+        self.engine = HostMemory(*b"engine")
+
+    def init_libnvinfer_plugins(self, logger: ILogger, namespace: str) -> bool:
+        self.calls.append(("init_libnvinfer_plugins", namespace))
+        return True
+
+    def get_plugin_registry(self) -> Any:
+        return SimpleNamespace(load_library=self._load_library, get_creator=self._get_creator)
+
+    def _get_creator(self, type: str, version: str, plugin_namespace: str) -> Any:
+        return object() if (type, version, plugin_namespace) == ("TreeAttention", "1", "") and self.registered else None
+
+    def _load_library(self, plugin_path: str) -> Any:
+        """As TensorRT does: nothing for a library whose plugins are registered already."""
+        self.calls.append(("load_library", plugin_path))
+        if self.registered or not self.loads:
+            return None
+        self.registered = True
+        return object()
+
+    def Builder(self, logger: ILogger) -> Any:
+        self.loggers.append(logger)
+        return SimpleNamespace(
+            create_network=self._network, create_builder_config=self._config,
+            create_optimization_profile=OptimizationProfile, build_serialized_network=self._build,
+        )  # fmt: skip
+
+    def OnnxParser(self, network: Any, logger: ILogger) -> Any:
+        return SimpleNamespace(
+            parse_from_file=self._parse, num_errors=1 if self.error else 0, get_error=lambda index: self.error
+        )
+
+    def _network(self, flags: int = 0) -> Network:
+        self.flags.append(flags)
+        return Network(self.inputs)
+
+    def _config(self) -> BuilderConfig:
+        self.configs.append(BuilderConfig())
+        return self.configs[-1]
+
+    def _parse(self, model: str) -> bool:
+        self.calls.append(("parse_from_file", model))
+        if self.error:
+            self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
+        return not self.error
+
+    def _build(self, network: Any, config: BuilderConfig) -> Any:
+        self.calls.append(("build_serialized_network", None))
+        if self.failure:
+            self._log("Error Code 10: cost table is empty", self.failure)
+            self.loggers[-1].log(ILogger.WARNING, "a warning after it")  # type: ignore[attr-defined]
+            return None
+        monitor = config.progress_monitor
+        assert monitor.ready
+        monitor.phase_start("Tactics", None, 3)
+        for step in range(3):
+            self.steps += 1
+            if step:
+                self.during()
+            if not monitor.step_complete("Tactics", step):
+                self._log("Error Code 10: the build was cancelled")
+                return None
+        monitor.phase_finish("Tactics")
+        return self.engine
+
+    def _log(self, *errors: str) -> None:
+        for error in errors:
+            self.loggers[-1].log(ILogger.ERROR, error)  # type: ignore[attr-defined]
