@@ -51,18 +51,28 @@ class ILogger:
 
 
 class OptimizationProfile:
+    """Refuses ranges that are out of order by a RuntimeError, as the bindings do."""
+
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[Any, Any, Any]] = {}
         self.values: dict[str, tuple[Any, Any, Any]] = {}
 
     def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        if not _ordered(min, opt, max):
+            raise RuntimeError("Shape provided for opt is inconsistent with other shapes.")
         self.shapes[input] = (tuple(min), tuple(opt), tuple(max))
 
     def set_shape_input(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        if not _ordered(min, opt, max):
+            raise RuntimeError("opt input provided for shape tensor is inconsistent with other inputs.")
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
     def __bool__(self) -> bool:
         return True
+
+
+def _ordered(*ranges: Any) -> bool:
+    return all(list(sizes) == sorted(sizes) for sizes in zip(*ranges, strict=True))
 
 
 class TimingCache:
@@ -162,6 +172,7 @@ class Fake:
 
     inputs:  the network's inputs, and whether each is a shape tensor.
     error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
+    null:    what is logged if no builder can be made.
     during:  what happens before each step of the builder but the first.
     """
 
@@ -177,13 +188,14 @@ class Fake:
     __path__ = ()
 
     def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True,
-        failure: str = "", during: Callable[[], None] = lambda: None,
+        failure: str = "", during: Callable[[], None] = lambda: None, null: str = "",
     ) -> None:  # fmt: skip
         self.__version__ = version
         self.inputs = inputs
         self.error = error
         self.failure = failure
         self.during = during
+        self.null = null
         self.steps = 0
         self.loggers: list[ILogger] = []
         self.loads = loads
@@ -213,6 +225,9 @@ class Fake:
 
     def Builder(self, logger: ILogger) -> Any:
         self.loggers.append(logger)
+        if self.null:
+            self._log(self.null)
+            raise TypeError("pybind11::init(): factory function returned nullptr")
         return SimpleNamespace(
             create_network=self._network, create_builder_config=self._config,
             create_optimization_profile=OptimizationProfile, build_serialized_network=self._build,
