@@ -303,6 +303,23 @@ def test_what_tensorrt_logged_last_is_the_reason(make: Make) -> None:
         run()
 
 
+def test_what_the_bindings_raise_is_one_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most calls return False on failure; the choice of a profile raises a RuntimeError."""
+    device = make([PREFILL, TOKEN, TREE])
+    program = device.program(names.VERIFIER)
+    monkeypatch.setattr(program, "_profile", lambda inputs, buffers: 3)
+    with pytest.raises(BackendError, match=r"^TensorRT refuses verifier: profile 3 is out of range$"):
+        program.bind(verifier_buffers(device))
+
+
+def test_a_runtime_that_tensorrt_cannot_make_is_one_line(bundle: Bundle) -> None:
+    """As with a driver that is too old for TensorRT's CUDA: pybind11 raises a TypeError for the null object."""
+    tensorrt = FakeTensorRt(cuda := FakeCuda())
+    tensorrt.null = "CUDA initialization failure\n with error: 35"
+    with pytest.raises(BackendError, match=r"^TensorRT does not start: CUDA initialization failure with error: 35$"):
+        TensorRtDevice(bundle, {}, Cuda(cuda), tensorrt)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -465,7 +482,7 @@ def test_the_lists_above_are_complete(root: Path, source: str) -> None:
     if "cuda.py" in source:
         assert used | {"cudaStreamNonBlocking"} == set(CUDA_NAMES)
     else:
-        members = set(re.findall(r"(?:_?engine|context|_context)\.(\w+)\(", text))
+        members = set(re.findall(r"\b(?:_?engine|_?context)\.(\w+)", text)) - {"file"}  # of a manifest's engine
         listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in TENSORRT_NAMES[group]}
         assert members <= listed
         assert {name.split(".")[0] for name in re.findall(r"tensorrt\.([A-Z]\w+)", text)} <= set(TENSORRT_NAMES)

@@ -84,9 +84,7 @@ def test_profiles_that_the_bindings_refuse_are_one_line(install: Install, build:
 def test_a_builder_that_tensorrt_cannot_make_is_one_line(install: Install, build: EngineBuild) -> None:
     """As with a driver that is too old for TensorRT's CUDA: pybind11 raises a TypeError for the null object."""
     install(null="CUDA initialization failure with error: 35.")
-    with pytest.raises(
-        BackendError, match=r"verifier\.tensorrt\.onnx: CUDA initialization failure with error: 35\.; see"
-    ):
+    with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: CUDA initialization .* error: 35\.; see"):
         build_engine(build)
 
 
