@@ -158,7 +158,7 @@ def test_a_prompts_chunk_is_at_most_the_context() -> None:
 def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(
         UsageError,
-        match="a tree of 65 tokens does not fit in the context of 64; raise --max-model-len, or lower --tree-nodes to 64",
+        match="tree of 65 tokens does not fit in the context of 64; raise --max-model-len, or lower --tree-nodes to 64",
     ):
         CallLimits(batch=1, tree=65, prefill=32, max_model_len=64)
     with pytest.raises(UsageError, match="at least one sequence"):
