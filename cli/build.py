@@ -74,7 +74,7 @@ def build(
     batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
     tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="TensorRT: build also where GPU memory seems too little.")
+        bool, typer.Option("--ignore-memory", help="TensorRT: build even if memory seems too little, on GPU or host.")
     ] = False,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="Do not compare the engines with transformers' own model.")

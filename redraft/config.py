@@ -57,7 +57,7 @@ class TensorRtBuild:
     batch:         largest number of sequences in one call.
     tree_nodes:    largest number of nodes in a tree, its root included.
     prefill:       largest number of prompt tokens in one call.
-    ignore_memory: build even if the free GPU memory seems too little.
+    ignore_memory: build even if the free memory of the GPU or the host seems too little.
     """
 
     attention: Literal["plugin", "native"] = "plugin"
