@@ -22,7 +22,7 @@ from redraft.engines.cuda import Cuda, Memory, open_cuda
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Buffer, Program, byte_size, check_bindings
 from redraft.engines.manifest import GraphRecord, rebuild_command
-from redraft.engines.tensorrt.plugin import load_plugin
+from redraft.engines.tensorrt.plugin import LOG_PREFIX, load_plugin
 from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
@@ -99,7 +99,10 @@ class TensorRtDevice(CudaDevice):
 
 
 class Failure:
-    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed."""
+    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed.
+
+    Warnings of TensorRT's are information. Those of our plugin are warnings: it has one, of caches that are copied.
+    """
 
     def __init__(self, tensorrt: Any) -> None:
         self.last = "no reason given"
@@ -110,6 +113,8 @@ class Failure:
             level = levels.get(severity, logging.WARNING)
             if level is logging.WARNING:
                 self.last = " ".join(message.split())
+            if severity == tensorrt.ILogger.WARNING and message.startswith(LOG_PREFIX):
+                level = logging.WARNING
             _LOG.log(level, "%s", message)
 
         def begin(logger: object) -> None:

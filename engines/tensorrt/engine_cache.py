@@ -97,6 +97,11 @@ def evict(folder: Path, added: int = 0) -> None:
         path.unlink(missing_ok=True)
 
 
+def engine_count(folder: Path) -> int:
+    """Return the number of engines in a cache folder."""
+    return len(list(folder.glob("*.engine")))
+
+
 def own_bytes(folder: Path) -> int:
     """Bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space of their own."""
     return sum(path.stat().st_size for path in _own(folder))

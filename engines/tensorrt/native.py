@@ -18,11 +18,12 @@ import numpy as np
 import onnx_ir as ir
 
 from redraft import names
+from redraft.config import NATIVE_RELEASES
 from redraft.engines.tensorrt.operators import SINCE, Release
 from redraft.engines.tensorrt.rewrite import Rewriter
 from redraft.errors import BackendError
 
-_STALE_ROWS = ((11, 1), (11, 2))
+STALE_RELEASES = ((11, 1), (11, 2))
 """Releases whose own attention was seen to read rows of a KV buffer that are not live."""
 _PLUGIN = "build with --attention plugin"
 
@@ -32,11 +33,12 @@ def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
     nodes = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
     if nodes and release < SINCE["TensorScatter"]:
         raise BackendError(
-            f"TensorRT {_text(release)} has no KV update of its own", f"{_PLUGIN}, or use 10.15 or newer"
+            f"TensorRT {_text(release)} has no KV update of its own", f"{_PLUGIN}, or use {NATIVE_RELEASES}"
         )
-    if nodes and release in _STALE_ROWS:
+    if nodes and release in STALE_RELEASES:
         raise BackendError(
-            f"TensorRT {_text(release)} may read rows of KV buffers that are not live", f"{_PLUGIN}, or another version"
+            f"TensorRT {_text(release)} may read rows of KV buffers that are not live",
+            f"{_PLUGIN}, or use {NATIVE_RELEASES}",
         )
     buffers = {id(value) for value in model.graph.inputs}
     visible: dict[int, ir.Value] = {}

@@ -18,18 +18,13 @@ from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.merge import merge_weights
 from redraft.engines.tensorrt.native import lower_attention, lower_keep
-from redraft.engines.tensorrt.records import Attention
+from redraft.engines.tensorrt.records import Attention, weights_file
 from redraft.errors import BackendError
 
 
 def graph_file(graph: str) -> str:
     """Return the name of the prepared graph's file. It shares the portable graph's folder and weights."""
     return f"{graph}.tensorrt.onnx"
-
-
-def weights_file(graph: str) -> str:
-    """Return the name of the file for weights that only the prepared graph has: those that are merged by copying."""
-    return f"{graph}.tensorrt.weights"
 
 
 def prepare(folder: Path, file: str, graph: str, release: operators.Release, attention: Attention) -> onnx.ModelProto:

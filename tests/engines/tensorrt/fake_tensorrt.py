@@ -11,6 +11,8 @@ from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
+
 
 class BuilderFlag(IntEnum):
     TF32 = 7
@@ -155,7 +157,16 @@ class Network:
 
     def __init__(self, inputs: dict[str, bool]) -> None:
         self._inputs = [SimpleNamespace(name=n, is_shape_tensor=s, shape=(-1,), dtype="") for n, s in inputs.items()]
-        self.num_inputs = len(inputs)
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
+    def parse(self, model: str) -> None:
+        """Take the inputs of a graph's file, none of which is a shape tensor."""
+        for value in onnx.load(model, load_external_data=False).graph.input:
+            shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)
+            self._inputs.append(SimpleNamespace(name=value.name, is_shape_tensor=False, shape=shape, dtype=""))
 
     def __iter__(self) -> Any:
         return iter(())
@@ -170,7 +181,7 @@ class Network:
 class Fake:
     """The package: `sys.modules["tensorrt"] = Fake(...)`. What was asked of it is in `calls`, `configs` and `flags`.
 
-    inputs:  the network's inputs, and whether each is a shape tensor.
+    inputs:  the network's inputs, and whether each is a shape tensor. None takes those of the graph that is parsed.
     error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
     null:    what is logged if no builder can be made.
     during:  what happens before each step of the builder but the first.
@@ -187,7 +198,7 @@ class Fake:
     __spec__ = None
     __path__ = ()
 
-    def __init__(self, version: str, inputs: dict[str, bool], error: str = "", loads: bool = True,
+    def __init__(self, version: str, inputs: dict[str, bool] | None, error: str = "", loads: bool = True,
         failure: str = "", during: Callable[[], None] = lambda: None, null: str = "",
     ) -> None:  # fmt: skip
         self.__version__ = version
@@ -199,6 +210,7 @@ class Fake:
         self.steps = 0
         self.loggers: list[ILogger] = []
         self.loads = loads
+        self.networks: list[Network] = []
         self.registered = False
         self.calls: list[tuple[str, Any]] = []
         self.configs: list[BuilderConfig] = []
@@ -240,7 +252,8 @@ class Fake:
 
     def _network(self, flags: int = 0) -> Network:
         self.flags.append(flags)
-        return Network(self.inputs)
+        self.networks.append(Network(self.inputs or {}))
+        return self.networks[-1]
 
     def _config(self) -> BuilderConfig:
         self.configs.append(BuilderConfig())
@@ -250,6 +263,8 @@ class Fake:
         self.calls.append(("parse_from_file", model))
         if self.error:
             self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
+        elif self.inputs is None:
+            self.networks[-1].parse(model)
         return not self.error
 
     def _build(self, network: Any, config: BuilderConfig) -> Any:

@@ -17,7 +17,8 @@ import pytest
 from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand
 from redraft.engines.tensorrt.merge import merge_weights
-from redraft.engines.tensorrt.prepare import graph_file, prepare, weights_file
+from redraft.engines.tensorrt.prepare import graph_file, prepare
+from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
 from redraft.export.tree_attention import bodies
 from tests.engines.graphs import Decoder, save_verifier
