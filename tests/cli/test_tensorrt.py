@@ -112,10 +112,8 @@ def test_the_standard_output_has_one_json_object_alone(
     options = ("-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")
     assert build("10.13.3.9", *options, builder=build_engine) == 0, capfd.readouterr().err
     shown = json.loads(capfd.readouterr().out)
-    assert len(tensorrt.configs) >= len(shown["drafters"]) + 1
-    assert shown["engine_bytes"] == len(b"engine") * len(open_bundle(tmp_path / "tiny").manifest.tensorrt.engines)
-    copied = sorted((tmp_path / "tiny").glob("*.tensorrt.weights"))
-    assert shown["merged_weight_bytes"] == sum(path.stat().st_size for path in copied) > 0
+    assert shown["engine_bytes"] == len(b"engine") * len(tensorrt.configs) > 0
+    assert shown["merged_weight_bytes"] == 0  # of a converted checkpoint, written with the parts in a row
 
 
 def test_help_and_readme_name_the_releases_with_native_attention(root: Path) -> None:
