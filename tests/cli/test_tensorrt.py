@@ -20,12 +20,11 @@ from redraft.cli import main
 from redraft.cli.build_options import Attention, choose_tensorrt
 from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
-from redraft.engines.tensorrt import native, stage
+from redraft.engines.tensorrt import stage
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.driver import Gpu
-from redraft.engines.tensorrt.operators import SINCE
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target
 from redraft.engines.tensorrt.tools import Tools
 
 Refused = Callable[..., str]
@@ -118,8 +117,7 @@ def test_the_standard_output_has_one_json_object_alone(
 
 def test_help_and_readme_name_the_releases_with_native_attention(root: Path) -> None:
     assert f"TensorRT {NATIVE_RELEASES}" in " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    assert all(".".join(map(str, release)) in NATIVE_RELEASES for release in native.STALE_RELEASES)
-    assert ".".join(map(str, SINCE["TensorScatter"])) in NATIVE_RELEASES
+    assert all(".".join(map(str, release)) in NATIVE_RELEASES for release in (NATIVE_FROM, *STALE_RELEASES))
 
 
 def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path) -> None:
