@@ -22,7 +22,7 @@ from redraft.cli.build_options import (
 )
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import Json
-from redraft.config import HALVES, WEIGHT_ONLY, BuildConfig
+from redraft.config import HALVES, NATIVE_RELEASES, WEIGHT_ONLY, BuildConfig
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def build(
     ] = None,
     precision: Annotated[
         Precision | None,
-        typer.Option(help="fp32, fp16, bf16, or int8, int4, fp8: of weights, and on CPUs 8 bits of activations."),
+        typer.Option(
+            help="fp32, fp16, bf16, or int8, int4, fp8: of weights, and on CPUs 8 bits of activations. On GPUs the "
+            "last three save memory, and may be slower than fp16."
+        ),
     ] = None,
     backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
     weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
@@ -66,7 +69,7 @@ def build(
         ),
     ] = None,
     attention: Annotated[
-        Attention | None, typer.Option(help="TensorRT: our plugin, or its own layers (10.15 and newer).")
+        Attention | None, typer.Option(help=f"TensorRT: our plugin, or its own layers ({NATIVE_RELEASES}).")
     ] = None,
     embed_plugin: Annotated[
         bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
@@ -74,7 +77,7 @@ def build(
     batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
     tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="TensorRT: build also where GPU memory seems too little.")
+        bool, typer.Option("--ignore-memory", help="TensorRT: build even if memory seems too little, on GPU or host.")
     ] = False,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="Do not compare the engines with transformers' own model.")
@@ -128,8 +131,9 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
 def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
     """What was built, as a JSON object. `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`."""
     from redraft.engines.drafters import read_drafters
-    from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
+    from redraft.engines.sizes import engine_bytes, own_bytes, total_bytes, weight_shares
 
+    engines, merged = engine_bytes(manifest)
     return {
         "bundle": str(out),
         "cached": cached,
@@ -144,6 +148,8 @@ def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> di
         "drafters": {drafter.id: describe_drafter(drafter) for drafter in read_drafters(manifest)},
         "bytes": total_bytes(manifest),
         "own_bytes": own_bytes(out, manifest),
+        "engine_bytes": engines,
+        "merged_weight_bytes": merged,
         "weight_shares": dict(weight_shares(manifest)),
         "perplexity": dict(manifest.quality.perplexity) if manifest.quality else None,
         "perplexity_fp32": dict(manifest.quality.perplexity_fp32) if manifest.quality else None,
@@ -173,6 +179,9 @@ def describe(summary: dict[str, Any]) -> str:
         f"  {summary['architecture']}, {summary['precision']}, context {summary['max_model_len']}, "
         f"{describe_size(summary['bytes'], summary['own_bytes'])}",
     ]
+    if summary["engine_bytes"]:
+        engines, merged = (summary[key] / 1e6 for key in ("engine_bytes", "merged_weight_bytes"))
+        lines.append(f"  engines {engines:.1f} MB, weights copied to merge projections {merged:.1f} MB")
     if summary["precision"] in WEIGHT_ONLY:
         lines.append(f"  weights: {describe_shares(summary['weight_shares'])}")
     for drafter, found in summary["drafters"].items():

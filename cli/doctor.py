@@ -166,6 +166,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding("disk", "ok" if enough else "warning", f"{free / (1 << 30):.1f} GiB free in {Path.cwd()}",
                   None if enough else "free some, or build with -o on another disk")  # fmt: skip
     yield _cache_folder()
+    yield _engine_cache()
 
 
 def _cache_folder() -> Finding:
@@ -174,6 +175,20 @@ def _cache_folder() -> Finding:
     if os.access(parent, os.W_OK):
         return Finding("cache folder", "ok", f"{folder / 'redraft'}")
     return Finding("cache folder", "warning", f"{folder} is not writable", "set XDG_CACHE_HOME to a folder that is")
+
+
+def _engine_cache() -> Finding:
+    """Return the size of the cache of TensorRT engines."""
+    from redraft.engines.tensorrt.engine_cache import cache_folder, engine_count, limit_bytes, own_bytes
+
+    folder = cache_folder()
+    if not folder.is_dir():
+        return Finding("engine cache", "ok", f"none in {folder}")
+    found = (
+        f"{engine_count(folder)} engines, {own_bytes(folder) / 1e9:.1f} GB besides those of bundles, "
+        f"at most {limit_bytes(folder) / 1e9:.1f} GB, in {folder}"
+    )
+    return Finding("engine cache", "ok", found)
 
 
 def _accelerators() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from redraft.engines.manifest import Manifest
+from redraft.engines.tensorrt.records import weights_file
 from redraft.names import CODES, QUANTIZATION_BLOCK, SCALES, ZEROS
 
 _KINDS = {
@@ -23,6 +24,16 @@ def total_bytes(manifest: Manifest) -> int:
 def own_bytes(bundle: Path, manifest: Manifest) -> int:
     """The same without files that are hard links, of the checkpoint's or of another bundle's."""
     return sum(file.size for name, file in manifest.files.items() if (bundle / name).stat().st_nlink == 1)
+
+
+def engine_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Bytes of a bundle's TensorRT engines, and of the weights that were copied to merge them for TensorRT."""
+    if manifest.tensorrt is None:
+        return 0, 0
+    engines = manifest.tensorrt.engines
+    copies = [weights_file(graph) for graph in engines if weights_file(graph) in manifest.files]
+    built = [engine.file for engine in engines.values()]
+    return sum(manifest.files[file].size for file in built), sum(manifest.files[file].size for file in copies)
 
 
 def weight_shares(manifest: Manifest) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from redraft.engines.cuda import Cuda, Memory, open_cuda
 from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Buffer, Program, byte_size, check_bindings
 from redraft.engines.manifest import GraphRecord, rebuild_command
-from redraft.engines.tensorrt.plugin import load_plugin
+from redraft.engines.tensorrt.plugin import LOG_PREFIX, load_plugin
 from redraft.engines.tensorrt.target import check_same, find_target, import_tensorrt
 from redraft.errors import BackendError
 from redraft.names import Dtype, TensorSpec
@@ -65,7 +65,10 @@ class TensorRtDevice(CudaDevice):
         self.tensorrt = tensorrt
         self.failure = Failure(tensorrt)
         self._files = engines
-        self._runtime = tensorrt.Runtime(self.failure.logger)
+        try:
+            self._runtime = tensorrt.Runtime(self.failure.logger)
+        except TypeError:  # pybind11's for an object that is null
+            raise BackendError(f"TensorRT does not start: {self.failure.last}") from None
         if embedded:
             self._runtime.engine_host_code_allowed = True
 
@@ -96,7 +99,10 @@ class TensorRtDevice(CudaDevice):
 
 
 class Failure:
-    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed."""
+    """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed.
+
+    Warnings of TensorRT's are information. Those of our plugin are warnings: it has one, of caches that are copied.
+    """
 
     def __init__(self, tensorrt: Any) -> None:
         self.last = "no reason given"
@@ -107,6 +113,8 @@ class Failure:
             level = levels.get(severity, logging.WARNING)
             if level is logging.WARNING:
                 self.last = " ".join(message.split())
+            if severity == tensorrt.ILogger.WARNING and message.startswith(LOG_PREFIX):
+                level = logging.WARNING
             _LOG.log(level, "%s", message)
 
         def begin(logger: object) -> None:
@@ -138,18 +146,18 @@ class EngineProgram:
         strategy = device.tensorrt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:
-            raise BackendError(f"TensorRT makes no context of {self._graph}: {device.failure.last}")
+            raise BackendError(f"TensorRT creates no context of {self._graph}: {device.failure.last}")
         run = EngineRun(device, self._graph, context, not self._on_host, (self._scratch, dict(buffers)))
-        run.must(context.set_optimization_profile_async(self._profile(inputs, buffers), device.cuda.stream))
+        run.must(context.set_optimization_profile_async, self._profile(inputs, buffers), device.cuda.stream)
         device.cuda.synchronize()
         context.set_device_memory(self._scratch.address, self._scratch.size)
         for spec in inputs:
-            run.must(context.set_input_shape(spec.name, buffers[spec.name].shape))
-            run.must(context.set_tensor_address(spec.name, self._input_address(spec, buffers[spec.name])))
+            run.must(context.set_input_shape, spec.name, buffers[spec.name].shape)
+            run.must(context.set_tensor_address, spec.name, self._input_address(spec, buffers[spec.name]))
         for spec in self.outputs:
-            run.must(context.set_tensor_address(spec.name, self._output_address(spec, buffers[spec.name], run)))
+            run.must(context.set_tensor_address, spec.name, self._output_address(spec, buffers[spec.name], run))
         for name, cache in self._links.items():
-            run.must(context.set_tensor_address(name, buffers[cache].address))
+            run.must(context.set_tensor_address, name, buffers[cache].address)
         return run
 
     def _input_address(self, spec: TensorSpec, buffer: Buffer) -> int:
@@ -210,12 +218,16 @@ class EngineRun:
         self._keep = keep
 
     def __call__(self) -> None:
-        self.must(self._context.execute_async_v3(self._device.cuda.stream))
+        self.must(self._context.execute_async_v3, self._device.cuda.stream)
         for target, beside, size in self.copies:
             self._device.cuda.copy(target, beside.address, size, "cudaMemcpyDeviceToDevice")
 
-    def must(self, worked: bool) -> None:
-        """Raises BackendError if TensorRT reports a failure."""
+    def must(self, call: Callable[..., bool], *arguments: object) -> None:
+        """Call TensorRT. Raise BackendError if it fails: some bindings return False, others raise a RuntimeError."""
+        try:
+            worked = call(*arguments)
+        except RuntimeError:
+            worked = False
         if not worked:
             raise BackendError(f"TensorRT refuses {self._graph}: {self._device.failure.last}")
 

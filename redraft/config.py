@@ -17,6 +17,8 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 WEIGHT_ONLY: tuple[Precision, ...] = ("int8", "int4", "fp8")
 HALVES: tuple[Precision, ...] = ("fp16", "bf16")
 Backend = Literal["onnxruntime", "tensorrt"]
+NATIVE_RELEASES = "10.15 or newer, except 11.1 and 11.2"
+"""Releases of TensorRT whose own layers compute tree attention correctly."""
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 """Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
 RESERVED_IDS = (NONE, *LOOKUPS, "random", "inexact", "verifier", "step", "weights")
@@ -53,12 +55,12 @@ class DrafterBuild:
 class TensorRtBuild:
     """Configuration of TensorRT engines; nothing else reads it.
 
-    attention:     computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (10.15 or newer).
+    attention:     computes `redraft::TreeAttention`: our plugin, or TensorRT's own layers (NATIVE_RELEASES).
     embed_plugin:  make the plugin's library part of the engines instead of a file next to them.
     batch:         largest number of sequences in one call.
     tree_nodes:    largest number of nodes in a tree, its root included.
     prefill:       largest number of prompt tokens in one call.
-    ignore_memory: build even if the free GPU memory seems too little.
+    ignore_memory: build even if the free memory of the GPU or the host seems too little.
     """
 
     attention: Literal["plugin", "native"] = "plugin"

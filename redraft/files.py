@@ -17,3 +17,9 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)
         return
     shutil.copyfile(source, target)
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Return True if two folders are on one file system, so that files can be linked. A folder may not exist yet."""
+    devices = {next(path for path in (f, *f.parents) if path.exists()).stat().st_dev for f in (one, other)}
+    return len(devices) == 1

@@ -7,6 +7,7 @@
     profiles   optimization profiles of every graph               memory        memory of building and running
     inputs     integers that other tools may time with            native        our operator in TensorRT's own
     expand     operators that older parsers lack                  rewrite       nodes in place of a node
+    merge      weights that a graph concatenates, as one          disk          the disk space that engines need
     builder    Polygraphy's loaders over TensorRT's API           engine_cache  engines built before
     stage      all of it, for a bundle being built
 

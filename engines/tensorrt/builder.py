@@ -20,6 +20,8 @@ from redraft.interrupts import interrupts_deferred
 WORKSPACE_BYTES = 1 << 30
 """Scratch memory that the builder may let one engine use."""
 _PACKAGE = "run `pip install 'redraft[tensorrt]'`"
+_REFUSALS = (RuntimeError, TypeError)
+"""TensorRT's bindings raise a RuntimeError for refused values, and pybind11 a TypeError for an object that is null."""
 _MESSAGE_CHARACTERS = 300
 
 
@@ -78,6 +80,7 @@ def build_engine(build: EngineBuild) -> memoryview:
         raise BackendError(
             f"building engines needs the package {error.name}, which is not installed", _PACKAGE
         ) from None
+    _log_by_python()
     if build.plugin is not None:
         load_plugin(build.plugin, tensorrt)
     build.timing_cache.parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +98,21 @@ def build_engine(build: EngineBuild) -> memoryview:
         config = PostprocessConfig(config, lambda builder, network, config: _complete(config, build, monitor))
         try:
             engine = EngineBytesFromNetwork(network, config, save_timing_cache=str(build.timing_cache))()
-        except PolygraphyException as error:
+        except (PolygraphyException, *_REFUSALS) as error:
             line = " ".join((errors[-1] if errors else str(error)).split())[:_MESSAGE_CHARACTERS]
             raise BackendError(f"TensorRT cannot build {build.graph.name}: {line}", "see its log above") from error
     return memoryview(engine)
+
+
+def _log_by_python() -> None:
+    """Send Polygraphy's log to Python's logging. Polygraphy itself prints to the standard output, the place of JSON.
+
+    Without handlers, Python writes warnings and errors to the standard error and drops the rest.
+    """
+    from polygraphy.logger import G_LOGGER
+
+    G_LOGGER.use_python_logging_system = True
+    G_LOGGER.colors = False
 
 
 def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:

@@ -1,9 +1,15 @@
-"""Built engines by content: graph, weights, GPU, versions, plugin and settings. An engine is built once a machine."""
+"""Built engines by content: graph, weights, GPU, versions, plugin and settings. An engine is built once a machine.
+
+The cache is bounded: engines that no bundle has any more are evicted, those that were not used for longest first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import shutil
+import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +17,12 @@ from pathlib import Path
 from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.target import Target
-from redraft.files import link_or_copy
+from redraft.files import link_or_copy, same_disk
+
+MOST_BYTES = 64 << 30
+DISK_SHARE = 4
+"""The cache takes one such part of its disk at most."""
+_LOG = logging.getLogger("redraft.tensorrt")
 
 
 def cache_folder() -> Path:
@@ -46,24 +57,63 @@ def _polygraphy() -> str:
         return "none"
 
 
+def has(key: str, folder: Path | None = None) -> bool:
+    """Return True if the cache has the engine of this key."""
+    return _path(key, folder).is_file()
+
+
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
     """Put the cached engine of this key at `out`. False if there is none."""
     cached = _path(key, folder)
     if not cached.is_file():
         return False
     link_or_copy(cached, out)
+    with contextlib.suppress(OSError):  # last used now; the time of writing belongs to the bundles' digests
+        os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))
     return True
 
 
 def keep(key: str, engine: Path, folder: Path | None = None) -> None:
-    """Remember a built engine. A cache that cannot be written costs the next build time, nothing else."""
+    """Remember a built engine, and evict others. If the cache cannot take it, the next build takes longer."""
     cached = _path(key, folder)
     temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
+    added = 0 if same_disk(engine.parent, cached.parent) else engine.stat().st_size
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
+        evict(cached.parent, added)
+        if added > min(limit_bytes(cached.parent), shutil.disk_usage(cached.parent).free):
+            _LOG.warning("%s is not cached: %.1f GB are too many for %s", engine.name, added / 1e9, cached.parent)
+            return
         link_or_copy(engine, temporary)
         temporary.replace(cached)
     temporary.unlink(missing_ok=True)
+
+
+def evict(folder: Path, added: int = 0) -> None:
+    """Delete the engines that were not used for longest, until the others and `added` bytes are within the limit."""
+    for path in sorted(_own(folder), key=lambda path: path.stat().st_atime_ns):
+        if own_bytes(folder) + added <= limit_bytes(folder):
+            return
+        path.unlink(missing_ok=True)
+
+
+def engine_count(folder: Path) -> int:
+    """Return the number of engines in a cache folder."""
+    return len(list(folder.glob("*.engine")))
+
+
+def own_bytes(folder: Path) -> int:
+    """Bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space of their own."""
+    return sum(path.stat().st_size for path in _own(folder))
+
+
+def limit_bytes(folder: Path) -> int:
+    """Return the largest `own_bytes` of the cache in this existing folder: a share of the disk, and MOST_BYTES."""
+    return min(MOST_BYTES, shutil.disk_usage(folder).total // DISK_SHARE)
+
+
+def _own(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.engine*") if path.stat().st_nlink == 1]
 
 
 def _path(key: str, folder: Path | None) -> Path:

@@ -1,9 +1,10 @@
-"""Estimate the GPU memory of building and running engines, part by part, and refuse a build that does not fit.
+"""Estimate the memory of building and running engines, part by part, and refuse a build that does not fit.
 
-Engines are built one after the other. The estimate assumes that TensorRT's builder holds the parser's weights in host
-memory. On the GPU it holds an engine's weights once, its inputs and outputs, activations and scratch memory. Running
-holds all engines. Tensors that several of them read and write (KV buffers, a tree, tables) count once. Each engine has
-scratch memory of its own, which all of its execution contexts share.
+Engines are built one after the other. The host holds an engine's weights twice: TensorRT's parser copies them out of
+their files, and the builder returns the whole engine in memory. On the GPU the builder holds an engine's weights once,
+its inputs and outputs, activations and scratch memory. Running holds all engines. Tensors that several of them read
+and write (KV buffers, a tree, tables) count once. Each engine has scratch memory of its own, which all of its execution
+contexts share.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from redraft.names import TensorSpec
 
 CONTEXT_BYTES = 1 << 29
 """Approximate bytes of a CUDA context and TensorRT's own kernels."""
+PARSED_COPIES = 2
+"""Copies of an engine's weights in the host's memory at the end of its build: the parser's, and the engine itself."""
 _HALF_BYTE = 0.5
 _INT4 = onnx.TensorProto.INT4
 _GIB = 1 << 30
@@ -102,6 +105,18 @@ def check_memory(needs: Mapping[str, Needs], free_bytes: int, gpu: str) -> None:
         "only while building)",
         "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory",
     )
+
+
+def check_host(needs: Mapping[str, Needs], available_bytes: int | None) -> None:
+    """Raise BackendError if the host has too little memory to build one of the engines. None: it is not known."""
+    for graph, need in needs.items():
+        needed = PARSED_COPIES * need.weights
+        if available_bytes is not None and needed > available_bytes:
+            raise BackendError(
+                f"building {graph} takes at least {_gib(needed)} GiB of the host's memory (the parser's weights and "
+                f"the engine, {_gib(need.weights)} each), {_gib(available_bytes)} are free",
+                "free memory, build with --precision int8, or try all the same with --ignore-memory",
+            )
 
 
 def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:

@@ -18,26 +18,19 @@ import numpy as np
 import onnx_ir as ir
 
 from redraft import names
-from redraft.engines.tensorrt.operators import SINCE, Release
+from redraft.engines.tensorrt.operators import Release
 from redraft.engines.tensorrt.rewrite import Rewriter
+from redraft.engines.tensorrt.target import check_native
 from redraft.errors import BackendError
 
-_STALE_ROWS = ((11, 1), (11, 2))
-"""Releases whose own attention was seen to read rows of a KV buffer that are not live."""
 _PLUGIN = "build with --attention plugin"
 
 
 def lower_attention(graph: str, model: ir.Model, release: Release) -> None:
     """Replace every TreeAttention node in place. Raises BackendError for a node that TensorRT cannot compute."""
     nodes = [node for node in model.graph if node.op_type == names.TREE_ATTENTION]
-    if nodes and release < SINCE["TensorScatter"]:
-        raise BackendError(
-            f"TensorRT {_text(release)} has no KV update of its own", f"{_PLUGIN}, or use 10.15 or newer"
-        )
-    if nodes and release in _STALE_ROWS:
-        raise BackendError(
-            f"TensorRT {_text(release)} may read rows of KV buffers that are not live", f"{_PLUGIN}, or another version"
-        )
+    if nodes:
+        check_native(release)
     buffers = {id(value) for value in model.graph.inputs}
     visible: dict[int, ir.Value] = {}
     chains: dict[int, _Chain] = {}
@@ -191,7 +184,3 @@ def _visible(
 def _over(to: Rewriter, rows: ir.Value) -> Any:
     """[B, live] for all nodes: [B, 1, live]."""
     return to.node("Unsqueeze", [rows, to.constant([1])])
-
-
-def _text(release: Release) -> str:
-    return ".".join(map(str, release))

@@ -11,6 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper
 
 from redraft.engines.tensorrt import plugin
+from redraft.engines.tensorrt.target import NATIVE_FROM
 from redraft.errors import BackendError
 
 Release = tuple[int, int]
@@ -56,7 +57,7 @@ SUPPORTED: Mapping[str, frozenset[int]] = {
 """Element types of the data input by operator; empty if any will do."""
 
 SINCE: Mapping[str, Release] = {
-    "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": (10, 15),
+    "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": NATIVE_FROM,
     "Swish": (11, 0),
 }  # fmt: skip
 """Operators that came after the oldest version supported."""

@@ -17,6 +17,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "plugins"
 VARIABLE = "REDRAFT_TENSORRT_PLUGIN"
 NAME, VERSION, NAMESPACE = "TreeAttention", "1", ""
 """Name, version and namespace of the plugin's registered creator."""
+LOG_PREFIX = "redraft TreeAttention: "
+"""Beginning of the plugin's lines in TensorRT's log (plugins/tensorrt/log.cpp)."""
 _FILE = re.compile(r"libredraft_tensorrt_(\d+)\.so")
 
 

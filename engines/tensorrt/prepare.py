@@ -1,4 +1,4 @@
-"""Rewrite a bundle's portable graph for TensorRT's ONNX parser. Weights stay in their files.
+"""Rewrite a bundle's portable graph for TensorRT's ONNX parser. Weights stay in their files, but for merged ones.
 
 With the plugin: function bodies go, since a node that has one may be expanded, and `TreeAttention` nodes name the
 plugin's creator as all versions of the parser look it up: by operator, `plugin_version` and `plugin_namespace`, and
@@ -16,8 +16,9 @@ from onnx_ir.passes import common
 from redraft import names
 from redraft.engines.tensorrt import operators, plugin
 from redraft.engines.tensorrt.expand import expand
+from redraft.engines.tensorrt.merge import merge_weights
 from redraft.engines.tensorrt.native import lower_attention, lower_keep
-from redraft.engines.tensorrt.records import Attention
+from redraft.engines.tensorrt.records import Attention, weights_file
 from redraft.errors import BackendError
 
 
@@ -29,10 +30,12 @@ def graph_file(graph: str) -> str:
 def prepare(folder: Path, file: str, graph: str, release: operators.Release, attention: Attention) -> onnx.ModelProto:
     """Write `folder`/`graph`.tensorrt.onnx from the portable graph `file` there, and return it without its weights.
 
+    Weights that the graph concatenates become one (`merge`), in `graph`.tensorrt.weights if they have to be copied.
     Raises BackendError naming the first node that the parser of `release` does not take.
     """
     model = ir.load(folder / file)
     _check_attention(graph, model)
+    merge_weights(model, folder, weights_file(graph))
     expand(model, release)
     if attention == "plugin":
         _name_plugin(model)

@@ -44,15 +44,19 @@ class CallLimits:
         """Nodes that the usual tree is padded to."""
         return min(names.padded_width(self.usual), self.widest)
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of the largest chunk of a prompt, at most the context."""
+        return min(self.prefill, self.max_model_len)
+
     def __post_init__(self) -> None:
         if min(self.batch, self.prefill, self.tree - 1, self.max_model_len - 1) < 1:
             raise UsageError(f"expected sizes of at least one sequence, one token and a tree of two nodes, not {self}")
-        for wanted, size in (("tree", self.tree), ("prefill", self.prefill)):
-            if size > self.max_model_len:
-                raise UsageError(
-                    f"a {wanted} of {size} tokens does not fit in the context of {self.max_model_len}",
-                    f"raise --max-model-len, or lower the {wanted}",
-                )
+        if self.tree > self.max_model_len:
+            raise UsageError(
+                f"a tree of {self.tree} tokens does not fit in the context of {self.max_model_len}",
+                f"raise --max-model-len, or lower --tree-nodes to {self.max_model_len}",
+            )
 
 
 def profiles_of(
@@ -105,14 +109,22 @@ def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str
 
 
 def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context."""
-    rows = {"C": (_SMALLEST_CACHE, limits.max_model_len, names.kv_rows(limits.max_model_len + spare_rows))}
-    return {name: {**_batch(limits), **rows, **own} for name, own in graph.profiles.items()}
+    """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context.
+
+    KV buffers hold the rows of a call, also at the smallest and at the tuned size: TensorRT checks both.
+    """
+    most = names.kv_rows(limits.max_model_len + spare_rows)
+    found = {}
+    for name, own in graph.profiles.items():
+        rows = own["M"][2] if "M" in own else _SMALLEST_CACHE
+        capacity = (max(_SMALLEST_CACHE, rows), max(limits.max_model_len, rows), most)
+        found[name] = {**_batch(limits), "C": capacity, **own}
+    return found
 
 
 def _verifier(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
     """A prompt is computed alone; a tree has at least a root and a node."""
-    chunk, one, tree = (1, limits.prefill, limits.prefill), (1, 1, 1), _trees(limits)["T"]
+    chunk, one, tree = (1, limits.chunk, limits.chunk), (1, 1, 1), _trees(limits)["T"]
     return {
         PREFILL: {**_buffers(limits), "B": (1, 1, 1), "T": chunk, "R": one},
         TOKEN: {**_buffers(limits), "T": one, "R": one},

@@ -10,6 +10,11 @@ Attention = Literal["plugin", "native"]
 """Implementation of `redraft::TreeAttention`: our plugin, or TensorRT's own layers."""
 
 
+def weights_file(graph: str) -> str:
+    """Return the name of the file for weights that only the prepared graph has: those that are merged by copying."""
+    return f"{graph}.tensorrt.weights"
+
+
 @dataclass(frozen=True)
 class Range:
     """Sizes of one input in a profile: smallest, the one that is tuned for, largest.

@@ -13,15 +13,19 @@ from redraft import names
 from redraft.config import TensorRtBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.drafters import drafter_of, read_drafters
+from redraft.engines.host_memory import available_bytes
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, build_engine
-from redraft.engines.tensorrt.memory import Needs, check_memory, needs_of
+from redraft.engines.tensorrt.disk import check_disk
+from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.memory import Needs, check_host, check_memory, needs_of
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Attention, EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.tools import Tools
+from redraft.files import same_disk
 
 GRAPHS = (
     names.VERIFIER,
@@ -53,7 +57,7 @@ def stage_engines(
 ) -> Manifest:
     """Write `GRAPH.tensorrt.onnx` and `GRAPH.engine` for each graph of the staged bundle `folder`.
 
-    Returns the manifest with its TensorRT record. All graphs are checked, and the memory, before the first is built.
+    Returns the manifest with its TensorRT record. Graphs, disk and memory are checked before the first is built.
     Raises BackendError.
     """
     target, plugin = tools.target, tools.plugin
@@ -84,11 +88,12 @@ def stage_engines(
         )
         for graph, record in graphs.items()
     }
-    if not options.ignore_memory:
-        check_memory(_needs(manifest, graphs, prepared, builds), target.gpu.free_bytes, target.gpu.name)
+    keys = {graph: _key(folder, one, prepared[graph], tools) for graph, one in builds.items()}
+    needs = _needs(manifest, graphs, prepared, builds)
+    _check_fits(folder, needs, keys, options, target.gpu)
     for number, (graph, one) in enumerate(builds.items()):
         report(f"building engines {number}/{len(builds)}")
-        _write(folder, graph, one, prepared[graph], tools, build)
+        _write(folder / f"{graph}.engine", one, keys[graph], build)
     record = TensorRtRecord(
         version=target.version,
         gpu=target.gpu.name,
@@ -114,13 +119,31 @@ def _needs(
     }
 
 
-def _write(folder: Path, graph: str, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools, build: Build) -> None:
-    """Write one engine into the bundle, from the cache if it is there."""
-    out = folder / f"{graph}.engine"
+def _check_fits(
+    folder: Path, needs: Mapping[str, Needs], keys: Mapping[str, str], options: TensorRtBuild, gpu: Gpu
+) -> None:
+    """Raise BackendError if engines do not fit on the disk, or in the memory of the GPU or the host.
+
+    An engine in the cache is not built. It takes disk only if it must be copied from another file system.
+    """
+    built = {graph: need for graph, need in needs.items() if not engine_cache.has(keys[graph])}
+    written = built if same_disk(folder, engine_cache.cache_folder()) else needs
+    check_disk({graph: need.weights for graph, need in written.items()}, folder)
+    if not options.ignore_memory:
+        check_host(built, available_bytes())
+        check_memory(needs, gpu.free_bytes, gpu.name)
+
+
+def _key(folder: Path, one: EngineBuild, prepared: onnx.ModelProto, tools: Tools) -> str:
+    """Return the engine's key in the cache."""
     files = {entry.value for t in prepared.graph.initializer for entry in t.external_data if entry.key == "location"}
     weights = DigestCache().digests(folder / file for file in files).values()
     digest = tools.plugin.digest if tools.plugin else ""
-    key = engine_cache.engine_key(prepared.SerializeToString(deterministic=True), weights, tools.target, digest, one)
+    return engine_cache.engine_key(prepared.SerializeToString(deterministic=True), weights, tools.target, digest, one)
+
+
+def _write(out: Path, one: EngineBuild, key: str, build: Build) -> None:
+    """Write one engine into the bundle, from the cache if it is there."""
     if engine_cache.fetch(key, out):
         return
     out.write_bytes(build(one))

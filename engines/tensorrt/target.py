@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from redraft.config import Precision
+from redraft.config import NATIVE_RELEASES, Precision
 from redraft.engines.tensorrt.driver import Gpu, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.errors import BackendError
 
 OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
+NATIVE_FROM = (10, 15)
+STALE_RELEASES = ((11, 1), (11, 2))
+"""Releases whose own attention was seen to read rows of a KV buffer that are not live."""
 PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
 """The package to install by pip."""
 INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
@@ -67,6 +70,16 @@ def check_precision(precision: Precision, gpu: Gpu) -> None:
             f"fp8 weights need a GPU of compute capability {needed} or newer, found {gpu.name} of {found}",
             "build with --precision int8, or on a newer GPU",
         )
+
+
+def check_native(release: tuple[int, int]) -> None:
+    """Raise BackendError if the own layers of this TensorRT do not compute tree attention (NATIVE_RELEASES)."""
+    version = ".".join(map(str, release))
+    hint = f"build with --attention plugin, or use {NATIVE_RELEASES}"
+    if release < NATIVE_FROM:
+        raise BackendError(f"TensorRT {version} has no KV update of its own", hint)
+    if release in STALE_RELEASES:
+        raise BackendError(f"TensorRT {version} may read rows of KV buffers that are not live", hint)
 
 
 def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from redraft.config import BuildConfig
 from redraft.engines.tensorrt.plugin import Plugin, find_plugin
-from redraft.engines.tensorrt.target import Target, check_precision, find_target
+from redraft.engines.tensorrt.target import Target, check_native, check_precision, find_target
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,7 @@ def find_tools(config: BuildConfig) -> Tools:
     """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or does not support the build."""
     target = find_target()
     check_precision(config.precision, target.gpu)
-    plugin = find_plugin(target.release[0]) if config.tensorrt.attention == "plugin" else None
-    return Tools(target, plugin)
+    if config.tensorrt.attention == "plugin":
+        return Tools(target, find_plugin(target.release[0]))
+    check_native(target.release)
+    return Tools(target, None)

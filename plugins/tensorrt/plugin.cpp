@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 
+#include <atomic>
 #include <new>
 
 #include "attributes.h"
@@ -51,7 +52,7 @@ class TreeAttention final : public IPluginV3,
                             public IPluginV3OneBuild,
                             public IPluginV3OneRuntime {
  public:
-  explicit TreeAttention(const Attributes &attributes) : attributes_(attributes) {
+  TreeAttention(const Attributes &attributes, TensorRTPhase phase) : attributes_(attributes), phase_(phase) {
     snprintf(identity_, sizeof identity_, "scale=%a softcap=%a window=%d q_heads=%d kv_heads=%d", attributes.scale,
              attributes.softcap, attributes.window, attributes.q_heads, attributes.kv_heads);
   }
@@ -66,7 +67,7 @@ class TreeAttention final : public IPluginV3,
   }
 
   IPluginV3 *clone() noexcept override {
-    TreeAttention *copy = new (std::nothrow) TreeAttention(attributes_);
+    TreeAttention *copy = new (std::nothrow) TreeAttention(attributes_, phase_);
     if (copy) copy->blocks_ = blocks_;
     return copy;
   }
@@ -196,15 +197,27 @@ class TreeAttention final : public IPluginV3,
     }
   }
 
-  static bool copy_cache(const redraft_tree_attention_args &args, void *to, const void *from, cudaStream_t stream) {
+  bool copy_cache(const redraft_tree_attention_args &args, void *to, const void *from, cudaStream_t stream) const {
     if (to == from) return true;
     const size_t elements = static_cast<size_t>(args.batch) * args.kv_heads * args.capacity * args.head_dim;
     const size_t bytes = elements * (args.dtype == REDRAFT_FLOAT32 ? 4 : 2);
+    if (phase_ == TensorRTPhase::kRUNTIME) warn_of_copies(bytes);
     const cudaError_t status = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
     return status == cudaSuccess || refuse("a cache was not copied: %s", cudaGetErrorString(status));
   }
 
+  // Once a process. The builder, which times the plugin over buffers of its own, always copies and is not warned.
+  static void warn_of_copies(size_t bytes) {
+    static std::atomic_flag warned = ATOMIC_FLAG_INIT;
+    if (warned.test_and_set()) return;
+    say(ILogger::Severity::kWARNING,
+        "present_key is not at the address of key_cache, or present_value not at that of value_cache: "
+        "every call copies each cache whole (%zu bytes)",
+        bytes);
+  }
+
   const Attributes attributes_;
+  const TensorRTPhase phase_;
   int32_t blocks_ = 0;  // of the attention kernel; 0: as many as the device runs at once
   char identity_[128];
   Fields fields_;
@@ -225,7 +238,7 @@ class Creator final : public IPluginCreatorV3One {
     Attributes attributes;
     if (!read_fields(fields, building ? kOperatorFields : kFields, &attributes)) return nullptr;
     if (building) find_device(&attributes.multiprocessors, &attributes.compute_capability);
-    return new (std::nothrow) TreeAttention(attributes);
+    return new (std::nothrow) TreeAttention(attributes, phase);
   }
 
  private:

@@ -201,7 +201,10 @@ def test_a_manifest_that_does_not_fit_its_drafter(
 def test_a_bundle_without_a_drafter(refused: Refused, bundle: Path) -> None:
     for method in ("lyanna", "ngram+lyanna"):
         line = refused("generate", "--engines", bundle, "--prompt", "a", "--method", method, status=2)
-        assert "this bundle has no drafter 'lyanna'; choose one of none, ngram, suffix, or build it with `redraft build" in line
+        assert (
+            "this bundle has no drafter 'lyanna'; choose one of none, ngram, suffix, or build it with `redraft build"
+            in line
+        )
 
 
 def test_a_method_that_is_no_drafter_of_the_bundle(refused: Refused, drafted: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,21 @@ from redraft.cli.doctor import Finding
 from redraft.errors import BackendError
 
 Redraft = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_doctor_shows_the_size_of_the_engine_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are as large as a model; those that a bundle has too take no space."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert doctor._engine_cache().found == f"none in {tmp_path / 'redraft' / 'tensorrt'}"
+    cache = tmp_path / "redraft" / "tensorrt"
+    cache.mkdir(parents=True)
+    for name in ("a", "b"):
+        (cache / f"{name}.engine").write_bytes(bytes(200_000_000))
+    os.link(cache / "b.engine", tmp_path / "verifier.engine")
+    finding = next(finding for finding in doctor.examine() if finding.name == "engine cache")
+    assert re.fullmatch(
+        rf"2 engines, 0\.2 GB besides those of bundles, at most \d+\.\d GB, in {re.escape(str(cache))}", finding.found
+    )
 
 
 def test_no_command_shows_help_and_fails(redraft: Redraft) -> None:

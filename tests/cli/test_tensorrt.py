@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,17 +13,18 @@ from typing import Any, Literal
 import onnx
 import pytest
 from tests.engines.bundles import write_bundle
+from tests.standins.tensorrt import FakeTensorRt
 
 from redraft.assembly.options import options_of
 from redraft.cli import main
 from redraft.cli.build_options import Attention, choose_tensorrt
-from redraft.config import BuildConfig, TensorRtBuild
+from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines import open_bundle
 from redraft.engines.tensorrt import stage
-from redraft.engines.tensorrt.builder import EngineBuild
+from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.target import Target
+from redraft.engines.tensorrt.target import NATIVE_FROM, STALE_RELEASES, Target
 from redraft.engines.tensorrt.tools import Tools
 
 Refused = Callable[..., str]
@@ -45,13 +47,13 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> 
         built.append(one.graph.name)
         return b"engine"
 
-    def run(release: str, *options: object) -> int:
+    def run(release: str, *options: object, builder: Callable[[EngineBuild], bytes | memoryview] = fake) -> int:
         tools = Tools(Target(release, Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)), Plugin(library, "0" * 64))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr("redraft.engines.backends.find_spec", lambda name: object())
         monkeypatch.setattr("redraft.engines.backends.find_tools", lambda options: tools)
         monkeypatch.setattr("redraft.assembly.bundle.find_tools", lambda options: tools)
-        monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=fake))
+        monkeypatch.setattr(stage, "stage_engines", partial(_STAGE, build=builder))
         return main.run(["build", "tiny", "--backend", "tensorrt", *map(str, options)])
 
     return run
@@ -95,6 +97,27 @@ def test_every_graph_of_the_embedded_model_is_taken(
     written = json.loads(capsys.readouterr().out)["inputs"]
     assert sorted(written) == sorted(map(str, (tmp_path / "inputs").iterdir()))
     assert str(tmp_path / "inputs" / "lyanna.draft.tree.num_pending.bin") in written
+
+
+@pytest.mark.slow
+def test_the_standard_output_has_one_json_object_alone(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The real Polygraphy builds here, which prints every profile unless it is told not to."""
+    tensorrt = FakeTensorRt("10.13.3.9", None)
+    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
+    for name in [name for name in sys.modules if name.startswith("polygraphy")]:
+        monkeypatch.delitem(sys.modules, name)
+    options = ("-o", tmp_path / "tiny", "--precision", "fp16", "--skip-check", "--json")
+    assert build("10.13.3.9", *options, builder=build_engine) == 0, capfd.readouterr().err
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["engine_bytes"] == len(b"engine") * len(tensorrt.configs) > 0
+    assert shown["merged_weight_bytes"] == 0  # of a converted checkpoint, written with the parts in a row
+
+
+def test_help_and_readme_name_the_releases_with_native_attention(root: Path) -> None:
+    assert f"TensorRT {NATIVE_RELEASES}" in " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    assert all(".".join(map(str, release)) in NATIVE_RELEASES for release in (NATIVE_FROM, *STALE_RELEASES))
 
 
 def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from redraft.engines.manifest import FileRecord
-from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
+from redraft.engines.sizes import (
+    describe_shares,
+    describe_size,
+    engine_bytes,
+    own_bytes,
+    total_bytes,
+    weight_shares,
+)
+from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.names import WeightRef
 from tests.engines.bundles import manifest_of
 from tests.engines.graphs import Decoder
@@ -30,6 +38,18 @@ def test_hard_links_are_not_the_bundle_s_own(tmp_path: Path) -> None:
     assert own_bytes(tmp_path / "bundle", manifest) == 7
     assert describe_size(107_000_000, 7_000_000) == ("107.0 MB, of which 7.0 MB are its own and the rest hard links")
     assert describe_size(7_000_000, 7_000_000) == "7.0 MB"
+
+
+def test_engines_and_weights_that_were_copied_for_them() -> None:
+    sizes = {"verifier.engine": 100, "step.accept.engine": 3, "verifier.tensorrt.weights": 40, "weights/w.bin": 60}
+    files = {name: FileRecord(size, "") for name, size in sizes.items()}
+    engines = {
+        name: EngineRecord(f"{name}.engine", f"{name}.tensorrt.onnx", ()) for name in ("verifier", "step.accept")
+    }
+    record = TensorRtRecord("10.13.3", "GPU", "9.0", "plugin", engines=engines)
+    manifest = replace(manifest_of(Decoder()), files=files)
+    assert engine_bytes(manifest) == (0, 0)
+    assert engine_bytes(replace(manifest, backend="tensorrt", tensorrt=record)) == (103, 40)
 
 
 def test_shares_count_codes_by_their_bits_and_no_scales() -> None:

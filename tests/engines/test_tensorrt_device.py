@@ -26,6 +26,7 @@ from redraft.engines.cuda import Cuda
 from redraft.engines.device import Buffer, HostInputs, byte_size
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.tensorrt.driver import Gpu
+from redraft.engines.tensorrt.plugin import LOG_PREFIX
 from redraft.engines.tensorrt.records import EngineRecord, TensorRtRecord
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt_device import TensorRtDevice
@@ -303,6 +304,34 @@ def test_what_tensorrt_logged_last_is_the_reason(make: Make) -> None:
         run()
 
 
+def test_only_the_plugins_warnings_are_warnings(root: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """TensorRT warns of many things; the plugin warns of caches that every call copies."""
+    assert f'"{LOG_PREFIX}"' in (root / "plugins" / "tensorrt" / "log.cpp").read_text()
+    failure = make().failure
+    with caplog.at_level(logging.INFO, "redraft.tensorrt"):
+        failure.logger.log(FakeTensorRt.ILogger.WARNING, "another default stream")
+        failure.logger.log(FakeTensorRt.ILogger.WARNING, f"{LOG_PREFIX}every call copies each cache whole")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    assert failure.last == "no reason given"
+
+
+def test_what_the_bindings_raise_is_one_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most calls return False on failure; the choice of a profile raises a RuntimeError."""
+    device = make([PREFILL, TOKEN, TREE])
+    program = device.program(names.VERIFIER)
+    monkeypatch.setattr(program, "_profile", lambda inputs, buffers: 3)
+    with pytest.raises(BackendError, match=r"^TensorRT refuses verifier: profile 3 is out of range$"):
+        program.bind(verifier_buffers(device))
+
+
+def test_a_runtime_that_tensorrt_cannot_make_is_one_line(bundle: Bundle) -> None:
+    """As with a driver that is too old for TensorRT's CUDA: pybind11 raises a TypeError for the null object."""
+    tensorrt = FakeTensorRt(cuda := FakeCuda())
+    tensorrt.null = "CUDA initialization failure\n with error: 35"
+    with pytest.raises(BackendError, match=r"^TensorRT does not start: CUDA initialization failure with error: 35$"):
+        TensorRtDevice(bundle, {}, Cuda(cuda), tensorrt)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -465,7 +494,7 @@ def test_the_lists_above_are_complete(root: Path, source: str) -> None:
     if "cuda.py" in source:
         assert used | {"cudaStreamNonBlocking"} == set(CUDA_NAMES)
     else:
-        members = set(re.findall(r"(?:_?engine|context|_context)\.(\w+)\(", text))
+        members = set(re.findall(r"\b(?:_?engine|_?context)\.(\w+)", text)) - {"file"}  # of a manifest's engine
         listed = {name for group in ("ICudaEngine", "IExecutionContext") for name in TENSORRT_NAMES[group]}
         assert members <= listed
         assert {name.split(".")[0] for name in re.findall(r"tensorrt\.([A-Z]\w+)", text)} <= set(TENSORRT_NAMES)

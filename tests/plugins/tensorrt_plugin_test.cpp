@@ -30,6 +30,7 @@ namespace {
 
 int failures = 0;
 std::string logged;
+ILogger::Severity severity;
 int copies = 0;
 int multiprocessors = 100;
 bool has_device = true;
@@ -44,7 +45,10 @@ void expect(bool holds, int line, const char *text) {
 bool said(const std::string &text) { return logged.find(text) != std::string::npos; }
 
 struct Logger final : ILogger {
-  void log(Severity, const char *message) noexcept override { logged = message; }
+  void log(Severity level, const char *message) noexcept override {
+    severity = level;
+    logged = message;
+  }
 } logger;
 
 struct Finder final : ILoggerFinder {
@@ -467,6 +471,7 @@ void test_enqueue(DataType type, int dtype) {
 
   Call apart(type);
   EXPECT(apart.enqueue(*plugin, false) == 0 && copies == 2);
+  EXPECT(!said("copies each cache"));  // the builder times a plugin over buffers of its own
   EXPECT(apart.bytes[redraft::kOut] == expected.bytes[redraft::kOut]);
   EXPECT(apart.bytes[redraft::kPresentKey] == expected.bytes[redraft::kKeyCache]);
   EXPECT(apart.bytes[redraft::kPresentValue] == expected.bytes[redraft::kValueCache]);
@@ -495,6 +500,22 @@ void test_enqueue_on_another_device() {
   multiprocessors = 100;
 }
 
+void test_engines_warn_of_copies_once() {
+  const auto built = Given().create();
+  const PluginFieldCollection *kept = runtime(*built).getFieldsToSerialize();
+  Given plan;
+  plan.fields.assign(kept->fields, kept->fields + kept->nbFields);
+  const auto plugin = plan.create(TensorRTPhase::kRUNTIME);
+  Call same(DataType::kFLOAT);
+  EXPECT(same.enqueue(*plugin, true) == 0 && !said("copies each cache"));
+  for (const bool first : {true, false}) {
+    logged.clear();
+    Call apart(DataType::kFLOAT);
+    EXPECT(apart.enqueue(*plugin, false) == 0 && said("every call copies each cache whole") == first);
+    EXPECT(!first || severity == ILogger::Severity::kWARNING);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -510,6 +531,7 @@ int main() {
   test_enqueue(DataType::kBF16, REDRAFT_BFLOAT16);
   test_enqueue(DataType::kFLOAT, REDRAFT_FLOAT32);
   test_enqueue_on_another_device();
+  test_engines_warn_of_copies_once();
   printf("%d expectations failed\n", failures);
   return failures ? 1 : 0;
 }

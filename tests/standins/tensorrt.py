@@ -4,7 +4,7 @@
 (smallest and largest shape, between them the one it is tuned for if that is not the largest), the inputs that it reads
 on the host, and whether it updates buffers where they are: one that does not spoils its outputs before it reads. An
 input on the host is read when work is put on the stream, as TensorRT does; shapes outside the profile, unset addresses
-and a capture without a run before are refused.
+and a capture without a run before are refused: by False, and by RuntimeError and TypeError where the bindings raise.
 
 An idle engine has tensors in place of a graph's file, and computes nothing, so that a step's time is the host's. Only
 the acceptance of a tree must make sense, so that text goes on: `FakeTensorRt.accept` writes it.
@@ -79,8 +79,12 @@ class FakeTensorRt(FakeBuilding):
         self.logger: Any = None
 
     def Runtime(self, logger: ILogger) -> FakeTensorRt:
+        """The runtime; if it is `null`, pybind11's error for that after this line of the log."""
         assert logger.ready
         self.logger = logger
+        if self.null:
+            logger.log(ILogger.ERROR, self.null)  # type: ignore[attr-defined]
+            raise TypeError("pybind11::init(): factory function returned nullptr")
         return self
 
     def deserialize_cuda_engine(self, data: bytes) -> Engine | None:
@@ -154,6 +158,9 @@ class Context:
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         assert stream == self.engine.tensorrt.cuda.STREAM
+        if not 0 <= profile < self.engine.num_optimization_profiles:
+            self.engine.tensorrt.logger.log(ILogger.ERROR, f"profile {profile} is out of range")
+            raise RuntimeError("Error in set optimization profile async.")
         self.profile = profile
         return True
 

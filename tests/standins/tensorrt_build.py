@@ -12,6 +12,8 @@ from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
+
 
 class BuilderFlag(IntEnum):
     TF32 = 7
@@ -57,18 +59,28 @@ class ILogger:
 
 
 class OptimizationProfile:
+    """Refuses ranges that are out of order by a RuntimeError, as the bindings do."""
+
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[Any, Any, Any]] = {}
         self.values: dict[str, tuple[Any, Any, Any]] = {}
 
     def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        if not _ordered(min, opt, max):
+            raise RuntimeError("Shape provided for opt is inconsistent with other shapes.")
         self.shapes[input] = (tuple(min), tuple(opt), tuple(max))
 
     def set_shape_input(self, input: str, min: Any, opt: Any, max: Any) -> None:
+        if not _ordered(min, opt, max):
+            raise RuntimeError("opt input provided for shape tensor is inconsistent with other inputs.")
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
     def __bool__(self) -> bool:
         return True
+
+
+def _ordered(*ranges: Any) -> bool:
+    return all(list(sizes) == sorted(sizes) for sizes in zip(*ranges, strict=True))
 
 
 class TimingCache:
@@ -151,7 +163,16 @@ class Network:
 
     def __init__(self, inputs: Mapping[str, bool]) -> None:
         self._inputs = [SimpleNamespace(name=n, is_shape_tensor=s, shape=(-1,), dtype="") for n, s in inputs.items()]
-        self.num_inputs = len(inputs)
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
+    def parse(self, model: str) -> None:
+        """Take the inputs of a graph's file, none of which is a shape tensor."""
+        for value in onnx.load(model, load_external_data=False).graph.input:
+            shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)
+            self._inputs.append(SimpleNamespace(name=value.name, is_shape_tensor=False, shape=shape, dtype=""))
 
     def __iter__(self) -> Any:
         return iter(())
@@ -166,8 +187,9 @@ class Network:
 class FakeBuilding:
     """Builders, networks and parsers. What was asked of them is in `calls`, `configs` and `flags`.
 
-    inputs:  the network's inputs, and whether each is a shape tensor.
+    inputs:  the network's inputs, and whether each is a shape tensor. None takes those of the graph that is parsed.
     error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
+    null:    what is logged if no builder can be made.
     during:  what happens before each step of the builder but the first.
     """
 
@@ -182,17 +204,20 @@ class FakeBuilding:
     __spec__ = None
     __path__ = ()
 
-    def __init__(self, version: str = "10.9.0.34", inputs: Mapping[str, bool] = {}, error: str = "", loads: bool = True,
-        failure: str = "", during: Callable[[], None] = lambda: None,
+    def __init__(
+        self, version: str = "10.9.0.34", inputs: Mapping[str, bool] | None = {}, error: str = "", loads: bool = True,
+        failure: str = "", during: Callable[[], None] = lambda: None, null: str = "",
     ) -> None:  # fmt: skip
         self.__version__ = version
         self.inputs = inputs
         self.error = error
         self.failure = failure
         self.during = during
+        self.null = null
         self.steps = 0
         self.loggers: list[ILogger] = []
         self.loads = loads
+        self.networks: list[Network] = []
         self.registered = False
         self.calls: list[tuple[str, Any]] = []
         self.configs: list[BuilderConfig] = []
@@ -219,6 +244,9 @@ class FakeBuilding:
 
     def Builder(self, logger: ILogger) -> Any:
         self.loggers.append(logger)
+        if self.null:
+            self._log(self.null)
+            raise TypeError("pybind11::init(): factory function returned nullptr")
         return SimpleNamespace(
             create_network=self._network, create_builder_config=self._config,
             create_optimization_profile=OptimizationProfile, build_serialized_network=self._build,
@@ -231,7 +259,8 @@ class FakeBuilding:
 
     def _network(self, flags: int = 0) -> Network:
         self.flags.append(flags)
-        return Network(self.inputs)
+        self.networks.append(Network(self.inputs or {}))
+        return self.networks[-1]
 
     def _config(self) -> BuilderConfig:
         self.configs.append(BuilderConfig())
@@ -241,6 +270,8 @@ class FakeBuilding:
         self.calls.append(("parse_from_file", model))
         if self.error:
             self._log(f"Failed to parse ONNX model from file: {model}!", f"ERROR: importer.cpp:1\n{self.error}")
+        elif self.inputs is None:
+            self.networks[-1].parse(model)
         return not self.error
 
     def _build(self, network: Any, config: BuilderConfig) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,36 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
     assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own
+
+
+def test_polygraphys_log_goes_to_pythons_logging(
+    install: Install, build: EngineBuild, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Polygraphy prints every profile to the standard output, where `--json` has one object."""
+    install(failure="Error Code 9: out of memory")
+    with caplog.at_level(logging.INFO, "Polygraphy"), pytest.raises(BackendError):
+        build_engine(build)
+    assert capfd.readouterr().out == ""
+    said = {record.levelno: record.getMessage() for record in caplog.records if record.name == "Polygraphy"}
+    assert "Profile 0:" in "".join(record.getMessage() for record in caplog.records)
+    assert "out of memory" in said[logging.ERROR]
+    assert "\033" not in caplog.text
+
+
+def test_profiles_that_the_bindings_refuse_are_one_line(install: Install, build: EngineBuild) -> None:
+    """The bindings raise a RuntimeError for a range out of order, of sizes and of values."""
+    install()
+    for name in ("tokens", "kv_len"):
+        wrong = Profile("tree", {**TREE.inputs, name: Range((9,), (1,), (2,))})
+        with pytest.raises(BackendError, match=r"cannot build verifier\.tensorrt\.onnx: .* is inconsistent with other"):
+            build_engine(replace(build, profiles=(wrong,)))
+
+
+def test_a_builder_that_tensorrt_cannot_make_is_one_line(install: Install, build: EngineBuild) -> None:
+    """As with a driver that is too old for TensorRT's CUDA: pybind11 raises a TypeError for the null object."""
+    install(null="CUDA initialization failure with error: 35.")
+    with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: CUDA initialization .* error: 35\.; see"):
+        build_engine(build)
 
 
 def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:

@@ -100,6 +100,13 @@ def test_every_profile_is_timed_at_what_it_is_tuned_for(tmp_path: Path) -> None:
     assert any(word.startswith("--shapes=token_ids:1x13,") for word in words)
 
 
+def test_times_of_trtexec_are_said_to_include_copies_of_the_caches(tmp_path: Path) -> None:
+    """It binds past and present apart. TensorRT's own attention needs no such note."""
+    (note,) = [purpose for purpose, words in found(tmp_path, manifest()).items() if not words]
+    assert "the plugin then copies each cache in every call" in note
+    assert all(found(tmp_path, manifest(native=True)).values())
+
+
 def test_without_a_plugin_none_is_named(tmp_path: Path) -> None:
     for words in found(tmp_path, manifest(native=True)).values():
         assert not any("Plugins" in word or VARIABLE in word or "libredraft" in word for word in words)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redraft.config import BuildConfig, TensorRtBuild
+from redraft.config import NATIVE_RELEASES, BuildConfig, TensorRtBuild
 from redraft.engines.tensorrt.driver import Gpu, cuda_version, find_gpu
 from redraft.engines.tensorrt.records import TensorRtRecord
 from redraft.engines.tensorrt.target import Target, check_same, find_target
@@ -148,6 +148,21 @@ def test_fp8_is_refused_on_gpus_without_it_before_anything_is_built(
         with pytest.raises(BackendError, match=r"capability 8\.9 or newer, found NVIDIA A10 of 8\.6; .*precision int8"):
             find_tools(config)
         assert find_tools(BuildConfig("fp16", "tensorrt", tensorrt=native)).plugin is None
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"), [("10.14.1", False), ("10.15.0", True), ("11.0.0", True), ("11.1.0", False)]
+)
+def test_native_attention_is_refused_before_anything_is_exported(
+    version: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redraft.engines.tensorrt.tools.find_target", lambda: Target(version, GPU))
+    config = BuildConfig("fp16", "tensorrt", tensorrt=TensorRtBuild("native"))
+    if taken:
+        assert find_tools(config).plugin is None
+    else:
+        with pytest.raises(BackendError, match=rf"^TensorRT {version[:4]}.*; build .*, or use {NATIVE_RELEASES}$"):
+            find_tools(config)
 
 
 def test_engines_of_another_gpu_or_version_are_refused() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import filecmp
+import os
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from redraft.engines.tensorrt import engine_cache
 from redraft.engines.tensorrt.builder import EngineBuild, Settings
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
@@ -68,6 +71,79 @@ def test_what_is_kept_comes_back_and_survives_its_bundle(tmp_path: Path) -> None
     assert fetch("key", tmp_path / "again", cache)
     assert (tmp_path / "again").read_bytes() == b"engine"
     assert [path.name for path in cache.iterdir()] == ["key.engine"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 250 bytes at most."""
+    monkeypatch.setattr(engine_cache, "MOST_BYTES", 250)
+
+
+def kept(key: str, cache: Path, folder: Path, used: int, size: int = 100, linked: bool = False) -> None:
+    """Put an engine that was used last at a time into the cache; unless `linked`, its bundle is gone."""
+    engine = folder / key
+    engine.write_bytes(bytes(size))
+    keep(key, engine, cache)
+    if not linked:
+        engine.unlink()
+    os.utime(cache / f"{key}.engine", (used, 0))
+
+
+def names_in(cache: Path) -> list[str]:
+    return sorted(path.stem for path in cache.iterdir())
+
+
+def test_the_engines_used_least_recently_are_evicted(tmp_path: Path, small: None) -> None:
+    cache = tmp_path / "cache"
+    for used, key in enumerate(("a", "b", "c"), 1):
+        kept(key, cache, tmp_path, used)
+    assert names_in(cache) == ["a", "b", "c"]  # the last had a bundle when it came
+    assert fetch("a", tmp_path / "again", cache)
+    (tmp_path / "again").unlink()
+    kept("d", cache, tmp_path, 4)
+    assert names_in(cache) == ["a", "c", "d"]
+    assert engine_cache.own_bytes(cache) == 300
+
+
+def test_engines_of_bundles_take_no_space_and_stay(tmp_path: Path, small: None) -> None:
+    cache = tmp_path / "cache"
+    for used, key in enumerate("abcd", 1):
+        kept(key, cache, tmp_path, used, linked=True)
+    assert names_in(cache) == ["a", "b", "c", "d"]
+    assert engine_cache.own_bytes(cache) == 0
+
+
+def test_a_fetch_leaves_the_time_of_writing(tmp_path: Path) -> None:
+    """Digests of a bundle's files are kept by it, and the file is one with the bundle's."""
+    kept("a", tmp_path / "cache", tmp_path, 1)
+    fetch("a", tmp_path / "again", tmp_path / "cache")
+    stat = (tmp_path / "again").stat()
+    assert stat.st_mtime == 0
+    assert stat.st_atime > 1
+
+
+def test_on_another_disk_room_is_made_before_an_engine_is_copied(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(engine_cache, "same_disk", lambda one, other: False)
+    kept("a", cache, tmp_path, 1)
+    kept("b", cache, tmp_path, 2)
+    kept("c", cache, tmp_path, 3)
+    assert names_in(cache) == ["b", "c"]
+    engine = tmp_path / "large"
+    engine.write_bytes(bytes(251))
+    keep("large", engine, cache)
+    assert names_in(cache) == []
+    assert "large is not cached: 0.0 GB are too many for" in caplog.text
+
+
+def test_a_cache_is_at_most_a_quarter_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=64 << 30, free=0)
+    monkeypatch.setattr(engine_cache.shutil, "disk_usage", lambda folder: usage)
+    assert engine_cache.limit_bytes(tmp_path) == 16 << 30
+    usage.total = 1 << 50
+    assert engine_cache.limit_bytes(tmp_path) == engine_cache.MOST_BYTES
 
 
 def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None:

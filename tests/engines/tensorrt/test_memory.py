@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from redraft import names, signatures
-from redraft.engines.tensorrt.memory import CONTEXT_BYTES, Needs, activation_bytes, check_memory, needs_of
+from redraft.engines.tensorrt.memory import CONTEXT_BYTES, Needs, activation_bytes, check_host, check_memory, needs_of
 from redraft.engines.tensorrt.profiles import CallLimits, profiles_of, verifier_symbols
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.errors import BackendError
@@ -88,6 +88,23 @@ def test_what_engines_share_is_there_once() -> None:
     }
     with pytest.raises(BackendError, match=r"needed for building and 12\.50 for running"):
         check_memory(needs, 12 * GIB, "NVIDIA L4")
+
+
+def test_the_host_holds_the_weights_of_a_build_twice() -> None:
+    """The parser's copy of them and the engine, for one engine at a time; what the GPU has does not count."""
+    needs = {
+        "verifier": Needs(int(12.55 * GIB), {"verifier kv": 90 * GIB}),
+        "lyanna.draft": Needs(GIB, {"lyanna kv": GIB}),
+    }
+    check_host(needs, int(25.11 * GIB))
+    check_host(needs, None)  # a system that does not say
+    with pytest.raises(BackendError) as caught:
+        check_host(needs, 24 * GIB)
+    assert str(caught.value) == (
+        "building verifier takes at least 25.10 GiB of the host's memory (the parser's weights and the engine, "
+        "12.55 each), 24.00 are free; free memory, build with --precision int8, or try all the same with "
+        "--ignore-memory"
+    )
 
 
 @pytest.mark.parametrize("max_model_len", [2048, 4096])

@@ -133,9 +133,32 @@ def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> Non
         check_max_num_seqs(batch, 5)
 
 
+@pytest.mark.parametrize("max_model_len", [16, 40, 64, 4096])
+def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: int) -> None:
+    """At the smallest, the tuned and the largest size: a drafter's calls have 16 or 64 rows in any context."""
+    limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
+    for graph, inputs in SIGNATURES.items():
+        symbols = symbols_of(graph, limits)
+        for sizes in symbols.values():
+            rows = next((sizes[symbol] for symbol in ("M", "T") if symbol in sizes), None)
+            if rows and "C" in sizes:
+                assert all(c >= m for c, m in zip(sizes["C"], rows, strict=True)), graph
+        for profile in profiles_of(symbols, inputs, limits, kv_len_is_shape=True):
+            for found in profile.inputs.values():
+                assert all(a <= b <= c for a, b, c in zip(found.min, found.opt, found.max, strict=True)), graph
+
+
+def test_a_prompts_chunk_is_at_most_the_context() -> None:
+    """No option lowers the chunk, so that a short context must not be refused for it."""
+    limits = CallLimits(batch=1, tree=16, prefill=128, max_model_len=40)
+    prefill = profiles_of(symbols_of(names.VERIFIER, limits), SIGNATURES[names.VERIFIER], limits, False)[0]
+    assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 40), (1, 40))
+
+
 def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(
-        UsageError, match="a tree of 65 tokens does not fit in the context of 64; raise --max-model-len"
+        UsageError,
+        match="tree of 65 tokens does not fit in the context of 64; raise --max-model-len, or lower --tree-nodes to 64",
     ):
         CallLimits(batch=1, tree=65, prefill=32, max_model_len=64)
     with pytest.raises(UsageError, match="at least one sequence"):

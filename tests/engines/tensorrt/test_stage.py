@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -14,6 +15,7 @@ from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
+from redraft.engines.tensorrt import disk, stage
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
@@ -165,6 +167,41 @@ def test_too_little_memory_is_found_before_anything_is_built(build: Build, tools
         build(tools=small)
     assert not (tmp_path / "bundle").exists()
     assert len(build(tools=small, options=replace(OPTIONS, ignore_memory=True))[1]) == 1
+
+
+def test_too_little_disk_is_found_before_anything_is_built(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have copies of the weights, also if a bundle's weights are hard links."""
+    free(monkeypatch, 1 << 10)
+    with pytest.raises(BackendError) as caught:
+        build()
+    line = str(caught.value)
+    assert line.startswith("the engines take at least 0.00 GiB of disk, 0.00 are free in ")
+    assert line.endswith("(GiB: verifier 0.00); free some, or build with -o on another disk")
+
+
+def test_a_linked_engine_needs_no_disk_and_no_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the cache; from another file system it is copied."""
+    build("first")
+    free(monkeypatch, 1 << 10)
+    monkeypatch.setattr(stage, "available_bytes", lambda: 1 << 10)
+    assert build("second")[1] == []
+    monkeypatch.setattr(stage, "same_disk", lambda one, other: False)
+    with pytest.raises(BackendError, match="of disk"):
+        build("third")
+
+
+def test_too_little_memory_of_the_host_is_found_before_anything_is_built(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "available_bytes", lambda: 1 << 10)
+    with pytest.raises(BackendError, match=r"^building verifier takes at least 0\.00 GiB of the host's memory"):
+        build()
+    assert len(build(options=replace(OPTIONS, ignore_memory=True))[1]) == 1
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Let the disk have so many bytes free when engines are checked."""
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))
 
 
 def test_a_tree_larger_than_the_context_is_refused(build: Build) -> None:

@@ -1,0 +1,67 @@
+"""One initializer in place of weights that a graph concatenates, as it does for merged projections.
+
+TensorRT's parser turns a Concat of weights into a layer, and nothing promises that the builder folds it. If it does
+not, every call reads and writes these weights once more (vicuna-7b: 8.4 GiB of 12.6). Parts that follow one another in
+a file stay there, as `gate_proj` and `up_proj` in safetensors do. Other parts are copied, which costs disk space.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.convenience import replace_all_uses_with
+
+
+def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
+    """Replace every Concat of stored weights along their first axis, in place.
+
+    folder: that of the graph and its weights.   file: the file in it for copies; it is written only if it is needed.
+    Returns the bytes of the copies. Raises OSError.
+    """
+    copies: list[ir.ExternalTensor] = []
+    for node in list(model.graph):
+        parts = _parts(node)
+        if not parts:
+            continue
+        first = parts[0]
+        place = str(first.location), first.offset or 0
+        if not _adjacent(parts):
+            place = file, sum(part.nbytes for part in copies)
+            copies += parts
+        _replace(model.graph, node, ir.ExternalTensor(
+            *place, sum(part.nbytes for part in parts), first.dtype, name=f"{first.name}.merged", base_dir=folder,
+            shape=ir.Shape([sum(_rows(part) for part in parts), *first.shape[1:]]),
+        ))  # fmt: skip
+    if copies:
+        with (folder / file).open("wb") as out:
+            for part in copies:
+                part.tofile(out)
+    return sum(part.nbytes for part in copies)
+
+
+def _parts(node: ir.Node) -> list[ir.ExternalTensor]:
+    """Return the stored weights that a node concatenates along their first axis; none if it does anything else."""
+    if node.op_type != "Concat" or node.attributes["axis"].as_int():
+        return []
+    tensors = [value.const_value for value in node.inputs if value is not None and value.is_initializer()]
+    stored = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
+    return stored if len(stored) == len(node.inputs) else []
+
+
+def _adjacent(parts: Sequence[ir.ExternalTensor]) -> bool:
+    """Return True if the parts follow one another in one file."""
+    return all(a.path == b.path and (a.offset or 0) + a.nbytes == b.offset for a, b in itertools.pairwise(parts))
+
+
+def _rows(tensor: ir.ExternalTensor) -> int:
+    return int(tensor.shape[0])  # type: ignore[arg-type]
+
+
+def _replace(graph: ir.Graph, node: ir.Node, merged: ir.ExternalTensor) -> None:
+    value = ir.Value(name=merged.name, shape=merged.shape, type=ir.TensorType(merged.dtype), const_value=merged)
+    graph.register_initializer(value)
+    replace_all_uses_with(node.outputs[0], value)
+    graph.remove(node, safe=True)
