@@ -17,9 +17,9 @@ METHODS = (
     "lyanna",
     "mtp",
 )
-"""One line a method."""
+"""One line for each method."""
 NONE, NGRAM = METHODS[:2]
-"""Plain decoding, and lookup: the methods that every bundle has."""
+"""Plain decoding and n-gram lookup: the methods that every bundle has."""
 
 
 def find_method(name: str) -> Method[Any]:

@@ -33,7 +33,7 @@ from redraft.errors import RedraftError, UsageError
         ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
         ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
-        ("no/folder", "no/folder is no drafter: config.json cannot be read"),
+        ("no/folder", "no/folder is not a drafter: config.json cannot be read"),
     ],
 )
 def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:

@@ -59,7 +59,7 @@ def test_no_directory(tmp_path):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="no Hugging Face checkpoint"):
+    with pytest.raises(CheckpointError, match="not a Hugging Face checkpoint"):
         Checkpoint.open(tmp_path)
 
 

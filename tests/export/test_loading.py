@@ -167,7 +167,7 @@ def test_buffer_of_another_shape_is_named(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     change(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
-    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is \[3\], config.json asks for \[4\]"):
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is \[3\], config.json requires \[4\]"):
         load(folder)
 
 

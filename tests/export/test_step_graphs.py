@@ -186,7 +186,7 @@ def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSp
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     state = slot_state(LYANNA)
-    copied = {LYANNA_COPY_SLOT: (signatures.move_inputs(state), signatures.move_outputs(state))}
+    copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
     assert len(contracts) == 7
     for name, (inputs, outputs) in contracts.items():

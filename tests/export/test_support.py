@@ -29,7 +29,7 @@ def export_config(tmp_path: Path, values: dict, **config):
     [
         ({"model_type": "nosuchmodel"}, "knows no architecture 'nosuchmodel'"),
         ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code from its own repository"),
-        ({"model_type": "t5"}, "t5 is no decoder-only"),
+        ({"model_type": "t5"}, "t5 is not a decoder-only"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
         ({"model_type": "phi3", "head_dim": 12, "original_max_position_embeddings": 64,
           "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
@@ -38,7 +38,7 @@ def export_config(tmp_path: Path, values: dict, **config):
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 3},
          "bart counts token positions itself"),
-        ({"model_type": "doge"}, "DogeAttention makes an attention mask of its own"),
+        ({"model_type": "doge"}, "DogeAttention makes its own attention mask"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
          "layers without a plain KV cache .linear_attention"),
         ({"model_type": "bert", "is_decoder": False}, "BertSelfAttention attends in both directions"),

@@ -155,7 +155,7 @@ def test_tensor_of_another_shape_is_named(tmp_path):
     tensors = load_torch(source / "model.safetensors")
     tensors["model.norm.weight"] = torch.zeros(7)
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[7\], config\.json asks for \[48\]"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[7\], config\.json requires \[48\]"):
         export(source, tmp_path / "out")
 
 

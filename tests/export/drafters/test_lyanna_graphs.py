@@ -116,7 +116,7 @@ def check_draft(
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=tolerance, rtol=tolerance)
         root = int(sequence.tokens[end])
         tree = build_subtree(found[names.CHAIN_LOGITS][b], root, lambda t: added(exported, t), shape.width)
-        same_tree(found, b, tree.likeliest(shape.nodes))
+        same_tree(found, b, tree.top_nodes(shape.nodes))
 
 
 @pytest.fixture(params=["whole", "pruned"])
@@ -228,7 +228,7 @@ def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verif
         found = Draft(exported, graph, 1).call([sequence], [4], 4)
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
         tree = build_subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]), lambda t: added(exported, t), 4)
-        same_tree(found, 0, tree.likeliest(4))
+        same_tree(found, 0, tree.top_nodes(4))
 
 
 def test_quantized_products_stay_near_fp32(little_verifier: Verifier, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
             full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
-            tree, count = full.likeliest(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            tree, count = full.top_nodes(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
 

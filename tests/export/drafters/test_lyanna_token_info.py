@@ -17,7 +17,7 @@ from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables, write
 from redraft.export.drafters.lyanna_token_tree import lookup
-from redraft.export.weight_files import Made
+from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import LyannaBuild, LyannaShape, token_info_tables
 
 from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
@@ -36,7 +36,7 @@ def shape_of(form: str, hot: int) -> LyannaShape:
 
 def made_of(
     shape: LyannaShape, embedding: np.ndarray | None = None, drafter: LyannaDrafter | None = None
-) -> tuple[Made, ...]:
+) -> tuple[NewTensor, ...]:
     """Tables of a random drafter where none is given; the embedding comes in two slabs."""
     slabs = np.split(EMBEDDING.numpy() if embedding is None else embedding, [17])
     return make_tables(drafter or random_drafter(), iter(slabs), counts(), shape)

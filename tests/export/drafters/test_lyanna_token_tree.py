@@ -96,7 +96,7 @@ def test_the_likeliest_nodes_are_a_tree_in_order_of_probability(seed: int) -> No
     joint = joint_log_probs(logits, info, ROOT)
     ranked = sorted(chosen_paths(joint, STEPS, WIDTH), key=lambda path: -joint[path])
     for nodes in range(1, len(tree.tokens) + 1):
-        assert paths_of(tree.likeliest(nodes)) == ranked[:nodes]
+        assert paths_of(tree.top_nodes(nodes)) == ranked[:nodes]
 
 
 def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
@@ -104,10 +104,10 @@ def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
     certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
     certain[:, 2] = 0.0
     chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
-    assert chain.likeliest(3) == Tree([ROOT, 2, 2], [-1, 0, 1], [0.0, 0.0, 0.0])
+    assert chain.top_nodes(3) == Tree([ROOT, 2, 2], [-1, 0, 1], [0.0, 0.0, 0.0])
     even = build_subtree(np.zeros((1, VOCABULARY), np.float32), ROOT, lambda token: np.zeros(VOCABULARY), 3)
     assert even.tokens == [ROOT, 0, 1, 2]
-    assert even.likeliest(3).tokens == [ROOT, 0, 1]
+    assert even.top_nodes(3).tokens == [ROOT, 0, 1]
 
 
 def test_tables_are_read_as_their_form_says() -> None:

@@ -23,7 +23,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
-from redraft.export.weight_files import Made
+from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
@@ -52,7 +52,7 @@ def counts(vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randint(0, 20, (vocabulary,), generator=torch.Generator().manual_seed(2))
 
 
-def arrays(tables: Iterable[Made]) -> dict[str, np.ndarray]:
+def arrays(tables: Iterable[NewTensor]) -> dict[str, np.ndarray]:
     """What is to be written, whole, by name."""
     return {made.name: np.concatenate(list(made.slabs())) for made in tables}
 
