@@ -174,7 +174,7 @@ DAMAGED: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
     "empty": ({"tokenizer.model": b""}, {}, "tokenizer.model is empty"),
     "merges missing": ({"vocab.json": '{"a": 0}'}, {"tokenizer_class": "GPT2Tokenizer"}, "cannot convert .*vocab.json"),
     "class of another model": (
-        {"vocab.json": '{"a": 0}'}, {"tokenizer_class": "LlamaTokenizer"}, "finds no words in .*vocab.json",
+        {"vocab.json": '{"a": 0}'}, {"tokenizer_class": "LlamaTokenizer"}, "finds no tokens in .*vocab.json",
     ),
 }  # fmt: skip
 

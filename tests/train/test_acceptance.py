@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.train.acceptance import SHARPNESS, acceptance_of, conditional_acceptance, greedy_draft_logit_scale
+from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, conditional_acceptance, greedy_draft_logit_scale
 from redraft.train.batches import Batch
 from redraft.train.objectives.lyanna import LyannaObjective
 
@@ -87,6 +87,6 @@ def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
     own.to(device)
     rows = np.array([TEXT, TEXT[::-1]])
     assert conditional_acceptance(own, rows, 0).starts[0] == 10
-    assert greedy_draft_logit_scale(own, rows, 0) in SHARPNESS
+    assert greedy_draft_logit_scale(own, rows, 0) in DRAFT_LOGIT_SCALES
     loss, _ = own.loss(Batch(torch.from_numpy(rows), ("text", "text")))
     assert torch.isfinite(loss)

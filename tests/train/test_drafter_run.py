@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.train.acceptance import SHARPNESS
+from redraft.train.acceptance import DRAFT_LOGIT_SCALES
 from redraft.train.checkpoint import NAME, load_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
@@ -197,19 +197,20 @@ def test_published_drafter_loads_as_it_was_trained(finished, published, verifier
 def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):
     run = shutil.copytree(finished[0], tmp_path / "run")
     lines = read_progress(run / PROGRESS)
-    assert all(line["draft_logit_scale"] in SHARPNESS for line in lines)
+    assert all(line["draft_logit_scale"] in DRAFT_LOGIT_SCALES for line in lines)
     lines[-1]["step"] += 1  # measured after the checkpoint
-    lines[-2]["draft_logit_scale"] = SHARPNESS[5]
+    lines[-2]["draft_logit_scale"] = DRAFT_LOGIT_SCALES[5]
     (run / PROGRESS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     publish_drafter(run, tmp_path / "published")
-    assert DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig).draft_logit_scale == SHARPNESS[5]
+    config = DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig)
+    assert config.draft_logit_scale == DRAFT_LOGIT_SCALES[5]
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
     """At a draft logit scale of 1 its trees would be too wide, and nobody would know why it is slow."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / PROGRESS).unlink()
-    with pytest.raises(TrainingError, match=r"never measured up to step 8; go on .* --resume"):
+    with pytest.raises(TrainingError, match=r"has no measurement up to step 8; continue .* --resume"):
         publish_drafter(run, tmp_path / "published")
     assert not (tmp_path / "published").exists()
     assert go(verifier_folder, two, run, resume=True) == 0
@@ -232,7 +233,7 @@ def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path)
     assert set(found) == {"a", "prompts"}
     assert found["prompts"].prompts == 1  # the third is too long for the verifier's positions
     assert 0 < found["a"].acceptance.starts[0] <= 16 - 3 + 1
-    with pytest.raises(DataError, match="leaves the verifier room"):
+    with pytest.raises(DataError, match="fits the verifier"):
         evaluate_drafter(published, verifier_folder, [prompts], new_tokens=64)
 
 
@@ -282,7 +283,7 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(verifier_folder, two | {"prose": sources["code"]}, out, resume=True)
     with pytest.raises(TrainingError, match="another verifier"):
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already holds a run"):
         go(verifier_folder, two, out)
     with pytest.raises(TrainingError, match="to resume"):
         go(verifier_folder, two, tmp_path / "nothing", resume=True)
@@ -325,7 +326,7 @@ def test_rows_longer_than_the_verifiers_positions_are_refused(verifier_folder, t
 
 
 def test_kinds_that_do_not_match_are_refused(verifier_folder, two, tmp_path):
-    with pytest.raises(UsageError, match="the recipe's weights want"):
+    with pytest.raises(UsageError, match="the recipe has weights for"):
         go(verifier_folder, two, tmp_path, replace(RECIPE, weights={"code": 1.0}))
     with pytest.raises(UsageError, match="no --data"):
         go(verifier_folder, {}, tmp_path, replace(RECIPE, weights={"code": 1.0}))
@@ -362,14 +363,14 @@ def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
 
 def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
     assert not is_drafter_run(run)
-    with pytest.raises(TrainingError, match="no drafter's run"):
+    with pytest.raises(TrainingError, match="not a drafter's run"):
         publish_drafter(run, tmp_path)
 
 
 def test_every_method_is_found_and_has_a_recipe_of_its_name():
     for name in METHODS:
         assert find_method(name).recipe.load(name).method == name
-    with pytest.raises(CheckpointError, match="no drafting method 'absent'"):
+    with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
         find_method("absent")
 
 
