@@ -1,4 +1,4 @@
-"""An interrupt comes after the block, and only where one would have come."""
+"""An interrupt comes after the block, and only if one was due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of packages that another may stand in for, and what errors and the README tell to install."""
+"""Versions of packages that another may replace, and the packages that errors and the README name."""
 
 from __future__ import annotations
 

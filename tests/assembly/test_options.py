@@ -1,4 +1,4 @@
-"""Options of `redraft build`: the drafters that they name, those they refuse, and options that repeat a build."""
+"""Options of `redraft build`: the drafters that they name or refuse, and options that repeat a build."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
 
 
 def test_two_drafters_of_one_id() -> None:
-    """Without ids both are called as their method."""
+    """Without ids, both have their method's id."""
     with pytest.raises(UsageError, match="two drafters have the id 'lyanna'; give each its own: --drafter ID=DIR"):
         choose_drafters(BuildConfig(), ["mine,method=lyanna", "yours,method=lyanna"])
     first, second = choose_drafters(BuildConfig(), ["mine,method=lyanna", "b=yours,method=lyanna,steps=2"])

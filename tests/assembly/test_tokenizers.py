@@ -1,4 +1,4 @@
-"""A bundle's text side is what transformers makes of all of a checkpoint's files, or the build says what is wrong."""
+"""A bundle's tokenizer equals transformers' for the checkpoint's files, or the build names the fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .tokenizer_files import (
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A `tokenizer.json` like Llama 2's; not to be changed."""
+    """A `tokenizer.json` like Llama 2's. Tests must not change it."""
     return metaspace(tmp_path_factory.mktemp("llama") / "source")
 
 
@@ -122,7 +122,7 @@ def test_class_of_the_tokenizer_changes_how_text_is_split(tmp_path: Path, bundle
 
 
 def assert_bundle_encodes_otherwise(folder: Path, bundle: Path) -> None:
-    """Than the checkpoint's own `tokenizer.json`: else a test of a setting proves nothing."""
+    """The result differs from the checkpoint's own `tokenizer.json`; otherwise the other tests prove nothing."""
     before, after = (tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, bundle))
     assert any(before.encode(text).ids != after.encode(text).ids for text in SAMPLES)
 

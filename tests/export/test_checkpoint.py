@@ -1,4 +1,4 @@
-"""Reading checkpoints: damage is found without loading, and named."""
+"""Reading checkpoints finds and names damage without loading weights."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_no_weights_at_all(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1])
 def test_truncated_file_is_named(tmp_path, keep):
-    """Cut inside the length, the header, and one byte before the end."""
+    """Files end inside the length, inside the header, and one byte before the end."""
     file = write_checkpoint(tmp_path / "model", "llama") / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:keep])

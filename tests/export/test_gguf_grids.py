@@ -1,4 +1,4 @@
-"""Quantized products of a GGUF file keep the file's own codes and scales wherever these are exact."""
+"""Quantized products of a GGUF file keep the file's own codes and scales if these are exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "u
 
 
 def wide_file(types: dict[str, str]) -> File:
-    """A Llama whose rows are 256 wide, random blocks of these types where the names of tensors say so."""
+    """A Llama with rows of 256 numbers and random blocks of these types, by the names of tensors."""
     file = random_file("llama", "Q8_0", hidden_size=256, intermediate_size=256, head_dim=64)
     file.keys |= {"embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
     for name, values in file.tensors.items():

@@ -1,4 +1,4 @@
-"""Sizes come out the same whatever an architecture calls them."""
+"""Sizes are equal for every architecture's names of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symbolic tensors: what stays a stored tensor, and what is computed from some."""
+"""Symbolic tensors: operations that give stored tensors, and operations that give expressions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_part_of_a_stack_is_the_stored_tensor(stored):
 
 
 def test_part_of_merged_experts_is_the_stored_tensor(stored):
-    """As transformers merges them: gates stacked, ups stacked, both concatenated along the rows."""
+    """Merge like transformers: gates stacked, ups stacked, both concatenated along the rows."""
     _, symbolic, _ = stored
     merged = torch.cat([torch.stack([symbolic["a"]]), torch.stack([symbolic["b"]])], dim=1)
     assert merged.shape == (1, 12, 4)

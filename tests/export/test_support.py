@@ -1,4 +1,4 @@
-"""What is refused, and that the refusal names the reason."""
+"""Refusals name their reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .models import COMMON, write_checkpoint
 
 
 def export_config(tmp_path: Path, values: dict, **config):
-    """Export a configuration with random weights: what is refused is refused before any weight is looked at."""
+    """Export a configuration with random weights. Refusals come before any weight is read."""
     (tmp_path / "config.json").write_text(json.dumps(COMMON | values))
     checkpoint = Checkpoint(tmp_path, COMMON | values, {})
     return export_verifier(checkpoint, tmp_path, BuildConfig(random_weights=True, **config))
@@ -53,7 +53,7 @@ def test_refused_by_name(tmp_path, values, reason):
 
 
 def assert_ends(error):
-    """Nobody who follows an error to its causes comes back to it."""
+    """The chain of an error's causes has no cycle."""
     seen = set()
     while error is not None:
         assert id(error) not in seen
@@ -62,7 +62,7 @@ def assert_ends(error):
 
 
 def test_window_that_a_layer_contradicts_is_noticed(tmp_path, monkeypatch):
-    """A layer that is handed another window than its mask has would be wrong past one of them."""
+    """A layer with another window than its mask's would be wrong past one of them."""
     honest = attention.attend
 
     def contradicting(*args, sliding_window=None, **kwargs):
@@ -97,7 +97,7 @@ SHAPE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "rope
 
 
 def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
-    """Newer files nest what rotates; how long a text may be does not matter."""
+    """Newer files nest rotary fields. The context length does not matter."""
     nested = {"rope_type": "default", "rope_theta": 5e5}
     values = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": nested}
     found = support.load_config(Checkpoint(Path("x"), values | {"max_position_embeddings": 99}, {}))

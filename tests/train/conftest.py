@@ -1,4 +1,4 @@
-"""A run small enough for seconds: a tiny recipe, a corpus of every kind, and its trained run folder."""
+"""A run that takes seconds: a tiny recipe, a corpus of every kind, and its trained run folder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def run(recipe: VerifierRecipe, sources: dict[str, str], tmp_path_factory: pytes
 
 @pytest.fixture(scope="session")
 def verifier_folder(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run, published: what drafters are trained for."""
+    """The published run, for which tests train drafters."""
     from redraft.train.publish import publish
 
     out = tmp_path_factory.mktemp("verifier")

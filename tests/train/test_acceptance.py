@@ -1,4 +1,4 @@
-"""Conditional acceptance on drafts made by hand."""
+"""Conditional acceptance of handmade drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
 
 
 def objective(drafts, said=SAID):
-    """Two steps. `drafts[step][start]` are candidates, likeliest first."""
+    """Two steps. `drafts[step][start]` are candidates, most probable first."""
 
     def logits(candidates):
         scores = torch.zeros(VOCAB)
@@ -58,12 +58,12 @@ def test_drafts_before_the_first_position_do_not_count():
 
 
 def test_a_draft_ends_where_the_text_leaves_what_the_verifier_says():
-    """Past there its tokens are not what a verifier would be asked for."""
+    """Later tokens of such a draft are never verified."""
     said = list(SAID)
-    said[1] = 9  # after position 1 the verifier says 9, the text goes on with 2
+    said[1] = 9  # after position 1 the verifier's token is 9, the text continues with 2
     found = conditional_acceptance(objective([[[9], *FIRST[1:]], SECOND], said), np.array([TEXT]), 0)
-    assert found.top[0] == pytest.approx(3 / 5)  # what it says is what counts: start 0 drafted 9
-    assert found.starts == (5, 2)  # but start 0 does not go on
+    assert found.top[0] == pytest.approx(3 / 5)  # the verifier's token counts: start 0 drafted 9
+    assert found.starts == (5, 2)  # but start 0 does not continue
 
 
 def test_texts_of_several_lengths_are_counted_together():
@@ -78,7 +78,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
-    """As training does on a GPU: products of both take the verifier's type, in every measurement."""
+    """As in training on a GPU, products of both use the verifier's type in every measurement."""
     torch.manual_seed(0)
     verifier = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.bfloat16).eval().requires_grad_(False)
     config = LyannaConfig(hidden_size=16, vocab_size=VOCAB, intermediate_size=16, heads=2, kv_heads=2, head_dim=8,

@@ -30,7 +30,7 @@ def write_recipe(folder, steps=4):
 
 
 def test_train_publish_evaluate(sources, tmp_path):
-    """The whole way; `--json` prints one object and nothing else."""
+    """All steps of a verifier's training; `--json` prints only one object."""
     recipe, run, out = write_recipe(tmp_path), tmp_path / "run", tmp_path / "out"
     common = ["verifier", *data_options(sources), "--out", str(run), "--config", str(recipe), "--json"]
     result = RUNNER.invoke(app, [*common, "--checkpoint-every", "2"])
@@ -72,13 +72,13 @@ def test_kinds_other_than_the_recipes_are_refused(sources, tmp_path):
 
 
 def test_the_command_line_needs_no_torch_until_it_trains():
-    """`redraft --help` must work, and be quick, where the export extra is not installed."""
+    """`redraft --help` must work quickly without the export extra."""
     code = "import sys, redraft.cli.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_train_publish_and_measure_a_drafter(sources, verifier_folder, tmp_path):
-    """The whole way by the command line, and what it refuses."""
+    """All steps of a drafter's training by the command line, and its refusals."""
     recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
     recipe.write_text(
         'method = "lyanna"\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n'

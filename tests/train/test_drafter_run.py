@@ -1,4 +1,4 @@
-"""A drafter's run: learning, resuming, publishing, and what it refuses."""
+"""A drafter's run: learning, resuming, publishing, and refusals."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def two(sources):
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 class KillAfter(ProgressReport):
-    """Ends the run when a step, or a text, is done."""
+    """Ends the run after a step or a text."""
 
     def __init__(self, step=None, text=None):
         super().__init__(Console(quiet=True))
@@ -107,17 +107,17 @@ def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished,
     assert [line["step"] for line in read_progress(tmp_path / PROGRESS)] == [3, 6]
     report = KillAfter()
     assert go(verifier_folder, two, tmp_path, report=report, resume=True) == 4
-    for step in range(5, 9):  # threads add in an order of their own, so the last digit may differ
+    for step in range(5, 9):  # threads add in any order, so the last digit may differ
         assert report.losses[step] == pytest.approx(whole[step], rel=1e-5)
     assert not report.written  # texts are not written again
     ours, theirs = drafter_state(tmp_path), drafter_state(out)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
     lines = [[line["step"] for line in read_progress(run / PROGRESS)] for run in (tmp_path, out)]
-    assert lines[0] == lines[1]  # step 6, taken twice, has one line
+    assert lines[0] == lines[1]  # step 6, run twice, has one line
 
 
 def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
-    """An hour of writing is not thrown away; texts of other prompts are."""
+    """A restart uses written texts again, but drops texts of other prompts."""
     with pytest.raises(Killed):
         go(verifier_folder, two, tmp_path, report=KillAfter(text="prose.train.0"))
     names = sorted(path.name for path in (tmp_path / TEXTS).iterdir())
@@ -156,7 +156,7 @@ def test_progress_has_losses_and_held_out_acceptance_of_every_kind(finished):
 
 
 def test_prompts_come_from_their_own_side_of_the_split(finished, verifier_folder, two):
-    """A held-out document in training would flatter every figure."""
+    """A held-out document in training would improve every figure wrongly."""
     texts = finished[0] / TEXTS
     for kind in two:
         sides = {}
@@ -207,7 +207,7 @@ def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_p
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
-    """At a draft logit scale of 1 its trees would be too wide, and nobody would know why it is slow."""
+    """With a draft logit scale of 1, its trees would be too wide and slow without a visible reason."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / PROGRESS).unlink()
     with pytest.raises(TrainingError, match=r"has no measurement up to step 8; continue .* --resume"):
@@ -224,7 +224,7 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
 
 
 def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):
-    """By category of prompt, over drafts from the prompt's last token on."""
+    """Acceptance is by category of prompt, over drafts from the prompt's last token on."""
     prompts = tmp_path / "prompts.jsonl"
     a, b, c = ({"turns": [text]} for text in ("the cat sat on", "the dogs run by the", "rain " * 60))
     items = [a | {"category": "a"}, b, c]
@@ -310,7 +310,7 @@ def test_bad_corpus_is_refused(verifier_folder, two, tmp_path, content, message)
 
 
 def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifier_folder, two, tmp_path):
-    """Found at the first batch, it would come an hour too late."""
+    """The first batch would find the error an hour too late."""
     recipe, report = replace(RECIPE, weights={"code": 1.0, "prose": 1.0}), KillAfter()
     store = TextStore(
         tmp_path, open_verifier(verifier_folder, "cpu"), recipe, load_corpora(two, recipe), report.writing

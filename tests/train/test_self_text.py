@@ -54,12 +54,12 @@ def test_rows_beyond_one_batch_come_in_order_and_are_counted(model, monkeypatch)
 
 
 def test_prompts_of_any_length_continue_as_each_does_alone(model, monkeypatch):
-    """Batched without padding: a row that took a token too early or too late would be another text."""
+    """Rows are batched without padding, so a token taken too early or too late would change a text."""
     monkeypatch.setattr("redraft.train.self_text.ROWS_AT_ONCE", 3)
     prompts = [PROMPTS[0].tolist(), PROMPTS[1, :2].tolist(), PROMPTS[2, :4].tolist(), [5]]
     alone = [generated(model, prompt, 10) for prompt in prompts]
     assert continue_greedily(model, prompts, 10, None) == alone
-    eos = alone[0][5 + 3]  # a token that the first text comes to
+    eos = alone[0][5 + 3]  # a token that the first text contains
     cut = [generated(model, prompt, 10, eos) for prompt in prompts]
     assert continue_greedily(model, prompts, 10, eos) == cut
     assert len(cut[0]) < len(alone[0])

@@ -1,4 +1,4 @@
-"""The embedded model in `assets/tiny` is what its card and its recipe say."""
+"""The embedded model in `assets/tiny` agrees with its card and its recipe."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from redraft.train.verifier import VerifierObjective, grow
 def objective(recipe):
     torch.manual_seed(0)
     objective = VerifierObjective(recipe)
-    for parameter in objective.parameters():  # nothing zero: every path must count
+    for parameter in objective.parameters():  # no zeros, so that every path counts
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.2)
     return objective
 
 
 def test_losses_match_a_loop_over_positions(objective):
-    """By hand: the MTP module predicts x[t + 2] from the state at t and the embedding of x[t + 1]."""
+    """Computed by hand: the MTP module predicts x[t + 2] from the state at t and the embedding of x[t + 1]."""
     tokens = torch.randint(0, 400, (3, 10))
     main, mtp = objective.row_losses(tokens)
     assert main.shape == (3,)

@@ -1,4 +1,4 @@
-"""A drafter's folder: what it keeps, and what is refused by name."""
+"""A drafter's folder: its content, and errors that name the fault."""
 
 from __future__ import annotations
 

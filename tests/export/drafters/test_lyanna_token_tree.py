@@ -15,7 +15,7 @@ Path = tuple[int, ...]
 
 
 def numbers(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Step logits [N, V] and what each token adds [V, V]."""
+    """Step logits [N, V], and the numbers that each token adds [V, V]."""
     generator = np.random.default_rng(seed)
     shapes = (STEPS, VOCABULARY), (VOCABULARY, VOCABULARY)
     logits, info = (generator.normal(scale=2.0, size=shape).astype(np.float32) for shape in shapes)
@@ -34,7 +34,7 @@ def joint_log_probs(logits: np.ndarray, info: np.ndarray, root: int) -> dict[Pat
 
 
 def chosen_paths(joint: dict[Path, float], steps: int, width: int) -> set[Path]:
-    """The paths that Algorithm 1 has: `width` likeliest children of each of the `width` likeliest of a level."""
+    """The paths of Algorithm 1: the `width` best children of each of the `width` best nodes of a level."""
     chosen, going_on = {()}, [()]
     for depth in range(1, steps + 1):
         level = []
@@ -47,7 +47,7 @@ def chosen_paths(joint: dict[Path, float], steps: int, width: int) -> set[Path]:
 
 
 def paths_of(tree: Tree) -> list[Path]:
-    """Every node's tokens from below the root; a parent must come before its children."""
+    """Every node's tokens, without the root's. A parent must come before its children."""
     paths: list[Path] = [()]
     for node in range(1, len(tree.tokens)):
         assert 0 <= tree.parents[node] < node
@@ -100,7 +100,7 @@ def test_the_likeliest_nodes_are_a_tree_in_order_of_probability(seed: int) -> No
 
 
 def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
-    """Certain tokens: a child is as likely as its parent and must still come after it; siblings by lower id."""
+    """If tokens are certain, a child has its parent's probability and still comes after it; siblings follow ids."""
     certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
     certain[:, 2] = 0.0
     chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
@@ -111,7 +111,7 @@ def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
 
 
 def test_tables_are_read_as_their_form_says() -> None:
-    """Dense, scaled codes, and factors, the whole vocabulary hot or with a cold row and column behind it."""
+    """Dense values, scaled codes and factors, with the whole vocabulary hot or with a cold row and column."""
     table = np.arange(9, dtype=np.float16).reshape(3, 3)
     assert lookup([table], 1).tolist() == [3, 4, 5]
     codes, scales = np.array([[1, -2], [3, 4]], np.int8), np.array([[0.5], [2.0]], np.float32)
