@@ -1,4 +1,4 @@
-"""Calls of every graph of a bundle, over buffers whose rows that must not count are poisoned."""
+"""Calls of every graph of a bundle, over buffers with poisoned rows that must not count."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Call:
 
 
 class Calls:
-    """Inputs for the graphs of a bundle, the same at every run."""
+    """Inputs for the graphs of a bundle, equal in every run."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -56,7 +56,7 @@ class Calls:
         self._random = np.random.default_rng(7)
 
     def of(self, graph: str, batches: Sequence[int]) -> Iterator[Call]:
-        """The calls that a graph is compared in."""
+        """The calls that compare a graph."""
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
             names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
@@ -119,7 +119,7 @@ class Calls:
                 yield Call(f"{rows} rows", sizes, {**values, **poisoned}, clean, written, left)
 
     def _resample(self, batches: Sequence[int]) -> Iterator[Call]:
-        """After one step, and after as many as leave the last."""
+        """After one step, and after all steps but the last."""
         shape = self._lyanna
         assert shape is not None
         for batch in batches:
@@ -145,7 +145,7 @@ class Calls:
                     yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "S": NODES}, values)
 
     def _accept(self, batches: Sequence[int]) -> Iterator[Call]:
-        """Logits that agree with some branches of each tree; a tree of fewer nodes than the call has room for."""
+        """Logits that agree with some branches of each tree; a tree of fewer nodes than the call's width."""
         for batch in batches:
             for nodes in (1, NODES):
                 parents = np.stack([self._parents(nodes) for _ in range(batch)])
@@ -162,7 +162,7 @@ class Calls:
                 yield Call(f"{nodes} nodes", sizes, values)
 
     def _keep(self, batches: Sequence[int]) -> Iterator[Call]:
-        """An accepted path with gaps, one that is in place already, in buffers of numbers."""
+        """An accepted path with gaps, and one that is in place already, in buffers of numbers."""
         for batch in batches:
             paths = np.tile(np.arange(NODES), (batch, 1))
             paths[0, 1:4] = (2, 5, 11)
@@ -185,7 +185,7 @@ class Calls:
             })  # fmt: skip
 
     def _store(self, batches: Sequence[int]) -> Iterator[Call]:
-        """Trees of the last sequence only, and of all."""
+        """Trees of only the last sequence, and of all."""
         for batch in batches:
             for kind, drafted in (("the last", [0] * (batch - 1) + [3]), ("all", [2] * batch)):
                 values = {names.DRAFTED: np.array(drafted)}
@@ -207,7 +207,7 @@ class Calls:
             yield Call(f"{source} to {target}", sizes, {**slots, **values})
 
     def _lengths(self, batch: int) -> list[int]:
-        """Rows live before a call, the longest sequence first."""
+        """Rows committed before a call, the longest sequence first."""
         return [self._capacity // (2 + slot * 3) for slot in range(batch)]
 
     def _parents(self, nodes: int) -> Array:

@@ -36,13 +36,13 @@ Profile = Mapping[str, tuple[Sequence[int], ...]]
 def write_engine(
     path: Path, graph: Path, profiles: Sequence[Profile] = ({},), host: Sequence[str] = (), updates: bool = False
 ) -> Path:
-    """The file of an engine; an empty profile takes every shape."""
+    """The file of an engine. An empty profile takes every shape."""
     path.write_text(json.dumps({"graph": str(graph), "profiles": profiles, "host": list(host), "updates": updates}))
     return path
 
 
 class ILogger:
-    """What a logger derives from; one that does not call its __init__ cannot be used."""
+    """The base of loggers. A logger that does not call its __init__ is unusable."""
 
     VERBOSE, INFO, WARNING, ERROR = "verbose", "info", "warning", "error"
 

@@ -1,4 +1,4 @@
-"""What the graphs of a bundle give on one device against another, and which rows of its buffers they write.
+"""Compares the outputs of a bundle's graphs on two devices, and the buffer rows that they write.
 
 `compare_outputs` knows devices by their protocol only.
 """
@@ -73,7 +73,7 @@ def compare_outputs(
 def run(
     device: Device, program: Program, record: GraphRecord, values: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> dict[str, Array]:
-    """Every output of a call; of one in place the whole buffer, the slots that are not used included.
+    """Every output of a call. For an in-place output, the whole buffer with unused slots.
 
     Values have the element types of the bundle's `record`; the program may take and give others (`exact`).
     """
@@ -116,7 +116,7 @@ def _compare(
     for spec in specs:
         ours, theirs, name = found[spec.name], expected[spec.name], f"{where}: {spec.name}"
         if spec.name in _TREE[:2]:
-            continue  # with the log-probabilities, by which nodes are in order
+            continue  # with the log-probabilities, which order the nodes
         if spec.in_place_of in call.clean:
             assert spec.in_place_of is not None
             counting = ~_marked(call.left, ours)
@@ -152,7 +152,7 @@ def _error(name: str, ours: Array, theirs: Array, most: float, scale: float | No
 
 
 def _changed_rows(name: str, call: Call, after: Array, before: Array) -> Array:
-    """Rows of a KV buffer [slots, H, C, D] with other bits than before, bool [slots, C]; only the call's may be."""
+    """Rows of a KV buffer [slots, H, C, D] with changed bits, bool [slots, C]. Only the call's rows may change."""
     bits = f"u{after.dtype.itemsize}"
     changed: Array = (after.view(bits) != before.view(bits)).any(axis=(1, 3))
     wrong = np.argwhere(changed & ~_marked(call.rows, after))
@@ -161,7 +161,7 @@ def _changed_rows(name: str, call: Call, after: Array, before: Array) -> Array:
 
 
 def _marked(rows: Sequence[range], buffer: Array) -> Array:
-    """Rows of a KV buffer [slots, H, C, D] that are in the range of their slot, bool [slots, C]."""
+    """Rows of a KV buffer [slots, H, C, D] within the range of their slot, bool [slots, C]."""
     marked = np.zeros((buffer.shape[0], buffer.shape[2]), np.bool_)
     for slot, some in enumerate(rows):
         marked[slot, some.start : some.stop] = True
@@ -169,7 +169,7 @@ def _marked(rows: Sequence[range], buffer: Array) -> Array:
 
 
 def compare_trees(name: str, ours: Sequence[Array], theirs: Sequence[Array], most: float) -> None:
-    """The same nodes, each as likely, but where a tree was cut between nodes that rounding may have swapped.
+    """Compare nodes and their probabilities, except at a cut between nodes that rounding may have swapped.
 
     A tree is its tokens, parents and log-probabilities, likeliest first.
     """
@@ -194,7 +194,7 @@ def _likelihoods(name: str, tokens: Array, parents: Array, log_probs: Array) -> 
 
 
 def _lost(path: tuple[int, ...], has: _Likelihoods, other: _Likelihoods, near: float) -> bool:
-    """Whether what one tree has is as unlikely, up to rounding, as what the other has in its place.
+    """Return True if nodes of only one tree are as improbable, up to rounding, as the other tree's.
 
     That is the last of its siblings, as a node has so many children; where there are none the last node of all, or that
     of the level above which is the last to have any, as so many go on. What hangs from a lost node went with it.

@@ -1,4 +1,4 @@
-"""Weights that the host has no memory for are refused before they are loaded."""
+"""Weights that do not fit in the host's memory are refused before they are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bundle(lyanna_bundle: Path) -> Bundle:
 
 
 def has(patch: pytest.MonkeyPatch, folder: Path, size: int) -> None:
-    """Let so many bytes be available."""
+    """Set the number of available bytes."""
     file = folder / "meminfo"
     file.write_text(f"MemTotal:  99999999 kB\nMemAvailable:   {size // 1024} kB\nBuffers: 1 kB\n")
     patch.setattr(host_memory, "MEMINFO", file)

@@ -1,4 +1,4 @@
-"""Recipes: the packaged ones load, and a file that does not fit is refused by name."""
+"""Recipes: the packaged ones load, and an invalid file is refused by name."""
 
 import re
 
@@ -143,7 +143,7 @@ def test_a_recipes_shape_has_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_budget_and_hot_tokens_are_the_papers(name):
-    """Three deep, four wide, twelve verified; of more than 40 K tokens, the 32 K most frequent are hot."""
+    """Depth three, width four, twelve nodes; with more than 40 K tokens, the 32 K most frequent are hot."""
     recipe = load_recipe(name)
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
     (drafter,) = recipe.build.drafters
