@@ -238,8 +238,8 @@ def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, r
 def _digests(checkpoint: AnyCheckpoint) -> dict[str, str]:
     """Return the SHA-256 by name of every file of the checkpoint that a build reads."""
     of_folder = isinstance(checkpoint, Checkpoint)
-    beside = ("config.json", *tokenizers.text_files(checkpoint.path)) if of_folder else ()
-    listed = (*beside, *checkpoint.files)
+    text_files = ("config.json", *tokenizers.text_files(checkpoint.path)) if of_folder else ()
+    listed = (*text_files, *checkpoint.files)
     paths = {name: checkpoint.path / name for name in listed if (checkpoint.path / name).is_file()}
     found = DigestCache().digests(paths.values())
     return {name: found[path] for name, path in paths.items()}

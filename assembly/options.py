@@ -134,6 +134,8 @@ def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, d
 
 def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
     base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
-    said = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
+    changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
     named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
-    return ",".join([f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **said}.items())])
+    return ",".join(
+        [f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **changed}.items())]
+    )

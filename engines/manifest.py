@@ -47,11 +47,11 @@ class ModelIdentity:
     def caveats(self) -> tuple[str, ...]:
         """Warnings for every output of the bundle."""
         random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
-        said = {
+        warnings = {
             f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
             "stand-in tokenizer: a token a byte, ids above 255 in words": self.stand_in_tokenizer,
         }
-        return (*(caveat for caveat, true in said.items() if true), *self.inexact)
+        return (*(caveat for caveat, true in warnings.items() if true), *self.inexact)
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,10 @@ def preload_cuda() -> str:
 
     Returns the first library that did not load, or an empty string. The provider may still find that library.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # it prints, but the standard output is for JSON and texts
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # it prints, but the standard output is for JSON and texts
         ort.preload_dlls()
-    lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+    lines = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
     for line in lines:
         _LOG.info("%s", line)
     return lines[0] if lines else ""

@@ -80,10 +80,10 @@ def _accept(shape: VerifierShape) -> ir.Model:
     builder = _Builder()
     add = builder.add
     nodes = _nodes(builder)
-    said = add("ArgMax", names.LOGITS, axis=2, keepdims=0)  # [B, T]
-    wanted = add("GatherElements", said, add("Max", names.PARENTS, builder.ints(0)), axis=1)
-    live = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
-    drafted = add("And", add("Equal", names.TOKEN_IDS, wanted), live)
+    target_token_ids = add("ArgMax", names.LOGITS, axis=2, keepdims=0)  # [B, T]
+    expected = add("GatherElements", target_token_ids, add("Max", names.PARENTS, builder.ints(0)), axis=1)
+    in_tree = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
+    drafted = add("And", add("Equal", names.TOKEN_IDS, expected), in_tree)
     right = add("Or", drafted, add("Less", names.PARENTS, builder.ints(0)))  # the root is always accepted
     above = add("And", names.TREE_MASK, add("Unsqueeze", add("Not", right), builder.ints(1)))
     holds = add("Equal", _count(builder, above, 2), builder.ints(0))  # [B, T]
@@ -99,7 +99,7 @@ def _accept(shape: VerifierShape) -> ir.Model:
     _smallest, first = builder.add_all("TopK", (ranks, width), 2, axis=1, largest=0, sorted=1)
     count = add("Unsqueeze", _count(builder, on_path, 1), builder.ints(1))  # [B, 1]
     path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
-    add("Concat", count, path, said, output=names.ACCEPT_OUTPUT, axis=1)
+    add("Concat", count, path, target_token_ids, output=names.ACCEPT_OUTPUT, axis=1)
     return builder.model(names.STEP_ACCEPT, signatures.accept_inputs(shape), signatures.accept_outputs())
 
 

@@ -42,7 +42,7 @@ def test_without_an_interrupt_nothing_happens() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_interrupts_stay_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts_deferred():
         os.kill(os.getpid(), signal.SIGINT)

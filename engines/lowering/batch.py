@@ -125,8 +125,8 @@ class BatchAttention:
         """Return scaled and capped products of rows and the first S keys."""
         make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        live = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
-        scores = self._products(rows, live, scale, head_dim(node))
+        cached_keys = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
+        scores = self._products(rows, cached_keys, scale, head_dim(node))
         if not softcap:
             return scores
         cap = self._nodes.constant(np.float32(softcap))

@@ -71,7 +71,7 @@ class Nodes:
         count = self.node("Sub", [last, first])
         return self._added(ir.node("Loop", [count, self.constant(np.array(True)), carried], {"body": graph}))[0]
 
-    def capacity(self) -> ir.Value:
+    def kv_rows(self) -> ir.Value:
         """Return the number of rows of a KV buffer, int64 [1]."""
         return self.node("Shape", [self.inputs[names.key_cache(0)]], start=2, end=3)
 

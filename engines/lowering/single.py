@@ -51,7 +51,7 @@ class SingleAttention:
             self._positions = make("Expand", [self._positions, rows])
             self._twice = make("Concat", [rows, one], axis=0)  # the shape that computes a single row twice
             written = make("Add", [self._past, rows])
-        total = make("Min", [make("Add", [written, one]), nodes.capacity()])
+        total = make("Min", [make("Add", [written, one]), nodes.kv_rows()])
         self._columns_count = total
         self._total = make("Cast", [total], to=ir.DataType.INT32)
         self._last = make("Cast", [make("Sub", [written, one])], to=ir.DataType.INT32)

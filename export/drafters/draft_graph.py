@@ -103,7 +103,7 @@ class ChainAttention:
         self._config = config
         self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
         self._last = (pending - 1)[:, None]
-        self._place, self._past = positions.gather(1, self._last), cache_len + pending
+        self._place, self._step_cache_len = positions.gather(1, self._last), cache_len + pending
         self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
 
     def last(self, rows: torch.Tensor) -> torch.Tensor:
@@ -124,18 +124,18 @@ class ChainAttention:
     def next_step(self) -> tuple[torch.Tensor, Attend]:
         """Return the position [B, 1] of the next step's row, and attend for that row, which sees all rows before it."""
         self._place, self._kv_len = self._place + 1, self._kv_len + 1
-        attend = self._at(self._place, self._alone, self._past)
-        self._past = self._past + 1
+        attend = self._at(self._place, self._alone, self._step_cache_len)
+        self._step_cache_len = self._step_cache_len + 1
         return self._place, attend
 
-    def _at(self, places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> Attend:
-        """Attend for rows at `places` [B, T] after `past` [B] rows. Rows see each other by `mask` [B, T, T]."""
+    def _at(self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor) -> Attend:
+        """Attend for rows at `places` [B, T] after `cache_len` [B] rows. Rows see each other by `mask` [B, T, T]."""
         config, kv_len = self._config, self._kv_len
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor
             out, self.caches[0], self.caches[1] = tree_attention(
-                q, k, v, *self.caches, mask, places, past, kv_len, None, config.head_dim**-0.5, 0.0, 0, 0,
+                q, k, v, *self.caches, mask, places, cache_len, kv_len, None, config.head_dim**-0.5, 0.0, 0, 0,
                 config.heads, config.kv_heads,
             )  # fmt: skip
             return out

@@ -80,7 +80,7 @@ def export_random_lyanna(
     return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
 
 
-def export_random_beside(
+def export_random_for(
     name: str, configuration: Any, verifier: VerifierExport, out: Path, options: LyannaBuild, progress: Progress
 ) -> ExportedDrafter:
     """Write the graphs of a random drafter for a verifier of this transformers configuration."""
@@ -89,7 +89,7 @@ def export_random_beside(
     return export_random_lyanna(name, settings, verifier, out, options, progress)
 
 
-EXPORTER = Exporter(export_lyanna, export_random_beside)
+EXPORTER = Exporter(export_lyanna, export_random_for)
 
 
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:

@@ -79,7 +79,7 @@ RECIPE = BuildConfig(drafters=(OWN,))
         (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
     ],
 )
-def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
+def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
     told = options_of(recipe, config)
     pairs = list(zip(told[::2], told[1::2], strict=True))
     values = dict(pairs)
@@ -111,7 +111,7 @@ def test_the_command_line_overrides_the_recipes_drafter() -> None:
         choose_drafters(settings, ["lyanna"])
 
 
-def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
+def test_a_recipes_drafter_is_random_with_random_weights() -> None:
     recipe = replace(RECIPE, random_weights=True)
     assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)
     assert choose_drafters(recipe, ["none"]) == ()

@@ -52,7 +52,7 @@ def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redr
     assert "is already built" in redraft(*arguments).stdout
 
 
-def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypatch):
+def test_too_little_memory_for_the_check_is_an_error(checkpoint, tmp_path, monkeypatch):
     """A bundle without comparison is current only if the user asks for it."""
     monkeypatch.setattr("redraft.assembly.bundle.available_bytes", lambda: 1000)
     with pytest.raises(BackendError, match=r"checking 2 layers in fp32 takes .* or build with --skip-check"):

@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("settings", "files"), CHANGES.values(), ids=CHANGES)
-def test_what_transformers_changes_in_a_tokenizer_is_in_the_bundle(
+def test_changes_of_transformers_to_a_tokenizer_are_in_the_bundle(
     settings: dict[str, Any], files: dict[str, Any], llama: dict[str, Any], tmp_path: Path, bundle: Path
 ) -> None:
     folder = write_folder(tmp_path / "model", {"tokenizer.json": llama, **files}, **settings)

@@ -59,12 +59,13 @@ class Calls:
         """The calls that compare a graph."""
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
-            names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
-            names.STEP_GATHER_FEATURES: self._collect, names.STEP_STORE_TREES: self._store,
+            names.STEP_PREPARE_TREE: self._prepare_tree, names.STEP_ACCEPT: self._accept,
+            names.STEP_COMPACT_KV: self._compact_kv,
+            names.STEP_GATHER_FEATURES: self._gather_features, names.STEP_STORE_TREES: self._store_trees,
         }  # fmt: skip
         if graph in kinds:
             return kinds[graph](batches)
-        return self._move(graph)
+        return self._copy_slot(graph)
 
     def _verifier(self, batches: Sequence[int]) -> Iterator[Call]:
         """A prompt's first chunk and a later one, one token, trees, and a tree that fills the context."""
@@ -130,7 +131,7 @@ class Calls:
                     names.TOKENS: self._random.integers(0, shape.vocabulary, batch),
                 })  # fmt: skip
 
-    def _layout(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _prepare_tree(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             for nodes in (1, NODES):
                 for kind, on_device in (("the host's", [0, 1]), ("a drafter's", [1, 0])):
@@ -161,7 +162,7 @@ class Calls:
                 sizes = {"B": batch, "T": nodes, "1 + 2 T": 1 + 2 * nodes}
                 yield Call(f"{nodes} nodes", sizes, values)
 
-    def _keep(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _compact_kv(self, batches: Sequence[int]) -> Iterator[Call]:
         """An accepted path with gaps, and one that is in place already, in buffers of numbers."""
         for batch in batches:
             paths = np.tile(np.arange(NODES), (batch, 1))
@@ -172,7 +173,7 @@ class Calls:
             sizes = {"B": batch, "T": NODES}
             yield Call("path", sizes, {names.PATH: paths, names.CACHE_LEN: np.array(past), **values})
 
-    def _collect(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _gather_features(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             hidden, dtype = self._shape.hidden, self._shape.dtype
             paths = np.tile(np.arange(NODES), (batch, 1))
@@ -184,7 +185,7 @@ class Calls:
                 names.PENDING_OFFSET: np.array([5, 17][:batch]),
             })  # fmt: skip
 
-    def _store(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _store_trees(self, batches: Sequence[int]) -> Iterator[Call]:
         """Trees of only the last sequence, and of all."""
         for batch in batches:
             for kind, drafted in (("the last", [0] * (batch - 1) + [3]), ("all", [2] * batch)):
@@ -196,7 +197,7 @@ class Calls:
                     values[parents] = np.stack([self._parents(nodes) for _ in range(batch)])
                 yield Call(f"trees of {kind}", {"B": batch, "K": 7, "S": NODES}, values)
 
-    def _move(self, graph: str) -> Iterator[Call]:
+    def _copy_slot(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
         state = signatures.verifier_state(self._shape) if verifier else slot_state(self._lyanna)  # type: ignore[arg-type]

@@ -176,7 +176,7 @@ def test_a_terminated_build_cleans_up(out):
     open_bundle(out)
 
 
-def test_what_a_killed_build_leaves_is_cleared_by_the_next(out):
+def test_files_of_a_killed_build_are_deleted_by_the_next(out):
     build = start_build(out)
     build.kill()
     build.wait(10)
@@ -268,14 +268,14 @@ def test_a_full_disk_is_one_line_and_damages_nothing(out, monkeypatch):
     open_bundle(out)
 
 
-def test_too_little_space_is_said_before_anything_is_written(out):
+def test_too_little_space_is_an_error_before_any_write(out):
     message = r"no space for .*: 1,000,000,000,000\.0 MB needed, .* MB free"
     with pytest.raises(BundleError, match=message), BundleWriter(out, "small") as writer:
         writer.reserve(10**18)
     open_bundle(out)
 
 
-def test_a_folder_where_no_file_can_be_made_is_named():
+def test_a_folder_that_is_not_writable_is_named():
     """The lock is the first file, which the error must not name."""
     with pytest.raises(BundleError, match=r"cannot write /proc/engines: .*; give a writable -o"):
         BundleWriter(Path("/proc/engines"), "small").__enter__()
@@ -289,7 +289,7 @@ def test_an_error_that_is_its_own_context_is_passed_on(out):
         raise error
 
 
-def test_a_model_makes_room_for_random_weights_only_where_told(out):
+def test_random_weights_replace_a_model_only_on_request(out):
     with pytest.raises(BundleError, match="holds engines of a model, which random weights would replace"):
         BundleWriter(out, "small", random_weights=True).__enter__()
     with BundleWriter(out, "small", force=True, random_weights=True) as writer:

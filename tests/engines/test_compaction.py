@@ -80,7 +80,7 @@ def path(nodes: int, *accepted: int) -> list[int]:
     ],
     ids=str,
 )
-def test_the_kernel_keeps_what_the_graph_keeps(
+def test_the_kernel_compacts_the_same_rows_as_the_graph(
     kernels: Kernels, tmp_path: Path, paths: list[list[int]], head_dim: int, dtype: Dtype
 ) -> None:
     """The last row of the last path ends with its buffer. Slots outside the batch do not change."""
@@ -100,7 +100,7 @@ def test_the_kernel_keeps_what_the_graph_keeps(
     assert (queued.launched, cuda.launches) == (2, 2)
 
 
-def test_what_the_kernel_does_not_know_is_left_to_the_graph(kernels: Kernels, tmp_path: Path) -> None:
+def test_the_graph_handles_types_that_the_kernel_does_not(kernels: Kernels, tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, head_dim=16)
     assert not can_compact(bundle.graph(names.STEP_COMPACT_KV))
     assert isinstance(HostDevice(bundle, 1, kernels).program(names.STEP_COMPACT_KV), OnnxRuntimeProgram)

@@ -99,7 +99,7 @@ def test_fresh_memory_is_zero(device: Device) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float32", "float16", "bfloat16", "uint8"])
 @pytest.mark.parametrize("shape", [(3,), (5, 40), (1, 2, 70)])
-def test_what_was_written_is_read_and_the_array_is_free_at_once(
+def test_written_values_are_read_and_the_array_is_free_at_once(
     device: Device, dtype: str, shape: tuple[int, ...]
 ) -> None:
     """Also arrays larger than the staging memory, and many small ones."""
@@ -123,7 +123,7 @@ def test_a_strided_array_is_written_as_it_reads(device: Device) -> None:
     np.testing.assert_array_equal(buffer.read(), values)
 
 
-def test_what_was_read_does_not_change(device: Device) -> None:
+def test_read_values_do_not_change(device: Device) -> None:
     buffer = device.empty("int64", 2)
     buffer.write(np.array([1, 2]))
     found = buffer.read()
@@ -160,7 +160,7 @@ def test_a_part_is_within_the_whole(device: Device) -> None:
             whole.part(2, 3, start=start)
 
 
-def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device) -> None:
+def test_a_program_reads_written_values_and_its_outputs_are_read(device: Device) -> None:
     """Twice, and in a chain, which TensorRT replays as a captured graph."""
     buffers = layout_buffers(device)
     run = device.chain([device.program(names.STEP_PREPARE_TREE).bind(buffers)])
@@ -173,7 +173,7 @@ def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device
         assert buffers[names.TREE_MASK].read()[1, 2].tolist() == [True, False, True]
 
 
-def test_an_inbox_sends_what_was_filled_in_and_an_outbox_fetches(device: Device) -> None:
+def test_host_inputs_send_filled_values_and_host_outputs_fetch(device: Device) -> None:
     """Repeatedly, with one copy each way. Fields that are not filled again keep their values."""
     host_inputs = device.host_inputs(cache_len=(2,), parents=(2, 3))
     sent = {names.CACHE_LEN: host_inputs.buffers["cache_len"], names.HOST_PARENTS: host_inputs.buffers["parents"]}
@@ -191,7 +191,7 @@ def test_an_inbox_sends_what_was_filled_in_and_an_outbox_fetches(device: Device)
         assert work.seconds() > 0
 
 
-def test_what_is_still_on_its_way_is_not_written_over(device: Device) -> None:
+def test_values_of_a_running_copy_are_not_overwritten(device: Device) -> None:
     """Filling again before the device has read the first values waits for it."""
     host_inputs, seen = device.host_inputs(cache_len=(2,)), []
     buffers = {**layout_buffers(device, nodes=1), names.CACHE_LEN: host_inputs.buffers["cache_len"]}
@@ -241,7 +241,7 @@ def test_bindings_that_do_not_fit_are_named(device: Device, change: Change, mess
 
 
 @pytest.mark.parametrize("graph", [names.STEP_COMPACT_KV, names.STEP_COPY_SLOT])
-def test_what_is_updated_in_place_is_one_buffer(device: Device, graph: str) -> None:
+def test_an_in_place_update_uses_one_buffer(device: Device, graph: str) -> None:
     buffers = state_buffers(device, graph)
     device.program(graph).bind(buffers)
     other = names.present(names.key_cache(0))
@@ -266,7 +266,7 @@ def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) ->
     return {**buffers, **ends, **updated}
 
 
-def test_a_slot_moves_where_the_host_says(device: Device) -> None:
+def test_a_slot_moves_to_the_slot_of_the_host(device: Device) -> None:
     """The latest slots count, though earlier copies may still run."""
     buffers = state_buffers(device, names.STEP_COPY_SLOT, slots=4)
     before = buffers["kv.0.key"].read()

@@ -142,7 +142,7 @@ def test_a_stale_row_that_counts_in_a_chain_is_seen(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_the_plugin_gives_what_native_attention_does(
+def test_the_plugin_equals_native_attention(
     root: Path, tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reads poisoned buffers while the other's are clean. With the plugin, redraft's kernel compacts rows.
@@ -172,7 +172,7 @@ def native_missing(release: tuple[int, int], folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(("release", "said"), [((10, 14), "no KV update"), ((11, 1), "not live"), ((10, 15), None)])
-def test_native_attention_is_missing_where_it_would_not_be_built(
+def test_native_attention_is_missing_if_it_cannot_be_built(
     release: tuple[int, int], said: str | None, tmp_path: Path
 ) -> None:
     reason = native_missing(release, tmp_path)

@@ -60,7 +60,7 @@ def fakes(bundle: Bundle, tmp_path: Path) -> Device:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
-def test_every_graph_gives_what_the_reference_does(bundle: Bundle, fakes: Device, kind: str) -> None:
+def test_every_graph_equals_the_reference(bundle: Bundle, fakes: Device, kind: str) -> None:
     device = fakes if kind == "tensorrt" else cpu_device(bundle)
     errors = compare_outputs(device, cpu_device(bundle), bundle)
     assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
@@ -301,7 +301,7 @@ def test_only_fp8_is_refused_and_by_old_gpus_only(
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
-def test_a_gpu_gives_what_the_cpu_does(root: Path, tmp_path: Path, backend: Backend, precision: Precision) -> None:
+def test_a_gpu_equals_the_cpu(root: Path, tmp_path: Path, backend: Backend, precision: Precision) -> None:
     """CUDA, and TensorRT's engines with the plugin, agree with the bundle's stored weights computed on the CPU."""
     if backend == "onnxruntime" and precision == "fp8":
         pytest.skip("fp8 weights are for TensorRT")

@@ -54,7 +54,7 @@ def test_more_than_there_is_is_refused_in_one_line(
     assert (", 0.0 in fp16" in str(error.value)) == (precision == "fp16")
 
 
-def test_where_nobody_says_what_there_is_nothing_is_refused(
+def test_without_known_memory_nothing_is_refused(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in (None, "MemTotal: 1 kB\n"):
@@ -65,7 +65,7 @@ def test_where_nobody_says_what_there_is_nothing_is_refused(
         open_calls(bundle, threads=1)
 
 
-def test_this_machine_says_what_there_is() -> None:
+def test_this_machine_reports_its_memory() -> None:
     if not host_memory.MEMINFO.exists():
         pytest.skip("no /proc/meminfo here")
     assert (available_bytes() or 0) > 1 << 20

@@ -161,7 +161,7 @@ def test_wrong_buffers_and_sizes_are_refused_by_name(bundle):
         engine.prepare(B=2, T=1, R=1)
 
 
-def test_a_graph_that_is_not_what_the_manifest_says_is_refused(bundle):
+def test_a_graph_that_differs_from_the_manifest_is_refused(bundle):
     record = bundle.manifest.graphs[names.VERIFIER]
 
     def with_graph(**changes):

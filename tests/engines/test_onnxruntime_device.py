@@ -58,7 +58,7 @@ def test_nodes_left_to_the_cpu_are_counted_but_for_those_that_make_sizes() -> No
     assert left_to_cpu(parts[:1]) == ""
 
 
-def test_a_real_session_says_which_nodes_the_cpu_has(bundle: Bundle) -> None:
+def test_a_real_session_reports_nodes_on_the_cpu(bundle: Bundle) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
     session = ort.InferenceSession(bundle.path / "verifier.onnx", options, providers=["CPUExecutionProvider"])
@@ -94,7 +94,7 @@ def gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeCuda:
     return onnxruntime_cuda(bundle, monkeypatch)
 
 
-def test_sizes_are_bound_where_the_host_keeps_them(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
+def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
     """If bound on the GPU, they would be copied only once, at binding."""
     program = gpu.program(names.VERIFIER)
     assert isinstance(program, OnnxRuntimeProgram)

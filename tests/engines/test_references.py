@@ -52,7 +52,7 @@ def built(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.T
     return Built(bundle, exact(bundle, folder / "exact"), exact(bundle, folder / "rounded", rounded=True))
 
 
-def test_what_a_device_rounds_is_within_the_tolerance(built: Built) -> None:
+def test_a_devices_rounding_is_within_the_tolerance(built: Built) -> None:
     """A third of the tolerance, by its choice. Weights in fp32 have no rounding."""
     bundle = built.bundle
     errors = compare_outputs(HostDevice(built.rounded), HostDevice(built.reference), bundle)

@@ -47,7 +47,7 @@ def test_auxiliary_tensors_may_be_indexed(sharded):
     assert Checkpoint.open(sharded).tensors
 
 
-def test_other_formats_beside_the_model_are_left_alone(tmp_path):
+def test_other_formats_next_to_the_model_are_ignored(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "llama")
     save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
     assert Checkpoint.open(folder).files == ("model.safetensors",)

@@ -96,7 +96,7 @@ def test_products_are_the_files_numbers(precision, types, bits, block, tmp_path)
         )
 
 
-def test_parts_without_a_grid_are_quantized_beside_those_that_have_one(tmp_path):
+def test_parts_without_a_grid_are_quantized_next_to_parts_with_one(tmp_path):
     checkpoint = GgufCheckpoint.open(wide_file({"attn_q": "Q4_1", "attn_v": "Q6_K"}).write(tmp_path / "m.gguf"))
     export = export_verifier(checkpoint, tmp_path, BuildConfig(precision="int8"))
     (stem,) = [stem for stem in products(tmp_path, export.graph) if "layers.0" in stem and "q_proj" in stem]

@@ -44,7 +44,7 @@ def test_4_bits_are_closer_than_a_grid_over_the_whole_range(columns, monkeypatch
     assert searched < 0.99 * np.square(dequantize(weight, 4) - weight).sum()
 
 
-def test_a_grid_does_not_depend_on_the_rows_beside_it(monkeypatch):
+def test_a_grid_does_not_depend_on_other_rows(monkeypatch):
     weight = np.random.default_rng(0).standard_normal((9, 96)).astype(np.float32)
     whole = fit(weight, 4)
     monkeypatch.setattr(quantize, "_PIECE", 200)

@@ -63,7 +63,7 @@ def laid_out(
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_layout(folder: Path, nodes: int) -> None:
+def test_prepare_tree(folder: Path, nodes: int) -> None:
     """Takes `nodes` nodes of stored trees of 9. Padding nodes are children of the root."""
     rng, width = np.random.default_rng(nodes), 9
     host = [random_tree(rng, nodes, 10**6) for _ in range(3)]
@@ -80,7 +80,7 @@ def test_layout(folder: Path, nodes: int) -> None:
     np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + cache_len[:, None])
 
 
-def test_layout_of_the_deepest_chain(folder: Path) -> None:
+def test_prepare_tree_of_the_deepest_chain(folder: Path) -> None:
     tree = np.zeros(65, np.int64), np.arange(-1, 64)
     found = laid_out(folder, [tree], [tree], [0], np.array([3]))
     np.testing.assert_array_equal(found[names.POSITIONS][0], np.arange(3, 68))
@@ -169,7 +169,7 @@ def test_trees_of_some_slots_are_stored(folder: Path, nodes: int) -> None:
         (LYANNA_COPY_SLOT, slot_state(LYANNA)),
     ],
 )
-def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
+def test_a_slot_is_copied(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
     sizes = {"B": 4, "C": 7, "W": 6}
     rng = np.random.default_rng(5)
     held = {

@@ -44,7 +44,7 @@ FIRST = [[2, 9, 10, 11], [3, 9, 10, 11], [9, 4, 10, 11], [9, 10, 11, 8], [6, 9, 
 SECOND = [[3, 9, 10, 11], [9, 4, 10, 11], [5, 9, 10, 11], [6, 9, 10, 11], [9, 10, 11, 8]]
 
 
-def test_a_depth_counts_only_where_all_before_it_were_right():
+def test_a_depth_counts_only_if_all_earlier_ones_were_right():
     found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 0)
     assert found.top == pytest.approx((3 / 5, 1 / 3))  # starts 0, 1, 4 right at depth 1; of them 0 at depth 2
     assert found.wide == pytest.approx((4 / 5, 3 / 4))  # starts 0, 1, 2, 4; of them 0, 1, 2
@@ -57,7 +57,7 @@ def test_drafts_before_the_first_position_do_not_count():
     assert found.top == pytest.approx((1 / 2, 0.0))
 
 
-def test_a_draft_ends_where_the_text_leaves_what_the_verifier_says():
+def test_a_draft_ends_if_the_text_differs_from_the_verifier():
     """Later tokens of such a draft are never verified."""
     said = list(SAID)
     said[1] = 9  # after position 1 the verifier's token is 9, the text continues with 2
@@ -77,7 +77,7 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
+def test_a_bf16_verifier_is_measured_with_a_drafter_in_fp32(device):
     """As in training on a GPU, products of both use the verifier's type in every measurement."""
     torch.manual_seed(0)
     verifier = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.bfloat16).eval().requires_grad_(False)

@@ -8,7 +8,7 @@ from redraft.errors import UsageError
 from redraft.train.config import Recipe, VerifierRecipe
 
 
-def test_shipped_recipe_is_within_what_the_embedded_model_promises():
+def test_packaged_recipe_is_within_the_limits_of_the_embedded_model():
     model = VerifierRecipe.load("tiny").model
     assert model.layers >= 8
     assert model.vocab_size == 4096

@@ -120,7 +120,7 @@ def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypa
     assert load_checkpoint(tmp_path)["step"] == 4
 
 
-def test_steps_are_not_lost_where_reporting_the_last_one_fails(recipe, tmp_path):
+def test_steps_are_not_lost_if_reporting_the_last_one_fails(recipe, tmp_path):
     """A report may measure, which may fail after hours of training."""
     go(recipe, tmp_path, stop_after=recipe.steps)
     assert load_checkpoint(tmp_path)["step"] == recipe.steps

@@ -30,7 +30,7 @@ def folder(run, corpora, tmp_path_factory):
     return out
 
 
-def test_auto_classes_load_what_was_trained(folder, run):
+def test_auto_classes_load_the_trained_model(folder, run):
     """The logits equal those of the trained module with weights rounded to bf16."""
     objective, recipe, step = load_run(run)
     assert step == recipe.steps
@@ -103,7 +103,7 @@ def test_evaluation_reads_nothing_but_the_folder(folder):
     assert figures.parameters == 400 * 32 + 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
 
 
-def test_evaluation_of_a_folder_without_text_says_what_mends_it(tmp_path):
+def test_evaluation_of_a_folder_without_text_gives_a_hint(tmp_path):
     with pytest.raises(CheckpointError, match="heldout"):
         evaluate(tmp_path)
 
@@ -142,7 +142,7 @@ class _Callable:
         ("    return 1\n    cut of", (True, True)),
     ],
 )
-def test_python_verdict(completion, expected):
+def test_check_of_python_text(completion, expected):
     assert syntax_checks("def f(x, z):\n", completion) == expected
 
 

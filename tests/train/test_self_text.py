@@ -31,7 +31,7 @@ def generated(model, prompt, new_tokens, eos=None):
     return out[0].tolist()
 
 
-def test_greedy_rows_are_what_generate_gives(model):
+def test_greedy_rows_equal_generate(model):
     rows = write_rows(model, PROMPTS, 12, 0.0, 0)
     assert rows.dtype == np.int64
     assert rows.tolist() == [generated(model, prompt, 12) for prompt in PROMPTS.tolist()]

@@ -51,7 +51,7 @@ def test_prompts_are_of_held_out_documents(kind):
     assert all(is_held_out(kind, item["source"], VerifierRecipe.load("tiny").held_out_every) for item in items)
 
 
-def test_card_says_what_was_measured_and_trained():
+def test_card_has_the_measured_figures_and_the_recipe():
     card = (TINY / "README.md").read_text(encoding="utf-8")
     figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
     recipe = VerifierRecipe.load("tiny")

@@ -49,7 +49,7 @@ def test_mtp_module_is_causal_and_sees_only_the_next_token(objective):
     assert not torch.allclose(before[:, 4], after[:, 4], atol=1e-3)
 
 
-def test_main_loss_does_not_see_what_it_predicts(objective):
+def test_main_loss_does_not_see_its_target(objective):
     tokens = torch.randint(0, 400, (1, 10))
     other = tokens.clone()
     other[0, 9] = (other[0, 9] + 1) % 400  # only the MTP module's last target

@@ -80,7 +80,7 @@ def long_bundle(tmp_path_factory):
 
 @pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
 @pytest.mark.parametrize("past", [1, 100, 125, 126, 127, 128, 129, 200, 250, 255, 256, 257, 300, 370])
-def test_the_number_of_live_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
+def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
     """Over multiples of the rows that products sum at a time."""
     verifier = open_verifier(LONG, long_bundle, form, 1)
     text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
@@ -121,7 +121,7 @@ def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, p
 
 
 @pytest.mark.parametrize("slot", range(8))
-def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
+def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, slot):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
     generator = np.random.default_rng(4)
     text, *others = generator.integers(0, LONG.vocabulary, (8, 60))
@@ -142,7 +142,7 @@ def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
         assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
 
 
-def test_trees_of_other_shapes_and_lengths_beside_each_other(long_bundle):
+def test_trees_of_different_shapes_and_lengths_together(long_bundle):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 3)
     texts, others = np.random.default_rng(7).integers(0, LONG.vocabulary, (2, 3, 80))
     wholes = verifier.logits([chain(text) for text in texts], [0] * 3)

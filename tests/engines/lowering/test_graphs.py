@@ -143,7 +143,7 @@ def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_column
     assert found["Where"] == 2  # once a call
 
 
-def test_what_stands_between_split_and_attention_stays(tmp_path):
+def test_nodes_between_split_and_attention_stay(tmp_path):
     decoder = Decoder(qk_norm=True)
     lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.single.onnx")

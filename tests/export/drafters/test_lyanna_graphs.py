@@ -31,7 +31,7 @@ from .tiny import (
     counts,
     export,
     make_verifier,
-    manifest_beside,
+    manifest_with_verifier,
     random_drafter,
 )
 
@@ -125,7 +125,7 @@ def exported(request) -> Exported:
 
 
 @pytest.mark.parametrize("graph", [LYANNA_DRAFT, LYANNA_DRAFT_SINGLE])
-def test_a_draft_of_one_sequence_is_what_training_computes(exported: Exported, graph: str) -> None:
+def test_a_draft_of_one_sequence_equals_training(exported: Exported, graph: str) -> None:
     """Calls without padding, with padding, of a single row, after different numbers of rows."""
     sequence = history(20, seed=1)
     drafting = Draft(exported, graph, 1)
@@ -139,7 +139,7 @@ def half_verifier(tmp_path_factory: pytest.TempPathFactory) -> Verifier:
     return make_verifier(tmp_path_factory.mktemp("half"), "fp16")
 
 
-def test_beside_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verifier, tmp_path: Path) -> None:
+def test_with_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verifier, tmp_path: Path) -> None:
     exported = export(tmp_path, half_verifier, precision=None)
     assert {ref.dtype for ref in exported.lyanna.weights} == {"F16"}
     sequence = history(12, seed=1)
@@ -170,7 +170,7 @@ def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> Non
     lyanna = export_random_lyanna(METHOD.id, CONFIG, little_verifier.export, tmp_path / "graphs", options)
     own = {ref.file for ref in lyanna.weights if ref.initializer.startswith("lyanna.")}
     assert own == {"weights/lyanna.random.safetensors"}
-    bundle = Bundle(tmp_path / "graphs", manifest_beside(tmp_path / "graphs", little_verifier, lyanna))
+    bundle = Bundle(tmp_path / "graphs", manifest_with_verifier(tmp_path / "graphs", little_verifier, lyanna))
     exported = Exported(random_drafter(), lyanna, torch.empty(0), torch.empty(0), bundle)
     found = Draft(exported, LYANNA_DRAFT, 1).call([history(6, seed=1)], [6], 6)
     assert np.isfinite(found[names.TREE_LOG_PROBS]).all()

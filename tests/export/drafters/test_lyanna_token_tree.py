@@ -90,7 +90,7 @@ def test_too_few_steps_are_not_resampled() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_likeliest_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
+def test_top_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
     logits, info = numbers(seed)
     tree = build_subtree(logits, ROOT, info.__getitem__, WIDTH)
     joint = joint_log_probs(logits, info, ROOT)
@@ -110,7 +110,7 @@ def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
     assert even.top_nodes(3).tokens == [ROOT, 0, 1]
 
 
-def test_tables_are_read_as_their_form_says() -> None:
+def test_tables_are_read_in_their_form() -> None:
     """Dense values, scaled codes and factors, with the whole vocabulary hot or with a cold row and column."""
     table = np.arange(9, dtype=np.float16).reshape(3, 3)
     assert lookup([table], 1).tolist() == [3, 4, 5]

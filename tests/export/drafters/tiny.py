@@ -136,13 +136,13 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     )
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
-    manifest = manifest_beside(folder / "graphs", verifier, lyanna)
+    manifest = manifest_with_verifier(folder / "graphs", verifier, lyanna)
     stored = load_file(verifier.checkpoint.path / "model.safetensors")
     weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
-def manifest_beside(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
+def manifest_with_verifier(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
     """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
     signatures = METHOD.signatures(shape)

@@ -137,7 +137,7 @@ def test_without_token_info_logits_are_the_heads_product():
 
 
 @pytest.mark.parametrize("first_token", [True, False])
-def test_first_token_reaches_the_chain_only_where_it_is_fused(verifier, tokens, first_token):
+def test_first_token_reaches_the_chain_only_if_it_is_fused(verifier, tokens, first_token):
     drafter, embed = drafter_of(config(first_token=first_token)), verifier.model.get_input_embeddings()
     other = tokens.clone()
     other[:, 3] = (other[:, 3] + 1) % 400  # the first token of the drafts that start at position 2
@@ -181,7 +181,7 @@ def test_warm_start_of_another_shape_is_refused(verifier):
         warm_start(drafter, verifier)
 
 
-def test_shape_is_the_verifiers_where_the_recipe_leaves_it_open(verifier):
+def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
     found = configure(LyannaRecipe(drafter=LyannaTable(kv_heads=2, chain=5, rank=7)), verifier)
     expected = dict(hidden_size=32, vocab_size=400, intermediate_size=64, heads=2, kv_heads=2, head_dim=16)
     assert found == LyannaConfig(**expected, rank=7, steps=5)
