@@ -157,7 +157,7 @@ def test_wrong_buffers_and_sizes_are_refused_by_name(bundle):
     engine, _ = bound_engine(bundle)
     with pytest.raises(ValueError, match="B, R, T"):
         engine.prepare(B=1, T=1)
-    with pytest.raises(ValueError, match="more than the 1"):
+    with pytest.raises(ValueError, match="expected B of at most 1"):
         engine.prepare(B=2, T=1, R=1)
 
 
