@@ -1,5 +1,4 @@
-"""The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure gives one line with CUDA's
-error name.
+"""The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure is one line with CUDA's name.
 
 All work runs in order on the stream. It calls CUDA only after it finds the driver.
 """

@@ -156,8 +156,7 @@ def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_by_position(module: Any) -> None:
-    """Let Llama 4's layers without rotary embedding scale queries by the given positions; they count positions
-    themselves.
+    """Let Llama 4's layers without rotary embedding scale queries by the given positions, not by their own count.
 
     The scale of a position p is 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)).
     """

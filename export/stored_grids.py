@@ -43,8 +43,7 @@ def block_of(weight: ProductWeight, source: AnySource, bits: int) -> int:
 
 
 def coded(weight: ProductWeight, source: AnySource, bits: int, block: int) -> Iterator[Coded]:
-    """Yield codes in the form of MatMulNBits, [outputs, blocks, block * bits / 8], and their grids, a few outputs at a
-    time.
+    """Yield MatMulNBits codes, [outputs, blocks, block * bits / 8], and their grids, a few outputs at a time.
 
     A part with a stored grid keeps it. Other parts are quantized.
     """

@@ -156,8 +156,7 @@ def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
 
 
 def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:
-    """Return the shape with the KV buffers that the layers need. Raises UnsupportedModelError if no shape fits all
-    layers.
+    """Return the shape with the KV buffers of all layers. Raises UnsupportedModelError if no shape fits them all.
 
     Layers with fewer key heads or smaller heads than others are padded to the largest.
     """

@@ -100,8 +100,8 @@ def accept_outputs() -> tuple[TensorSpec, ...]:
     """Outputs of `STEP_ACCEPT`.
 
     `path[b]` begins with the root and the accepted nodes; every later entry is its own index. If nodes 2 and 5 are
-    accepted, it is 0, 2, 5, 3, 4 …. The host reads `accept_output[b]`: the number of entries before those, the path,
-    and the verifier's token after each node.
+    accepted, it is 0, 2, 5, 3, 4 …. The host reads `accept_output[b]`: the number of accepted nodes with the root, the
+    path, and the verifier's token after each node.
     """
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),

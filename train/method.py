@@ -30,8 +30,7 @@ class DrafterObjective(Objective, Protocol):
         """Move the drafter."""
 
     def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """Return the verifier's logits [B, T + lookahead, V] of tokens [B, T + lookahead], and the drafts' logits by
-        depth.
+        """Return the verifier's logits [B, T + lookahead, V] of tokens [B, T + lookahead], and drafts' logits by depth.
 
         Depth d gives [B, T, V]: the draft of row p starts at position p, and predicts token p + d + 1 from the tokens
         before it.

@@ -65,8 +65,7 @@ class VerifierObjective(nn.Module):
         return True
 
     def row_losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean losses, nats a token, for tokens i64[B, T + 2]: next token [B], token after next [ceil(B /
-        stride)].
+        """Return mean losses, nats a token, of tokens i64[B, T + 2]: next one [B], one after next [ceil(B / stride)].
 
         The MTP module sees every `mtp_row_stride`-th row, which bounds its cost.
         """

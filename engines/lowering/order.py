@@ -54,8 +54,7 @@ class Columns:
 
 
 class RowOrder:
-    """Values that all layers of a call share: visible keys, and the mapping between the orders of positions and of
-    rows.
+    """Values that all layers of a call share: visible keys, and the mapping between orders of positions and rows.
 
     The orders differ only in the columns of the new rows, so only these move. A product has g rows for each node, one
     for each head that shares a key head. If g is 1, a single node is computed twice: U = 2 nodes, otherwise U = T.

@@ -121,8 +121,7 @@ class DrafterCheckpoint:
         return counts
 
     def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
-        """Return a source of the parameters of these shapes, with names that begin with `stem`, and the token counts
-        [V].
+        """Return a source of parameters of these shapes, with names that begin with `stem`, and token counts [V].
 
         Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
         shape or number that does not fit.

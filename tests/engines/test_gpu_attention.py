@@ -59,9 +59,7 @@ def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
 
 
 def devices(bundle: Bundle, own: Bundle, fakes: bool, folder: Path) -> tuple[Device, Device]:
-    """Devices for the portable graphs, and for graphs in TensorRT's operators, which read `kv_len` on the host
-    there.
-    """
+    """Devices for the portable graphs, and for graphs in TensorRT's operators, which read `kv_len` on the host."""
     if not fakes:
         return HostDevice(bundle, 1), HostDevice(own, 1)
     (folder / "engines").mkdir()
