@@ -19,8 +19,8 @@ from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STALE: Mapping[Dtype, float] = {"float32": 1e3, "float16": 1e2, "bfloat16": 1e2}
-"""What rows hold that may be read but must not count. A masked row may be multiplied by zero, so these are finite;
-rows at or past `kv_len`, and of slots that the call does not use, are NaN."""
+"""Values of rows that a graph may read but must not count. A masked row may be multiplied by zero, so these are finite.
+Rows at or past `kv_len`, and of slots that the call does not use, are NaN."""
 SLOTS, NODES, CHUNK, MOST_CAPACITY = 3, 13, 32, 256
 _CACHES = "kv."
 

@@ -21,7 +21,7 @@ import numpy as np
 Work = Callable[[], None]
 _POISON = 0xA5
 ALIGNMENT = 256
-"""Of memory that CUDA allocates, and of every address that TensorRT takes."""
+"""Alignment of memory that CUDA allocates, and of every address for TensorRT."""
 
 
 class Status(IntEnum):

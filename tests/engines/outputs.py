@@ -20,9 +20,9 @@ from tests.engines.drafters import LYANNA_COPY_SLOT, LYANNA_DRAFT, LYANNA_RESAMP
 from .calls import Array, Call, Calls, as_float, from_float, sized
 
 TOLERANCES: Mapping[Dtype, float] = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
-"""Largest error of an output, of the largest value of that output, by the element type that the graph computes in.
+"""Largest error of an output, relative to its largest value, by the graph's element type.
 
-The reference computes in fp32 by the weights as they are stored (`exact`), so what is left is what the device rounds.
+The reference computes in fp32 with the stored weights (`exact`), so the error is the device's rounding.
 Rounding every value of the embedded model's 12 layers and of its drafter moves outputs by at most 1.8e-3 in fp16 and
 1.5e-2 in bf16 (`exact` with `rounded`), 3.8 of the types' unit roundoffs u = 4.9e-4 and 3.9e-3. Three times that leaves
 room for deeper models, other orders of sums and halves inside attention. In fp32 (u = 6e-8) the order of sums over K up
@@ -34,8 +34,8 @@ code * scale have more digits than a half, so a device may round each once, as h
 carried by fp16 move outputs by 1.8e-3 too. On ONNX Runtime they are carried by fp32 and nothing is rounded.
 """
 NATS = 20.0
-"""What errors of log-probabilities are held against, in place of the largest of them: they come of the logits, up to 50
-in these calls, not of what a tree's differences amount to. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
+"""Scale of errors of log-probabilities, instead of the largest one. They depend on the logits, up to 50 in these calls,
+not on a tree's differences. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
 GRAPHS = (
     names.VERIFIER, LYANNA_DRAFT, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
     names.STEP_COMPACT_KV,

@@ -36,7 +36,7 @@ from .graphs import Decoder, save_verifier
 from .outputs import TOLERANCES, compare_outputs
 
 GRAPHS = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
-"""Those that TensorRT's own operators compute otherwise than plugin and kernels."""
+"""Graphs that TensorRT's own operators compute differently from plugin and kernels."""
 DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 
 

@@ -207,7 +207,7 @@ def test_a_fault_is_seen(bundle: Bundle, graph: str, before: Fault | None, after
 
 
 SPACED = ([0, *range(1, 13)], [-1, *[0] * 12], [0.0, *(-1.2 - 0.2 * node for node in range(12))])
-"""A root and twelve children, each nearer to the next than bf16 rounds."""
+"""A root and twelve children, with smaller differences than bf16's rounding."""
 
 
 def with_tokens(tree: tuple[list[int], list[int], list[float]], changes: Mapping[int, int]) -> list[Array]:

@@ -21,7 +21,7 @@ from .test_graphs import DECODERS, LARGE, lowered
 LONG = Decoder(max_positions=400, head_dim=64)
 """Whose heads add up 256 keys at a time."""
 SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
-"""Query heads, key heads and sizes of heads, of which threads share products in other ways."""
+"""Query heads, key heads and head sizes, for which threads share products differently."""
 ALL = {**DECODERS, **LARGE}
 
 

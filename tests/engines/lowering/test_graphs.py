@@ -40,7 +40,7 @@ LARGE = {
     "sinks": Decoder(sinks=True),
     "sinks of every head": Decoder(kv_heads=4, sinks=True),
 }
-"""Decoders that have no graph for one sequence: the kernel refuses them, or rounds otherwise than the batch's."""
+"""Decoders without a graph for one sequence: the kernel refuses them, or rounds differently from the batch's."""
 FORMS = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
 
 
