@@ -24,14 +24,14 @@ TOLERANCES: Mapping[Dtype, float] = {"float32": 1e-4, "float16": 6e-3, "bfloat16
 
 The reference computes in fp32 with the stored weights (`exact`), so the error is the device's rounding.
 Rounding every value of the embedded model's 12 layers and of its drafter moves outputs by at most 1.8e-3 in fp16 and
-1.5e-2 in bf16 (`exact` with `rounded`), 3.8 of the types' unit roundoffs u = 4.9e-4 and 3.9e-3. Three times that leaves
-room for deeper models, other orders of sums and halves inside attention. In fp32 (u = 6e-8) the order of sums over K up
-to 11008 products counts, sqrt(K) u = 6e-6, and much room. TF32's products (u = 4.9e-4) are beyond it, and should be: a
-bundle in fp32 asks for fp32.
+1.5e-2 in bf16 (`exact` with `rounded`), 3.8 of the types' unit roundoffs u = 4.9e-4 and 3.9e-3. Three times that allows
+deeper models, other orders of sums, and fp16 or bf16 inside attention. In fp32 (u = 6e-8), the order of sums over K up
+to 11008 products counts, sqrt(K) u = 6e-6, with a large margin. TF32's products (u = 4.9e-4) exceed it, as they should:
+a bundle in fp32 requires fp32.
 
-Weights in fewer bits have the tolerance of what carries them: both sides have the same codes and scales. Their products
-code * scale have more digits than a half, so a device may round each once, as halves are rounded: int8, int4 and fp8
-carried by fp16 move outputs by 1.8e-3 too. On ONNX Runtime they are carried by fp32 and nothing is rounded.
+Weights in fewer bits have the tolerance of `compute_dtype`: both sides have the same codes and scales. Their products
+code * scale have more digits than fp16, so a device may round each once, like other values. int8, int4 and fp8 in fp16
+move outputs by 1.8e-3 too. ONNX Runtime computes them in fp32, without rounding.
 """
 NATS = 20.0
 """Scale of errors of log-probabilities, instead of the largest one. They depend on the logits, up to 50 in these calls,
