@@ -170,10 +170,10 @@ class Timed(FixedBudget):
 
     def __init__(self) -> None:
         super().__init__(Budget(3, 3, 1))
-        self.warned: list[tuple[float, dict[Call, float]]] = []
+        self.told: list[tuple[float, dict[Call, float]]] = []
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        self.warned.append((offers_ms, dict(made_ms)))
+        self.told.append((offers_ms, dict(made_ms)))
 
 
 @pytest.mark.parametrize(
@@ -191,5 +191,5 @@ def test_a_step_tells_how_long_each_source_took(
     for length in lengths:
         scheduler.admit(cycle, batch, Sequence([97] * length, length, 60, frozenset(), Greedy()))
     cycle.step(batch)
-    assert controller.warned == [(1000.0, {("slow", kind): ms for kind, ms in made.items()})]
+    assert controller.told == [(1000.0, {("slow", kind): ms for kind, ms in made.items()})]
     assert cycle.clock.draft + cycle.clock.resample == (1000.0 + sum(made.values())) / 1000
