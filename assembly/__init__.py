@@ -1,1 +1,1 @@
-"""Building engine bundles from checkpoints: above `export` and `engines`, below `bench` and `cli`."""
+"""Builds engine bundles from checkpoints. It is above `export` and `engines`, below `bench` and `cli`."""

@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine bundle: graph, lowering, tokenizer, perplexity, manifest, then one rename."""
+"""Builds an engine bundle from a checkpoint: graph, lowering, tokenizer, perplexity, manifest, then one rename."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ TOOLS = (
 SPARE_BYTES = 16 << 20
 GIB = 1 << 30
 CHECKED_NUMBERS = 1_000_000_000
-"""Weights of the largest model that is checked whole; of larger ones the first layers are."""
+"""Weights of the largest model that is checked whole. Only the first layers of larger models are checked."""
 COPIES = 3
-"""Copies of the weights in fp32 that checking a whole model may hold: transformers', the engine's, its packed ones."""
+"""Copies of the fp32 weights in memory while a whole model is checked: transformers', the engine's, its packed ones."""
 
 
 def build_bundle(
@@ -54,8 +54,8 @@ def build_bundle(
 ) -> tuple[Manifest, bool]:  # fmt: skip
     """Build the bundle `out`, unless it is current.
 
-    check: compare the engines with transformers' own model before the bundle is put in place.
-    texts: held-out text by kind, whose perplexity goes into the manifest; none is measured for random weights.
+    check: compare the engines with transformers' own model before the final rename.
+    texts: held-out text by kind, for the perplexity in the manifest; not measured for random weights.
     Returns the manifest, and True if the bundle was current.
     Raises CheckpointError, UnsupportedModelError, BundleError.
     """
@@ -89,7 +89,7 @@ def build_bundle(
 
 
 def _load_libraries() -> None:
-    """Import PyTorch and its users, which takes a second or two and must not be interrupted."""
+    """Import PyTorch and its users. This takes a second or two and must not be interrupted."""
     with interrupts_deferred():
         import redraft.export.verifier
         import redraft.export.weights  # noqa: F401
@@ -99,9 +99,9 @@ def _stage(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], model: Model, config: BuildConfig, folder: Path,
     report: Report, layers: int | None = None,
 ) -> Manifest:  # fmt: skip
-    """Write every file of a bundle but the manifest, which is returned without digests. See `export_verifier`."""
+    """Write every file of a bundle except the manifest. Returns the manifest without digests."""
     report("loading the exporter")
-    from redraft.export import support  # brings torch: a bundle that is current must not wait for it
+    from redraft.export import support  # imports torch, which a current bundle must not wait for
     from redraft.export.verifier import export_verifier
 
     architecture = support.load_config(checkpoint)
@@ -145,7 +145,7 @@ def _stage(
 
 
 def _has_tokenizer(checkpoint: AnyCheckpoint) -> bool:
-    """True if a tokenizer can be made of the checkpoint, which it always can of a GGUF file."""
+    """Return True if the checkpoint has a tokenizer. A GGUF file always has one."""
     return isinstance(checkpoint, GgufCheckpoint) or tokenizers.has_tokenizer(checkpoint.path)
 
 
@@ -159,7 +159,7 @@ def _write_text(checkpoint: AnyCheckpoint, folder: Path) -> tokenizers.SpecialTo
 
 
 def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
-    """The portable graph, and those lowered to the CPU's kernels: for any batch, and for one sequence if they fit."""
+    """Write the portable graph, and graphs lowered to CPU kernels: for any batch, and for one sequence if they fit."""
     from redraft.engines.lowering import lower_batch, lower_single
 
     outputs = signatures.verifier_outputs(exported.shape, exported.hidden_states)
@@ -176,7 +176,7 @@ def _graphs(exported: VerifierExport, folder: Path) -> dict[str, GraphRecord]:
 
 
 def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[str, GraphRecord]:
-    """Write the graphs that a device runs between engines. gathers: True if a drafter reads hidden states."""
+    """Write the graphs that a device runs between engine calls. gathers: True if a drafter reads hidden states."""
     from redraft.export.step_graphs import export_step_graphs
 
     files = export_step_graphs(exported.shape, folder, gathers)
@@ -187,7 +187,7 @@ def _step_graphs(exported: VerifierExport, gathers: bool, folder: Path) -> dict[
 def _quality(
     checkpoint: AnyCheckpoint, model: Model, staged: Bundle, texts: Mapping[str, str], out: Path, report: Report
 ) -> Quality | None:
-    """Return the perplexity of the bundle and of its model in fp32, which is built for this and deleted."""
+    """Return the perplexity of the bundle and of its model in fp32, which it builds and deletes."""
     if not texts:
         return None
     report("measuring perplexity on held-out text")
@@ -203,10 +203,10 @@ def _quality(
 def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, report: Report) -> None:
     """Compare the staged engines with transformers' own model. Raises UnsupportedModelError if they differ.
 
-    Raises BackendError if there is too little memory, since a bundle is put in place uncompared on request only.
-    In fp32 the engines themselves must agree to rounding. In other precisions an export of the first layers in fp32
-    must, and the engines as well as their precision allows. An fp32 model that does not fit in memory three times is
-    compared on its first layers too, and engines that do not fit, or that the CPU does not run, not at all.
+    Raises BackendError if memory is too small, since only the user may skip the comparison. In fp32, the engines must
+    agree to rounding. In other precisions, an fp32 export of the first layers must agree to rounding, and the engines
+    as well as their precision allows. If memory cannot hold three copies of an fp32 model, only its first layers are
+    compared. Engines that do not fit in memory, or that the CPU cannot run, are not compared.
     """
     from redraft.export.reference import count_numbers, enough_layers, reference_logits
 
@@ -236,10 +236,10 @@ def _check(checkpoint: AnyCheckpoint, model: Model, staged: Bundle, out: Path, r
 
 
 def _digests(checkpoint: AnyCheckpoint) -> dict[str, str]:
-    """SHA-256 by name of every file of the checkpoint that a build reads."""
+    """Return the SHA-256 by name of every file of the checkpoint that a build reads."""
     of_folder = isinstance(checkpoint, Checkpoint)
-    beside = ("config.json", *tokenizers.text_files(checkpoint.path)) if of_folder else ()
-    listed = (*beside, *checkpoint.files)
+    text_files = ("config.json", *tokenizers.text_files(checkpoint.path)) if of_folder else ()
+    listed = (*text_files, *checkpoint.files)
     paths = {name: checkpoint.path / name for name in listed if (checkpoint.path / name).is_file()}
     found = DigestCache().digests(paths.values())
     return {name: found[path] for name, path in paths.items()}
@@ -257,7 +257,7 @@ def _tools() -> dict[str, str]:
 
 
 def _needed_bytes(checkpoint: AnyCheckpoint, config: BuildConfig, folder: Path) -> int:
-    """Return an upper bound of the weights' bytes: none for hard links, fp32 for quantized tensors."""
+    """Return an upper bound of the weights' bytes: zero for hard links, fp32 for quantized tensors."""
     from redraft.export.checkpoint import ITEM_BYTES
     from redraft.export.sources import LINK_FROM_BYTES
     from redraft.export.weight_files import STORED

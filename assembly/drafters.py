@@ -1,4 +1,4 @@
-"""Drafters of a bundle that is being built: which method each has, its graphs and tables, and its record."""
+"""Drafters of a bundle during its build: each one's method, graphs, tables and record."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from redraft.export.verifier import VerifierExport
 
 _ONNX_TYPES = {"float32": "float"}
-"""ONNX's words for element types that are not ours."""
+"""ONNX's names of element types that differ from redraft's."""
 _READ = (".json", ".safetensors")
 """Suffixes of the files of a drafter's folder that a build reads."""
 
 
 def method_of(drafter: DrafterBuild) -> Method[Any]:
-    """Return the method of a drafter whose word is known. Raises UsageError for one that no bundle can hold."""
+    """Return the method of a drafter. Raises UsageError for a method that needs no drafter in a bundle."""
     assert drafter.method is not None, "resolve_drafters names it"
     method = find_method(drafter.method)
     if not method.is_built:
@@ -40,8 +40,8 @@ def method_of(drafter: DrafterBuild) -> Method[Any]:
 def resolve_drafters(config: BuildConfig) -> BuildConfig:
     """Return the configuration with every drafter's method, and the hidden states that the methods read.
 
-    Drafters without a source are left out: a recipe's settings that wait for a folder.
-    Raises UsageError for an unknown method or option, CheckpointError for a folder that holds no drafter.
+    Drafters without a source, which are a recipe's settings without a folder, are left out. Raises UsageError for an
+    unknown method or option, and CheckpointError for a folder that holds no drafter.
     """
     drafters = []
     for drafter in config.drafters:
@@ -55,9 +55,9 @@ def resolve_drafters(config: BuildConfig) -> BuildConfig:
 
 
 def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
-    """Return the options of a drafter as its method reads them. Raises UsageError.
+    """Return a drafter's options as its method's type. Raises UsageError.
 
-    TensorRT has no operator like MatMulNBits: a drafter without a precision takes the verifier's compute type there.
+    TensorRT has no operator like MatMulNBits, so its drafters take the verifier's compute type by default.
     """
     options = method_of(drafter).parse_build(drafter.options, f"drafter {drafter.id}")
     if options.precision is None and config.backend == "tensorrt":
@@ -66,7 +66,7 @@ def build_options(drafter: DrafterBuild, config: BuildConfig) -> Any:
 
 
 def drafter_digests(config: BuildConfig) -> dict[str, str]:
-    """Return SHA-256 digests by name of the files of all drafters; missing files are found later."""
+    """Return SHA-256 digests by name of the files of all drafters. A later step reports missing files."""
     found: dict[str, str] = {}
     for drafter in config.drafters:
         if drafter.source not in (None, RANDOM):
@@ -80,9 +80,9 @@ def stage_drafters(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, config: BuildConfig, folder: Path,
     report: Callable[[str], None],
 ) -> dict[str, DrafterRecord]:  # fmt: skip
-    """Write graphs and tables of all drafters into `folder`; returns their records by id.
+    """Write graphs and tables of all drafters into `folder`. Returns their records by id.
 
-    Raises CheckpointError for a drafter of another verifier, UsageError for an id that the verifier's files take.
+    Raises CheckpointError for a drafter of another verifier, and UsageError for an id that the verifier's files use.
     """
     records = {}
     for drafter in config.drafters:
@@ -124,7 +124,7 @@ def _named_method(drafter: DrafterBuild) -> str:
 
     if drafter.source == RANDOM:
         known = ", ".join(built_methods())
-        raise UsageError(f"drafter {drafter.id}: random weights of which method?", f"give method= one of {known}")
+        raise UsageError(f"drafter {drafter.id}: random weights need a method", f"give method= one of {known}")
     return DrafterCheckpoint.open(Path(str(drafter.source))).method
 
 
@@ -156,7 +156,7 @@ def _export(
 
 
 def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folder: Path) -> DrafterRecord:
-    """Return the record, after writing the graph that copies a slot and the forms for the CPU."""
+    """Write the graph that copies a slot and the CPU graphs. Returns the drafter's record."""
     from redraft.engines.lowering import lower_chain
     from redraft.export.drafters import graph_file
     from redraft.export.step_graphs import export_slot_copy

@@ -13,12 +13,12 @@ HELD_OUT = Path(__file__).resolve().parents[1] / "assets" / "tiny" / "heldout"
 
 
 def held_out_texts(folder: Path = HELD_OUT) -> dict[str, Path]:
-    """Held-out text by kind: the repository's own, none if only the wheel is installed."""
+    """Return the repository's held-out text by kind. A wheel has none."""
     return {path.stem: path for path in sorted(folder.glob("*.txt"))}
 
 
 def perplexities(bundle: Bundle, texts: Mapping[str, str], threads: int | None = None) -> dict[str, float]:
-    """Perplexity by kind of the first EVALUATED_TOKENS tokens of each text; a text of under two tokens is left out."""
+    """Return perplexity by kind of the first EVALUATED_TOKENS tokens of each text, of at least two tokens."""
     from redraft.assembly.scoring import Scorer
     from redraft.runtime.tokenizer import load_tokenizer
 

@@ -24,9 +24,9 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "mer
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint on disk, and the name that a bundle of it takes.
+    """A checkpoint on disk, and the name of its bundle.
 
-    source:  the user's name for it.   options: those of the command line that give its place, for errors.
+    source:  the user's name for it.   options: command-line options that locate it, for errors.
     build:   configuration of its recipe.
     shape:   values that its recipe expects in config.json; empty without a recipe.
     """
@@ -43,9 +43,9 @@ class Model:
 class Place:
     """The source of a recipe's checkpoint.
 
-    path:    a folder that has it, instead of the recipe's own source.
-    random:  only its shape is needed. If the recipe has the shape, nothing is downloaded.
-    scratch: an empty folder, for a config.json made of that shape.
+    path:    a folder that has the checkpoint, instead of the recipe's own source.
+    random:  True if only its shape is needed. If the recipe has the shape, nothing is downloaded.
+    scratch: an empty folder for a config.json with the recipe's shape.
     """
 
     path: Path | None
@@ -54,7 +54,7 @@ class Place:
 
 
 def find_recipe(model: str) -> Recipe | None:
-    """The recipe that the user named, None if it is a folder or an id. Raises UsageError for a wrong recipe."""
+    """Return the recipe that the user named, or None for a folder or an id. Raises UsageError for an invalid recipe."""
     from redraft.engines.recipes import load_recipe, recipe_names
 
     named = not Path(model).is_dir() and (model in recipe_names() or model.endswith(".toml"))
@@ -62,9 +62,9 @@ def find_recipe(model: str) -> Recipe | None:
 
 
 def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
-    """Return the checkpoint that MODEL names. A Hugging Face id is downloaded.
+    """Return the checkpoint that MODEL names. Downloads a Hugging Face id.
 
-    Raises UsageError if it is none of these, CheckpointError if the download fails.
+    Raises UsageError if MODEL is none of these, and CheckpointError if the download fails.
     """
     from redraft.engines.recipes import recipe_names
 
@@ -72,7 +72,7 @@ def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) 
         options = ("--model-path", str(place.path)) if place.path else ()
         return Model(recipe.name, model, _checkpoint(recipe, place, report), recipe.build, recipe.shape, options)
     if place.path is not None:
-        raise UsageError(f"--model-path is for a recipe, and {model!r} is none", "give the folder as MODEL itself")
+        raise UsageError(f"--model-path needs a recipe, and {model!r} is not one", "give the folder as MODEL itself")
     if Path(model).is_dir():
         return Model(Path(model).resolve().name, model, Path(model))
     if model.endswith(GGUF):
@@ -86,7 +86,7 @@ def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) 
 
 
 def _gguf_file(model: str) -> Path:
-    """The path of a GGUF file. Raises UsageError if there is none."""
+    """Return the path of a GGUF file. Raises UsageError if there is no such file."""
     path = Path(model)
     if path.is_file():
         return path
@@ -95,7 +95,7 @@ def _gguf_file(model: str) -> Path:
 
 
 def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
-    """Return the folder of a recipe's checkpoint, or of its bare shape if that is enough."""
+    """Return the folder of a recipe's checkpoint, or of only its config.json if that is enough."""
     if place.path is not None:
         return place.path
     if Path(recipe.source).is_dir():

@@ -1,4 +1,4 @@
-"""Options of `redraft build` as text: the drafters that they name, and those that make a configuration again."""
+"""Options of `redraft build` as text: drafters from options, and options from a configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[Draft
         return _implied(config)
     if NO_DRAFTER in drafters:
         if len(drafters) > 1:
-            raise UsageError("--drafter none builds no drafter, and others are given with it", "give one or the other")
+            raise UsageError("--drafter none cannot be used with other --drafter options", "give only one of them")
         return ()
     chosen = tuple(parse_drafter(text, config.drafters) for text in drafters)
     return replace(config, drafters=chosen).drafters
@@ -34,8 +34,8 @@ def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[Draft
 def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
     """Return the drafter of [ID=]DIR[,KEY=VALUE…], with the settings of a recipe's drafter of the same id.
 
-    DIR is a drafter's folder, `random`, or the id of a recipe's drafter. Without ID it is the method's word.
-    Raises UsageError for another form, an unknown key, or a key that is given twice; CheckpointError for no drafter.
+    DIR is a drafter's folder, `random`, or the id of a recipe's drafter. The default ID is the method's id. Raises
+    UsageError for another form, an unknown key, or a repeated key, and CheckpointError for a folder without a drafter.
     """
     place, *pairs = text.split(",")
     values = _values(text, pairs)
@@ -47,15 +47,13 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
     if source in ours and not drafter:
         drafter, source = source, ours[source].source or ""
         if not source:
-            raise UsageError(
-                f"the recipe has settings for the drafter {drafter!r} and no folder", f"give {drafter}=DIR"
-            )
+            raise UsageError(f"the recipe has no folder for the drafter {drafter!r}", f"give {drafter}=DIR")
         method = method or ours[drafter].method
     method = method or _method_of(text, source)
     specification = find_method(method)
     if not specification.is_built:
         known = ", ".join(built_methods())
-        raise UsageError(f"a bundle holds no drafter of the method {method}", f"methods with one are {known}")
+        raise UsageError(f"the method {method} has no drafter in bundles", f"methods with a drafter are {known}")
     drafter = drafter or method
     base = ours.get(drafter)
     kept = base.options if base and base.method in (None, method) else {}
@@ -70,9 +68,9 @@ def option_flag(name: str) -> str:
 
 
 def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
-    """Return the recipe's drafters, with random weights if the verifier's are.
+    """Return the recipe's drafters, with random weights if the verifier's are random.
 
-    A recipe may have settings without a folder: they wait for one.
+    A recipe may have settings without a folder, which the user gives later.
     """
     if recipe.random_weights:
         return tuple(replace(drafter, source=RANDOM) for drafter in recipe.drafters)
@@ -82,7 +80,7 @@ def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
 def _method_of(text: str, source: str) -> str:
     if source == RANDOM:
         known = ", ".join(built_methods())
-        raise UsageError(f"--drafter {text!r}: random weights of which method?", f"add method=, one of {known}")
+        raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
     from redraft.export.drafters.checkpoint import DrafterCheckpoint
 
     return DrafterCheckpoint.open(Path(source)).method
@@ -94,14 +92,14 @@ def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         if not key or not value or key in values:
             raise UsageError(
-                f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is no KEY=VALUE, or comes twice"
+                f"--drafter {text!r}: expected {DRAFTER_FORM}", f"{pair!r} is not KEY=VALUE, or is repeated"
             )
         values[key] = int(value) if value.isdecimal() else value
     return values
 
 
 def options_of(recipe: BuildConfig, config: BuildConfig) -> tuple[str, ...]:
-    """The options of `redraft build` that make `config` of `recipe`."""
+    """Return the options of `redraft build` that change `recipe` into `config`."""
     options: list[str] = []
     if config.precision != recipe.precision:
         options += ["--precision", config.precision]
@@ -130,12 +128,14 @@ def _drafter_options(recipe: BuildConfig, config: BuildConfig) -> list[str]:
 
 
 def _settings(drafters: Sequence[DrafterBuild]) -> list[tuple[str, str | None, dict[str, Any]]]:
-    """Return id, source and options of drafters, to compare them. The method may come from the folder."""
+    """Return id, source and options of drafters, to compare them. The folder may name the method."""
     return [(drafter.id, drafter.source, dict(drafter.options)) for drafter in drafters]
 
 
 def _drafter_text(drafter: DrafterBuild, recipe: BuildConfig) -> str:
     base = next((other.options for other in recipe.drafters if other.id == drafter.id), {})
-    said = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
+    changed = {key: value for key, value in drafter.options.items() if key not in base or base[key] != value}
     named = {"method": drafter.method} if drafter.source == RANDOM or drafter.method != drafter.id else {}
-    return ",".join([f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **said}.items())])
+    return ",".join(
+        [f"{drafter.id}={drafter.source}", *(f"{key}={value}" for key, value in {**named, **changed}.items())]
+    )

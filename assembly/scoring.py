@@ -1,4 +1,4 @@
-"""Logits of whole token sequences by a bundle's verifier, and the perplexity that follows from them."""
+"""Logits of whole token sequences by a bundle's verifier, and their perplexity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK_TOKENS = 64
 
 
 class Scorer:
-    """The verifier over one sequence at a time, as a chain, in chunks of CHUNK_TOKENS."""
+    """Runs the verifier over one sequence at a time, as a chain, in chunks of CHUNK_TOKENS."""
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         shape = bundle.manifest.shape
@@ -27,12 +27,12 @@ class Scorer:
                 self._engine.bind(cache, buffer)
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[FloatArray]:
-        """Logits after every token, a chunk [T, V] at a time, each overwritten by the next.
+        """Yield logits after every token, a chunk [T, V] at a time. Each chunk overwrites the one before.
 
-        Raises ValueError when the sequence is longer than the capacity.
+        Raises ValueError if the sequence is longer than `max_model_len`.
         """
         if len(token_ids) > self.max_model_len:
-            raise ValueError(f"{len(token_ids)} tokens do not fit the capacity of {self.max_model_len}")
+            raise ValueError(f"{len(token_ids)} tokens do not fit max_model_len {self.max_model_len}")
         tokens = np.asarray(token_ids, np.int64)
         for start in range(0, len(tokens), CHUNK_TOKENS):
             chunk = tokens[start : start + CHUNK_TOKENS]
@@ -42,7 +42,7 @@ class Scorer:
             yield call.outputs[names.LOGITS][0]
 
     def perplexity(self, token_ids: Sequence[int], window: int) -> float:
-        """exp of the mean negative log-likelihood of every token but the first, in windows that share no context."""
+        """Return the perplexity: exp of the mean negative log-likelihood of all tokens but each window's first."""
         losses = [
             loss for start in range(0, len(token_ids), window) for loss in self._losses(token_ids[start:][:window])
         ]
@@ -59,11 +59,11 @@ class Scorer:
 
 
 def fill_chain(call: Call, tokens: IntArray, start: int) -> None:
-    """Inputs of one sequence whose `tokens` follow each other from position `start`; every row's logits are wanted."""
+    """Set the inputs of one sequence: a chain of `tokens` from position `start`, with logits for every row."""
     count = len(tokens)
     call.inputs[names.TOKEN_IDS][0] = tokens
     call.inputs[names.POSITIONS][0] = np.arange(start, start + count)
-    if names.TREE_MASK in call.inputs:  # a graph for chains has none
+    if names.TREE_MASK in call.inputs:  # a graph for chains has no tree mask
         call.inputs[names.TREE_MASK][0] = np.tri(count, dtype=bool)
     call.inputs[names.CACHE_LEN][0] = start
     call.inputs[names.KV_LEN][0] = start + count

@@ -1,4 +1,4 @@
-"""The last step of a build: a few tokens of the new engines, plain and by trees, against transformers' own model."""
+"""Compares the new engines with transformers' own model on a few tokens, plain and by trees: a build's last step."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from redraft.runtime.verifier import open_verifier
 from redraft.types import Budget, FloatArray, Outcome, Tree
 
 TEXT_TOKENS, NEW_TOKENS = 152, 24
-"""Tokens of a compared text, and how many of them follow its prompt."""
+"""Number of tokens of a compared text, and number of those after its prompt."""
 TREES = Budget(nodes=5, depth=2, width=3)
 EXACT = 5e-3
-"""Largest difference of a logit in fp32 that counts as rounding, in standard deviations of its row."""
+"""Largest rounding difference of a logit in fp32, in standard deviations of its row."""
 ROUNDED: dict[Precision, float] = {"fp16": 0.1, "int8": 0.3, "int4": 0.8}
-"""Median difference of a row of logits (root mean square, in standard deviations) that a short type may bring."""
+"""Largest median difference of a row of logits in a short type (root mean square, in standard deviations)."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The result of a comparison. difference: the largest of a logit, in standard deviations of its row."""
+    """The result of a comparison. difference: the largest one of a logit, in standard deviations of its row."""
 
     tokens: int
     accepted: int
     difference: float
 
     def describe(self, what: str = "") -> str:
-        """One line about it."""
+        """Return one line about the result."""
         of = f" ({what})" if what else ""
         return (
             f"checked{of}: {self.tokens} tokens, {self.accepted} of them accepted in trees, "
@@ -57,12 +57,12 @@ class KnownText(Sampler):
     accepted: int = 0
 
     def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
-        """See `Sampler.sample`: the text's own token at the depth of each node."""
+        """Return the text's own token at the depth of each node."""
         depths = layout(tree.parents).depths.tolist()
         return [self.tokens[min(len(tokens) + depth, len(self.tokens) - 1)] for depth in depths]
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """See `Sampler.verify`."""
+        """Accept the text's tokens, and store their logits."""
         outcome = super().verify(logits, tree, tokens)
         for depth, node in enumerate((0, *outcome.path)):
             self.rows[len(tokens) - 1 + depth] = logits[node].copy()
@@ -71,10 +71,10 @@ class KnownText(Sampler):
 
 
 class KnownDrafter(TreeMaker):
-    """Drafts the next two tokens of a known text behind wrong siblings, every second step."""
+    """Drafts the next two tokens of a known text after wrong siblings, every second step."""
 
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
-        """See `Drafter.draft`."""
+        """Return a tree for every second step."""
         return [
             _tree(seq) if budget.depth >= TREES.depth and len(seq.tokens) % 2 else root_only(seq.tokens[-1])
             for seq, budget in zip(batch, budgets, strict=True)
@@ -82,7 +82,7 @@ class KnownDrafter(TreeMaker):
 
 
 def _tree(seq: Request) -> Tree:
-    """Root, a wrong child with a child of its own, the right child, and below it a wrong one and the right one."""
+    """Return the root, a wrong child with one child, the right child, and its wrong and right children."""
     assert isinstance(seq.sampler, KnownText)
     known, at = seq.sampler.tokens, len(seq.tokens)
     first, second = known[at], known[at + 1]
@@ -93,7 +93,7 @@ def _tree(seq: Request) -> Tree:
 
 
 def known_texts(vocabulary: int, config: Any, max_model_len: int) -> list[list[int]]:
-    """Two texts of random tokens, none of them one that the configuration gives a meaning."""
+    """Return two texts of random tokens, without tokens that the configuration gives a meaning."""
     special = set(named_tokens(config))
     ordinary = [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
     length = min(TEXT_TOKENS, max_model_len)
@@ -106,7 +106,7 @@ def _prompt_length(text: Sequence[int]) -> int:
 
 
 def named_tokens(values: Any) -> Iterator[int]:
-    """Token ids among the values of a nested configuration."""
+    """Return token ids among the values of a nested configuration."""
     if not isinstance(values, dict):
         return
     for name, value in values.items():
@@ -121,7 +121,7 @@ def check_bundle(
 ) -> Compared:
     """Run the texts through every graph of the verifier, one alone and two together, and compare their logits.
 
-    expected: [T, V] of each text.   precision: how near the logits must be.
+    expected: logits [T, V] of each text.   precision: sets the largest allowed difference.
     Raises UnsupportedModelError naming the first token that differs.
     """
     tokens = accepted = 0
@@ -137,7 +137,7 @@ def check_bundle(
 
 
 def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[KnownText]:
-    """Each text through the runtime's own cycle."""
+    """Run each text through the runtime's own cycle."""
     manifest = bundle.manifest
     samplers = [KnownText(text) for text in texts]
     requests = [
@@ -154,7 +154,7 @@ def _run(bundle: Bundle, graph: str, texts: Sequence[Sequence[int]]) -> list[Kno
 
 
 def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Precision) -> float:
-    """The largest difference of a logit, in standard deviations. Raises UnsupportedModelError if it is too large."""
+    """Return the largest logit difference, in standard deviations. Raises UnsupportedModelError if it is too large."""
     rows = sorted(sampler.rows.items())
     spreads = [_spread(expected[position]) for position, _ in rows]
     apart = [row - expected[position] for position, row in rows]
@@ -171,14 +171,14 @@ def _compare(graph: str, sampler: KnownText, expected: FloatArray, precision: Pr
 
 
 def _spread(logits: FloatArray) -> float:
-    """The standard deviation of a row by its median deviation, which a few masked entries do not widen."""
+    """Return the standard deviation of a row from its median deviation, which a few masked entries do not increase."""
     deviations = np.abs(logits - np.median(logits))
     return max(1.4826 * float(np.median(deviations)), 1e-12)
 
 
 def _different(graph: str, where: str, found: float, allowed: float) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the exported model is not the checkpoint's: {where}, logits of graph {graph} differ from transformers' by "
-        f"{found:.2g} standard deviations, expected at most {allowed:g}",
+        f"the exported model differs from the checkpoint: {where}, logits of graph {graph} differ from transformers' "
+        f"by {found:.2g} standard deviations, expected at most {allowed:g}",
         "report this model",
     )

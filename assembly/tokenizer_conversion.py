@@ -1,4 +1,4 @@
-"""The tokenizer that transformers makes of a checkpoint's files, as one `tokenizer.json`.
+"""Converts the tokenizer that transformers loads from a checkpoint's files into one `tokenizer.json`.
 
 transformers changes a `tokenizer.json` by the tokenizer's class and by other files: `add_prefix_space`, added tokens
 and special tokens change ids. A bundle keeps the result, so that the runtime needs only the tokenizers library.
@@ -27,7 +27,7 @@ VOCABULARIES = (
     names.TOKENIZER_FILE, "tekken.json", "tokenizer.model", "vocab.json", "*.model", "vocab.txt", "*.tiktoken",
     "tokenizer.model.*",
 )  # fmt: skip
-"""Files that hold a vocabulary, as patterns. transformers prefers the first ones."""
+"""Patterns of files that hold a vocabulary. transformers prefers the first ones."""
 SENTENCEPIECE = ("sentencepiece", "protobuf")
 TIKTOKEN = ("tiktoken",)
 """Packages that transformers needs to convert a format."""
@@ -35,23 +35,23 @@ SAMPLES = (
     "Hello world", "  two  spaces, a\ttab\nand a line\n", "naïve 日本語 🙂 Ünïcode",
     "def f(x):\n    return 123 + x", " a",
 )  # fmt: skip
-"""Texts on which a converted tokenizer must agree with transformers."""
+"""Texts that a converted tokenizer must encode like transformers."""
 
 _COPY = f"copy the model's {names.TOKENIZER_FILE} next to its config.json"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 
 
 def vocabulary_file(folder: Path) -> Path | None:
-    """The file that a folder's tokenizer is made of, None if there is none."""
+    """Return the file that holds a folder's tokenizer, or None if it has none."""
     return next((path for pattern in VOCABULARIES for path in sorted(folder.glob(pattern)) if path.is_file()), None)
 
 
 def load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Load a checkpoint's tokenizer as `AutoTokenizer.from_pretrained(folder)` does.
+    """Load a checkpoint's tokenizer like `AutoTokenizer.from_pretrained(folder)`.
 
     settings: values of `tokenizer_config.json`.
-    Raises CheckpointError when a file or a Python package is missing or a file is damaged, and UnsupportedModelError
-    when transformers has no converter for the format.
+    Raises CheckpointError if a file or a Python package is missing or a file is damaged, and UnsupportedModelError if
+    transformers has no converter for the format.
     """
     source = vocabulary_file(folder)
     if source is None:
@@ -74,9 +74,9 @@ def load_tokenizer(folder: Path, settings: Mapping[str, Any]) -> PreTrainedToken
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, path: Path, source: Path | None = None) -> None:
     """Write a tokenizer's `tokenizer.json` to `path`, without truncation and padding, and check that it encodes alike.
 
-    source: the file that the tokenizer was made of, for errors.
-    Raises CheckpointError when the tokenizer has no words, and UnsupportedModelError when transformers encodes text in
-    a way that `tokenizer.json` cannot express.
+    source: the file that holds the tokenizer, for errors.
+    Raises CheckpointError if the tokenizer has no words, and UnsupportedModelError if transformers encodes text in a
+    way that `tokenizer.json` cannot express.
     """
     from tokenizers import Tokenizer
 
@@ -97,27 +97,27 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, path: Path, source: Path
                 )
             used |= set(expected)
     if used <= special:
-        raise CheckpointError(f"transformers finds no words in {source or 'the tokenizer'}", _COPY)
+        raise CheckpointError(f"transformers finds no tokens in {source or 'the tokenizer'}", _COPY)
 
 
 def _encode(
     tokenizer: PreTrainedTokenizerFast, written: Tokenizer, text: str, added: bool, source: Path | None
 ) -> tuple[list[int], list[int]]:
-    """Ids of a text, by transformers and by the written tokenizer."""
+    """Return ids of a text, by transformers and by the written tokenizer."""
     try:
         expected = tokenizer(text, add_special_tokens=added)["input_ids"]
         return list(expected), written.encode(text, add_special_tokens=added).ids
-    except Exception as error:  # tokenizers raises plain exceptions
+    except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"{source or 'the tokenizer'} cannot encode {text!r} ({_line(error)})", _COPY) from error
 
 
 def _with_tokens(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A text with each of the special tokens, next to words and next to spaces."""
+    """Return a text with each of the special tokens, next to words and next to spaces."""
     return "".join(f"a{token}b {token} c" for token in tokenizer.all_special_tokens)
 
 
 def _check_source(source: Path) -> None:
-    """Raise if transformers cannot convert a file of this format, or not without a package that is missing."""
+    """Raise if transformers cannot convert a file of this format, or needs a package that is missing."""
     if source.stat().st_size == 0:
         raise CheckpointError(f"{source} is empty", DOWNLOAD_AGAIN)
     if source.suffix == ".tiktoken" or source.name.startswith("tokenizer.model."):
@@ -133,11 +133,11 @@ def _check_source(source: Path) -> None:
 
 
 def _refusal(source: Path, settings: Mapping[str, Any], error: Exception) -> RedraftError:
-    """The error for a tokenizer that transformers does not load."""
+    """Return the error for a tokenizer that transformers does not load."""
     if settings.get("auto_map"):
         return UnsupportedModelError(
-            "the tokenizer needs code from its own repository, which is not run",
-            f"remove auto_map from tokenizer_config.json if {names.TOKENIZER_FILE} is all of it",
+            "the tokenizer needs code from its own repository, which redraft does not run",
+            f"remove auto_map from tokenizer_config.json if {names.TOKENIZER_FILE} is complete without it",
         )
     if source.name == names.TOKENIZER_FILE:
         return CheckpointError(f"{source} cannot be read as a tokenizer ({_line(error)})", DOWNLOAD_AGAIN)
@@ -152,7 +152,7 @@ def _refusal(source: Path, settings: Mapping[str, Any], error: Exception) -> Red
 
 
 def _line(error: Exception) -> str:
-    """An error's type and the beginning of its message, in one line."""
+    """Return an error's type and the beginning of its message, in one line."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:120]}{'…' if len(message) > 120 else ''}"
 

@@ -1,4 +1,4 @@
-"""The text side of a checkpoint, as a bundle keeps it: tokenizer, chat templates, special token ids."""
+"""Writes a checkpoint's text files into a bundle: tokenizer, chat templates, special token ids."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that begin and end a text; None and empty if the checkpoint names none."""
+    """Ids that begin and end a text; None and empty if the checkpoint has none."""
 
     bos: int | None
     eos: tuple[int, ...]
 
 
 def text_files(checkpoint: Path) -> tuple[str, ...]:
-    """Paths, relative to the checkpoint, of all files that tokenizer, chat templates and special ids depend on."""
+    """Return paths, relative to the checkpoint, of all files of tokenizer, chat templates and special ids."""
     patterns = (*VOCABULARIES, *SETTINGS, *OTHERS)
     found = {path for pattern in patterns for path in checkpoint.glob(pattern) if path.is_file()}
     return tuple(sorted(path.relative_to(checkpoint).as_posix() for path in found))
 
 
 def has_tokenizer(checkpoint: Path) -> bool:
-    """True if a checkpoint's folder has a file that a tokenizer can be made of."""
+    """Return True if a checkpoint's folder has a file that holds a tokenizer."""
     return vocabulary_file(checkpoint) is not None
 
 
 def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
-    """Put a tokenizer of `vocabulary` ids into `bundle` that makes a token of each byte; other ids read `<|id|>`.
+    """Put a tokenizer of `vocabulary` ids into `bundle`, with one token for each byte. Other ids read `<|id|>`.
 
-    There is no end of text: a model with random weights has none to find.
+    It has no end-of-text token, since a model with random weights never finds one.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -63,7 +63,7 @@ def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
 
 
 def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
-    """Put tokenizer, special tokens and chat templates into `bundle`, as transformers loads them from `checkpoint`.
+    """Put tokenizer, special tokens and chat templates of `checkpoint` into `bundle`, loaded by transformers.
 
     Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a format that cannot be converted.
     """
@@ -82,7 +82,7 @@ def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
 
 
 def _chat_templates(found: Any) -> dict[str, str]:
-    """Templates by name, from one template, a list of named ones or a dictionary."""
+    """Return templates by name, from one template, a list of named ones or a dictionary."""
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found if isinstance(entry, dict) and "name" in entry}
     named = found if isinstance(found, dict) else {names.DEFAULT_CHAT_TEMPLATE: found} if found else {}
@@ -97,8 +97,8 @@ def _special_tokens(
 ) -> SpecialTokens:
     """Return the tokenizer's token that begins a text, and the ids at which `generate` of transformers stops.
 
-    Ids are read from generation_config.json, then config.json, then the `text_config` inside it. EOS falls back to the
-    tokenizer's token, and BOS to the files if the tokenizer has no settings at all.
+    Ids come from generation_config.json, then config.json, then its `text_config`. EOS falls back to the tokenizer's
+    token. BOS falls back to these files if the tokenizer has no settings.
     """
     nested = config.get("text_config")
     sources = (settings["generation_config.json"], config, nested if isinstance(nested, dict) else {})
@@ -122,7 +122,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if the file is missing. Raises CheckpointError if it is damaged."""
+    """Return a JSON object, empty if the file is missing. Raises CheckpointError if it is damaged."""
     try:
         return read_json_object(path)
     except FileNotFoundError:

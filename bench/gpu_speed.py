@@ -89,7 +89,7 @@ def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
     if isinstance(device, CudaDevice):
         found["host_us_a_step"] = host_us(runtime, load.prompts[0], load.params, load.size)
         found["host_us_a_step_adaptive"] = host_us(runtime, load.prompts[0], load.params, None)
-        found |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.told}
+        found |= {"cuda_graphs": device.cuda.captured, "not_captured": device.cuda.warned}
     return found
 
 

@@ -12,7 +12,7 @@ from typer._click.exceptions import ClickException, NoArgsIsHelpError  # typer e
 from redraft import __version__
 from redraft.cli import bench, build, demo, doctor, generate, inspect, profile, replay, train
 from redraft.errors import RedraftError
-from redraft.interrupts import interrupts_heard
+from redraft.interrupts import interrupts_repeated
 
 INTERRUPTED = 130
 DEBUG = "REDRAFT_DEBUG"
@@ -71,7 +71,7 @@ def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
     `program` is the name of the command line in usage and help.
     """
     try:
-        with interrupts_heard():
+        with interrupts_repeated():
             status = int(commands(arguments, prog_name=program, standalone_mode=False) or 0)
         return _fail("interrupted", INTERRUPTED) if status == INTERRUPTED else status
     except NoArgsIsHelpError as error:

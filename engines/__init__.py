@@ -15,22 +15,22 @@ DEVICES = ("cpu", "cuda")
 
 
 def open_calls(bundle: Bundle, graph: str = names.VERIFIER, threads: int | None = None) -> Calls:
-    """Load a graph of the bundle on the host, to be called over arrays. Raises BundleError."""
+    """Load a graph of the bundle on the host, for calls over arrays. Raises BundleError."""
     from redraft.engines.onnxruntime_device import load_program
 
     return Calls(load_program(bundle, graph, threads))
 
 
 def open_host(bundle: Bundle, threads: int | None = None, max_num_seqs: int = 1, exact: bool = True) -> HostDevice:
-    """The host, which does a step's work between engine calls itself."""
+    """Return the host as a device, which computes a step's work between engine calls itself."""
     return HostDevice(bundle, threads, step_graphs=False, max_num_seqs=max_num_seqs, exact=exact)
 
 
 def open_device(bundle: Bundle, name: str, threads: int | None = None) -> Device:
-    """The device `name`, which keeps a whole step: TensorRT's if the bundle has engines, otherwise ONNX Runtime's.
+    """Return the device `name`, which runs whole steps: TensorRT's if the bundle has engines, otherwise ONNX Runtime's.
 
     `cpu` runs the graphs of a GPU on the host, for tests and comparisons.
-    Raises UsageError for another name, BundleError and BackendError if the libraries that run them are not here.
+    Raises UsageError for another name, and BundleError or BackendError if a library is missing.
     """
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", f"choose one of {', '.join(DEVICES)}")

@@ -13,7 +13,7 @@ _INSTEAD = "build with --backend onnxruntime (BACKEND=onnxruntime)"
 
 
 def check_buildable(config: BuildConfig) -> None:
-    """Raise BackendError if engines of this configuration cannot be built here, naming what to install."""
+    """Raise BackendError naming the package to install if this machine cannot build this configuration."""
     if config.backend != "tensorrt":
         return
     if find_spec("tensorrt") is None:

@@ -1,4 +1,4 @@
-"""Calls of a program over the host's arrays: made once for each set of sizes, filled, run and read."""
+"""Calls of a program over the host's arrays, one for each set of sizes: fill, run and read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A program over arrays of one set of sizes. The arrays belong to the call; every run overwrites `outputs`.
+    """A program over arrays of one set of sizes. The call owns the arrays; every run overwrites `outputs`.
 
-    inputs, outputs: by name, without the arrays that `Calls.bind` was given.
+    inputs, outputs: by name, without arrays of `Calls.bind`.
     run:             reads `inputs` and the bound arrays, writes `outputs` and the bound arrays.
     """
 
@@ -28,7 +28,7 @@ class Call:
 
 
 class Calls:
-    """The calls of one program of the host. Not for several threads at once."""
+    """The calls of one program of the host. Use them from one thread."""
 
     def __init__(self, program: Program) -> None:
         self.inputs, self.outputs = program.inputs, program.outputs
@@ -40,12 +40,12 @@ class Calls:
     def bind(self, name: str, array: Array) -> None:
         """Use this C-contiguous array for the input or output `name` of every call, and for outputs in its place.
 
-        A call over fewer sequences uses its first entries. Calls prepared so far are dropped.
+        A call over fewer sequences uses its first entries. Drops all prepared calls.
         Raises ValueError on an unknown name, and on an element type or a shape that does not fit.
         """
         spec = self._bindable.get(name)
         if spec is None:
-            raise ValueError(f"no input or output {name!r} to bind; there are {', '.join(self._bindable)}")
+            raise ValueError(f"no input or output {name!r} to bind, expected one of {', '.join(self._bindable)}")
         if array.dtype != numpy_type(spec.dtype) or not array.flags.c_contiguous:
             raise ValueError(f"{name}: expected a C-contiguous {spec.dtype} array, found {array.dtype}")
         if not _fits(spec, array.shape):
@@ -54,7 +54,7 @@ class Calls:
         self._calls.clear()
 
     def prepare(self, **sizes: int) -> Call:
-        """The call for these sizes of the symbols (`B`, `T`, `R` …), made on first use and kept.
+        """Return the call for these sizes of the symbols (`B`, `T`, `R` …), made on first use and stored.
 
         Symbols of bound arrays only (`C`) come from the arrays. Raises ValueError on a missing or unknown symbol.
         """
@@ -65,10 +65,11 @@ class Calls:
         return call
 
     def make(self, sizes: Mapping[str, int], first: int = 0, like: Call | None = None) -> Call:
-        """A call for these sizes that is not kept.
+        """Return a call for these sizes without storing it.
 
-        first: the bound arrays' entries from this one on are used.   like: a call of the same sizes, whose arrays the
-        new one shares. Raises ValueError as `prepare` does.
+            first: index of the bound arrays' first entry to use.   like: a call of the same sizes, whose arrays the new
+            one
+        shares. Raises ValueError like `prepare`.
         """
         updated = {spec.in_place_of for spec in self.outputs if spec.in_place_of}
         if unbound := sorted(updated - set(self._bound)):
@@ -93,19 +94,21 @@ class Calls:
         return {spec.name: spec.dtype for spec in (*self.inputs, *self.outputs)}
 
     def _part(self, name: str, sizes: Mapping[str, int], first: int) -> Array:
-        """Entries of a bound array from `first` on, as many as a call has sequences."""
+        """Return the entries of a bound array from `first` on, one for each sequence of a call."""
         array = self._bound[name]
         leading = self._bindable[name].shape[0]
         if not isinstance(leading, str):
             return array
         wanted = first + sizes.get(leading, len(array) - first)
         if wanted > len(array):
-            raise ValueError(f"{name}: {leading}={wanted} is more than the {len(array)} that the bound array holds")
+            raise ValueError(
+                f"{name}: expected {leading} of at most {len(array)}, the bound array's length, found {wanted}"
+            )
         return array[first:wanted]
 
 
 def aligned(spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
-    """An array of zeros of the tensor's shape, aligned to a cache line."""
+    """Return an array of zeros of the tensor's shape, aligned to a cache line."""
     shape = sized(spec.shape, sizes)
     dtype = numpy_type(spec.dtype)
     size = int(np.prod(shape)) * dtype.itemsize

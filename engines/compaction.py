@@ -1,6 +1,4 @@
-"""`step.compact_kv` by our kernel: one launch moves the accepted rows of all KV buffers, and nothing that is in
-place.
-"""
+"""`step.compact_kv` by redraft's kernel: one launch moves the accepted rows of all KV buffers that are not in place."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ class Compact(Protocol):
 
 
 class CompactProgram:
-    """The keeping graph as a kernel, see `redraft.engines.device.Program`.
+    """`step.compact_kv` as a kernel; a `redraft.engines.device.Program`.
 
-    stream: CUDA stream that the launch goes to.
+    stream: CUDA stream of the launch.
     """
 
     def __init__(self, record: GraphRecord, device: Device, kernels: Compact, stream: int = 0) -> None:
@@ -40,7 +38,7 @@ class CompactProgram:
         self._stream = stream
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """See `Program.bind`."""
+        """Return a run over these buffers. Raises ValueError if one does not fit."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         caches = [buffers[spec.name] for spec in _caches(self.inputs)]
         path = buffers[names.PATH]
@@ -50,8 +48,8 @@ class CompactProgram:
         addresses.write(np.array([cache.address for cache in caches], np.int64))
         lengths = self._device.empty("int64", sequences)
         lengths.write(np.full(sequences, nodes - 1, np.int64))
-        # The kernel's paths begin after the root: one entry further on, and of `nodes - 1` entries in rows of `nodes`,
-        # so that the last row ends with the buffer. Entries past the accepted ones are their own place and stay.
+        # The kernel's paths begin after the root: one entry later, with `nodes - 1` entries in rows of `nodes`, so that
+        # the last row ends with the buffer. Entries after the accepted ones are their own index and stay.
         args = CompactArgs(
             dtype=DTYPES[caches[0].dtype], cache_count=len(caches), batch=sequences, kv_heads=kv_heads,
             head_dim=head_dim, capacity=capacity, max_path=nodes, caches=addresses.address,
@@ -64,7 +62,7 @@ class CompactRun:
     """A launch over fixed buffers."""
 
     capturable = True
-    """Lengths and paths lie in device memory."""
+    """Lengths and paths are in device memory."""
 
     def __init__(self, kernels: Compact, args: CompactArgs, stream: int, keep: object) -> None:
         self._kernels = kernels

@@ -1,6 +1,6 @@
 """The CUDA runtime by cuda-python: one stream of one GPU, memory, and graphs. A failure is one line with CUDA's name.
 
-All work runs in order on the stream. No function of CUDA is called before its driver was found.
+All work runs in order on the stream. It calls CUDA only after it finds the driver.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEBIBYTE = 1 << 20
 
 
 def open_cuda() -> Cuda:
-    """The first visible GPU. Raises BackendError if driver, package or GPU is missing."""
+    """Return the first visible GPU. Raises BackendError if driver, package or GPU is missing."""
     find_gpu()
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
@@ -34,10 +34,10 @@ def open_cuda() -> Cuda:
 
 
 class Cuda:
-    """A stream, and memory, copies and graphs for it. `runtime` is cuda.bindings.runtime. Use it from one thread.
+    """A stream with its memory, copies and graphs. `runtime` is cuda.bindings.runtime. Use it from one thread.
 
-    waits: how often the host waited for the stream.   captured: number of graphs.   told: True after the first warning
-    that a graph cannot be captured.
+    waits: number of the host's waits for the stream.   captured: number of graphs.   warned: True after the first
+    warning that a graph cannot be captured.
     """
 
     def __init__(self, runtime: Any, staging_bytes: int = STAGING_BYTES) -> None:
@@ -52,7 +52,7 @@ class Cuda:
         self._staged = 0
         self._capturing = False
         self.waits = 0
-        self.told = False
+        self.warned = False
         self.captured = 0
 
     def call(self, function: str, *arguments: Any) -> Any:
@@ -64,26 +64,26 @@ class Cuda:
         return answer[1] if len(answer) == 2 else answer[1:]
 
     def forget_error(self) -> None:
-        """Clear CUDA's last error. CUDA stores it until it is read, and would report it for another launch."""
+        """Clear CUDA's last error, which CUDA would otherwise report for another launch."""
         self._runtime.cudaGetLastError()
 
     def allocate(self, size: int) -> Memory:
-        """Memory of the device, zeroed."""
+        """Allocate zeroed memory of the device."""
         return Memory(self, size)
 
     def pinned(self, size: int) -> Pinned:
-        """Memory of the host that copies of the device reach directly."""
+        """Allocate memory of the host that the device copies directly."""
         return Pinned(self, size)
 
     def free_bytes(self) -> int:
-        """Free bytes of the device's memory."""
+        """Return the free bytes of the device's memory."""
         free, _ = self.call("cudaMemGetInfo")
         return int(free)
 
     def write(self, address: int, values: Array) -> None:
         """Copy a C-contiguous array to the device, through pinned memory. The array may be reused at once.
 
-        Raises BackendError if CUDA fails, also for earlier work on the stream. All later calls then raise it too.
+        Raises BackendError if CUDA fails, also for earlier work on the stream. All later calls then raise it as well.
         """
         source = values.reshape(-1).view(np.uint8)
         for start in range(0, source.size, self._staging.size):
@@ -93,7 +93,7 @@ class Cuda:
             self.copy(address + start, staged.ctypes.data, piece.size, "cudaMemcpyHostToDevice")
 
     def read(self, address: int, values: Array) -> None:
-        """Copy from the device into a C-contiguous array, and wait for that and all before it."""
+        """Copy from the device into a C-contiguous array, after all earlier work, and wait."""
         target = values.reshape(-1).view(np.uint8)
         for start in range(0, target.size, self._staging.size):
             piece = target[start : start + self._staging.size]
@@ -103,12 +103,12 @@ class Cuda:
             piece[:] = staged
 
     def copy(self, target: int, source: int, size: int, kind: str) -> None:
-        """Copy `size` bytes between two addresses; `kind` is a name of cudaMemcpyKind, the host's memory is pinned."""
+        """Copy `size` bytes between two addresses; `kind` is a name of cudaMemcpyKind. Host memory must be pinned."""
         direction = getattr(self._runtime.cudaMemcpyKind, kind)
         self.call("cudaMemcpyAsync", target, source, size, direction, self._stream)
 
     def synchronize(self) -> None:
-        """Wait for all that was put on the stream."""
+        """Wait for all work on the stream."""
         self.call("cudaStreamSynchronize", self._stream)
         self.waits += 1
         self._staged = 0
@@ -118,7 +118,7 @@ class Cuda:
         self.call("cudaStreamBeginCapture", self._stream,
                   self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)  # fmt: skip
         self._capturing, collecting = True, gc.isenabled()
-        gc.disable()  # freeing memory while work is captured would be an error
+        gc.disable()  # CUDA forbids freeing memory during a capture
         try:
             run()
         except BaseException:
@@ -134,7 +134,7 @@ class Cuda:
         return Graph(self, self.call("cudaStreamEndCapture", self._stream))
 
     def _stage(self, size: int) -> Array:
-        """Return a piece of pinned memory that no running copy uses."""
+        """Return pinned memory that no running copy uses."""
         if self._staged + size > self._staging.size:
             self.synchronize()
         piece: Array = self._staging[self._staged : self._staged + size]
@@ -153,7 +153,7 @@ class Memory:
             free = cuda.free_bytes()
             raise BackendError(
                 f"{error.message}: {size / _MEBIBYTE:.1f} MiB asked for, {free / _MEBIBYTE:.1f} MiB free",
-                "lower the context or the slots, or free memory",
+                "lower max_model_len or max_num_seqs, or free memory",
             ) from None
         _give_back(self, cuda._runtime, "cudaFree", self.address)
         cuda.call("cudaMemsetAsync", self.address, 0, max(size, 1), cuda._stream)
@@ -169,7 +169,7 @@ class Pinned:
 
 
 class Event:
-    """A moment of the stream."""
+    """An event of the stream."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -177,7 +177,7 @@ class Event:
         _give_back(self, cuda._runtime, "cudaEventDestroy", self._event)
 
     def record(self) -> None:
-        """Record the moment when all earlier work is done; in a graph, once for each of its runs."""
+        """Record the end of all earlier work; in a graph, once for each of its runs."""
         cuda = self._cuda
         if cuda._capturing:
             cuda.call("cudaEventRecordWithFlags", self._event, cuda._stream, cuda._runtime.cudaEventRecordExternal)
@@ -185,12 +185,12 @@ class Event:
             cuda.call("cudaEventRecord", self._event, cuda._stream)
 
     def seconds_since(self, other: Event) -> float:
-        """Between two moments that are past. Raises BackendError with cudaErrorNotReady if one is not."""
+        """Return the time between two past events. Raises BackendError with cudaErrorNotReady if one is not past."""
         return float(self._cuda.call("cudaEventElapsedTime", other._event, self._event)) * 1e-3
 
 
 class Graph:
-    """Captured work that can be put on the stream as one."""
+    """Captured work that one launch puts on the stream."""
 
     def __init__(self, cuda: Cuda, graph: Any) -> None:
         self._cuda = cuda
@@ -202,10 +202,10 @@ class Graph:
         _give_back(self, cuda._runtime, "cudaGraphExecDestroy", self._ready)
 
     def launch(self) -> None:
-        """Put it on the stream."""
+        """Put the work on the stream."""
         self._cuda.call("cudaGraphLaunch", self._ready, self._cuda._stream)
 
 
 def _give_back(owner: object, runtime: Any, function: str, handle: Any) -> None:
-    """Call `function` when `owner` goes; at the end of the process the driver does it. Holds nothing of ours."""
+    """Call `function` when `owner` is deleted, without a reference to it. At process end, the driver frees all."""
     weakref.finalize(owner, getattr(runtime, function), handle).atexit = False

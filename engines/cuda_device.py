@@ -1,6 +1,6 @@
-"""Buffers and work on CUDA's memory, whatever runs the graphs: everything in order on one stream.
+"""Buffers and work on CUDA's memory for all backends, in order on one stream.
 
-A step whose work can be captured is one CUDA graph from its second run on, its copies from and to the host included.
+From its second run on, a step that can be captured is one CUDA graph, including its copies from and to the host.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from redraft.names import Dtype
 _LOG = logging.getLogger("redraft.cuda")
 _COPY_SLOT = f".{names.COPY_SLOT}"
 _ALIGNMENT_BYTES = 256
-"""Alignment in bytes of every address that TensorRT gets."""
+"""Alignment in bytes of every address for TensorRT."""
 _MEBIBYTE = 1 << 20
 
 
 class CudaDevice(ABC):
-    """See `redraft.engines.device.Device`. A subclass loads graphs.
+    """A `redraft.engines.device.Device` on CUDA. Subclasses load graphs.
 
-    kernels: our kernels for the GPU, if they are built.
+    kernels: redraft's kernels for the GPU, if they are built.
     """
 
     name = "cuda"
@@ -64,23 +64,23 @@ class CudaDevice(ABC):
 
     @abstractmethod
     def _loaded_bytes(self, graph: str) -> int:
-        """Memory of the device that a graph's weights take."""
+        """Return the device memory of a graph's weights."""
 
     def empty(self, dtype: Dtype, *shape: int) -> CudaBuffer:
-        """See `Device.empty`. Raises BackendError if the memory is used up."""
+        """Return a buffer of zeros. Raises BackendError if memory is full."""
         memory = self.cuda.allocate(byte_size(dtype, shape))
         return CudaBuffer(dtype, shape, memory.address, self.cuda, memory)
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> PinnedInputs:
-        """See `Device.host_inputs`."""
+        """Return host inputs of int64 fields of these shapes, zeros."""
         return PinnedInputs(self.cuda, shapes)
 
     def host_outputs(self, buffer: Buffer) -> PinnedOutputs:
-        """See `Device.host_outputs`."""
+        """Return host outputs of all of `buffer`."""
         return PinnedOutputs(self.cuda, buffer)
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """See `Device.expect`."""
+        """Check that buffers and graphs fit together before they are loaded. Raises BackendError if they do not."""
         weights = sum(self._loaded_bytes(graph) for graph in graphs if graph not in self._programs)
         needs = {**({"engines": weights} if weights else {}), **parts}
         free, needed = self.cuda.free_bytes(), sum(needs.values())
@@ -88,16 +88,16 @@ class CudaDevice(ABC):
         if needed > free:
             raise BackendError(
                 f"{needed / _MEBIBYTE:.1f} MiB of GPU memory needed ({_listed(needs)}), {free / _MEBIBYTE:.1f} free",
-                "lower the context or the slots, or free memory",
+                "lower max_model_len or max_num_seqs, or free memory",
             )
 
     def copy(self, target: Buffer, source: Buffer) -> Copy:
-        """See `Device.copy`."""
+        """Return a run that copies `source` to `target`. Raises ValueError if their sizes differ."""
         size = copied_bytes(target, source)
         return Copy(self.cuda, target.address, source.address, size, "cudaMemcpyDeviceToDevice", (target, source))
 
     def program(self, graph: str, short: bool = False) -> Program:
-        """See `Device.program`. Rows are moved without an engine; loading again gives the same program."""
+        """Return a graph's program, the same one every time. Slots and rows move without an engine."""
         if graph not in self._programs:
             record = self._bundle.graph(graph)
             if graph.endswith(_COPY_SLOT):
@@ -109,25 +109,25 @@ class CudaDevice(ABC):
         return self._programs[graph]
 
     def chain(self, runs: Sequence[Run]) -> Chain:
-        """See `Device.chain`: a CUDA graph from the second run on, where all of `runs` can be captured."""
+        """Return work that runs all of `runs`: a CUDA graph from the second run on, if all can be captured."""
         flat: list[Run] = []
         for run in runs:
             flat += run.runs if isinstance(run, Chain) else [run]
         return Chain(self.cuda, tuple(flat))
 
     def wait(self) -> None:
-        """See `Device.wait`."""
+        """Wait until all earlier work has finished. Raises BackendError if it failed."""
         self.cuda.synchronize()
 
     def close(self) -> None:
-        """See `Device.close`."""
+        """Drop all programs after they finish."""
         self.cuda.synchronize()
         self._programs.clear()
 
 
 @dataclass(frozen=True, eq=False)
 class CudaBuffer:
-    """See `redraft.engines.device.Buffer`. `memory` is held."""
+    """A `redraft.engines.device.Buffer` on CUDA. It holds `memory`."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -137,24 +137,24 @@ class CudaBuffer:
     host: Array | None = None
 
     def write(self, values: Array) -> None:
-        """See `Buffer.write`."""
+        """Copy from the host, after all earlier work. The array may be reused at once."""
         check_values(self, values)
         self.cuda.write(self.address, np.ascontiguousarray(values))
 
     def read(self) -> Array:
-        """See `Buffer.read`."""
+        """Wait for the device, and return a copy of the buffer on the host."""
         values = np.empty(self.shape, numpy_type(self.dtype))
         self.cuda.read(self.address, values)
         return values
 
     def part(self, *shape: int, start: int = 0) -> Self:
-        """See `Buffer.part`."""
+        """Return the elements from `start` on under another shape, without a copy."""
         check_part(self, shape, start)
         return replace(self, shape=shape, address=self.address + byte_size(self.dtype, (start,)))
 
 
 class Copy:
-    """A copy between fixed places; `kind` as CUDA names it. `keep` holds the memory."""
+    """A copy between fixed addresses, with CUDA's name of its `kind`. `keep` holds the memory."""
 
     capturable = True
 
@@ -168,7 +168,7 @@ class Copy:
 
 
 class Send(Copy):
-    """The copy of host inputs. `at`: the number of waits for the device before its latest run."""
+    """The copy of host inputs. `at`: number of waits for the device before its latest run."""
 
     at = -1
 
@@ -178,7 +178,7 @@ class Send(Copy):
 
 
 class PinnedInputs:
-    """See `redraft.engines.device.HostInputs`: a block of pinned memory and its like on the device."""
+    """`redraft.engines.device.HostInputs` with one block of pinned memory and one of the device."""
 
     def __init__(self, cuda: Cuda, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._cuda = cuda
@@ -198,14 +198,14 @@ class PinnedInputs:
         self.send = Send(cuda, memory.address, pinned.address, size, "cudaMemcpyHostToDevice", held)
 
     def open(self) -> Mapping[str, Array]:
-        """See `HostInputs.open`."""
+        """Return the arrays to fill. Waits for the device if their last copy may still run."""
         if self.send.at == self._cuda.waits:
             self._cuda.synchronize()
         return self._values
 
 
 class PinnedOutputs:
-    """See `redraft.engines.device.HostOutputs`."""
+    """`redraft.engines.device.HostOutputs` with pinned memory."""
 
     def __init__(self, cuda: Cuda, buffer: Buffer) -> None:
         size = byte_size(buffer.dtype, buffer.shape)
@@ -215,7 +215,7 @@ class PinnedOutputs:
 
 
 class MoveProgram:
-    """Copies slots by CUDA. The host chooses the slots and gives their addresses."""
+    """Copies slots by CUDA. The host computes the slots' addresses."""
 
     def __init__(self, record: GraphRecord, cuda: Cuda) -> None:
         self.inputs = record.inputs
@@ -223,7 +223,7 @@ class MoveProgram:
         self._cuda = cuda
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """See `Program.bind`. Slots must be fields of an inbox."""
+        """Return a run over these buffers. Slots must be fields of host inputs."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         ends = [buffers[name].host for name in (names.SOURCE_SLOT, names.TARGET_SLOT)]
         state = [buffers[spec.in_place_of] for spec in self.outputs if spec.in_place_of]
@@ -239,7 +239,7 @@ class MoveProgram:
 
 
 class Chain:
-    """Runs in order; see `CudaDevice.chain`. TensorRT must have run once before it can be captured."""
+    """Runs in order, captured at the second run: TensorRT must run once before a capture."""
 
     def __init__(self, cuda: Cuda, runs: tuple[Run, ...]) -> None:
         self.runs = runs
@@ -262,7 +262,7 @@ class Chain:
         self._warm = True
 
     def seconds(self) -> float:
-        """See `Work.seconds`."""
+        """Return the device's time of the latest run, after a wait for the device; 0 before the first run."""
         return self._ended.seconds_since(self._began) if self._warm else 0.0
 
     def _capture(self) -> None:
@@ -270,8 +270,8 @@ class Chain:
             self._graph = self._cuda.capture(self._in_order)
         except RedraftError as error:
             self._plain = True
-            if not self._cuda.told:
-                self._cuda.told = True
+            if not self._cuda.warned:
+                self._cuda.warned = True
                 _LOG.warning("a step is not captured as a CUDA graph, which costs time: %s", error.message)
 
     def _in_order(self) -> None:

@@ -1,8 +1,7 @@
-"""Graphs over buffers of one memory, a device's or the host's, so that a step's tensors stay there between graphs.
+"""Graphs over buffers of a device's or the host's memory, so that a step's tensors stay there between graphs.
 
 Every tensor is a `Buffer`. Each input and output is bound by name, and one program's output is the next one's input
-without a copy. The backends are ONNX Runtime
-(CPU and CUDA) and TensorRT; the runtime's device path is the same over all of them.
+without a copy. The backends are ONNX Runtime (CPU and CUDA) and TensorRT, with one device path in the runtime for all.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ class Buffer(Protocol):
         """Wait for the device, and return a copy of the buffer on the host."""
 
     def part(self, *shape: int, start: int = 0) -> Self:
-        """The elements from `start` on under another shape, of at most as many; shares the memory.
+        """Return the elements from `start` on under another shape, which shares the memory.
 
-        Raises ValueError if the buffer has fewer.
+        Raises ValueError if the shape has more elements.
         """
 
 
 class HostInputs(Protocol):
-    """Integers that the host sends to programs again and again, all of them with one copy."""
+    """Integers that the host sends to programs for every step, all with one copy."""
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
@@ -62,32 +61,32 @@ class HostInputs(Protocol):
 
     @property
     def send(self) -> Run:
-        """A run that copies the filled arrays to `buffers`."""
+        """Return a run that copies the filled arrays to `buffers`."""
 
     def open(self) -> Mapping[str, Array]:
-        """The arrays to fill in, by name, int64 each; they keep their earlier values.
+        """Return the arrays to fill by name, int64 each. They keep their earlier values.
 
-        Waits for the device if it was not waited for since they were sent last: they may still be on their way.
+        Waits for the device unless the host waited since the last `send`, whose copy may still run.
         """
 
 
 class HostOutputs(Protocol):
-    """A copy of a buffer on the host, which is read again and again."""
+    """A copy of a buffer on the host, read after every step."""
 
     @property
     def fetch(self) -> Run:
-        """Copies the buffer to `values`."""
+        """Return a run that copies the buffer to `values`."""
 
     @property
     def values(self) -> Array:
-        """The buffer's elements, once the device has been waited for. The next `fetch` writes over them."""
+        """The buffer's elements, valid after a wait for the device. The next `fetch` overwrites them."""
 
 
 class Work(Protocol):
-    """Runs in order, as one."""
+    """Several runs, in order, as one."""
 
     def __call__(self) -> None:
-        """Put them in order."""
+        """Start the runs."""
 
     def seconds(self) -> float:
         """Return the device's time for the latest run, after a wait for the device; 0 before the first run."""
@@ -98,14 +97,14 @@ class Program(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The graph's inputs, as the manifest lists them."""
+        """The graph's inputs, in the manifest's order."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The graph's outputs."""
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """The graph over these buffers, one for every input and output; outputs in place share their input's.
+        """Return a run over these buffers, one for every input and output. In-place outputs share their input's buffer.
 
         Raises ValueError on a missing or unknown name, or a type or shape that does not fit.
         """
@@ -120,80 +119,80 @@ class Device(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """True if a call may return before the work that it started is done."""
+        """True if a call may return before its work ends."""
 
     def empty(self, dtype: Dtype, *shape: int) -> Buffer:
-        """A buffer of zeros."""
+        """Return a buffer of zeros."""
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> HostInputs:
-        """An inbox of int64 fields of these shapes, zeros."""
+        """Return host inputs of int64 fields of these shapes, zeros."""
 
     def host_outputs(self, buffer: Buffer) -> HostOutputs:
-        """An outbox of all of `buffer`."""
+        """Return host outputs of all of `buffer`."""
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """Check that buffers of so many bytes, by purpose, and these graphs fit together before they are loaded.
+        """Check that buffers of these bytes, by purpose, and these graphs fit together before they are loaded.
 
         Raises BackendError if they do not fit together.
         """
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
-        """The bytes of `source` to `target`, within the device. Raises ValueError if their sizes do not agree."""
+        """Return a run that copies `source` to `target` within the device. Raises ValueError if their sizes differ."""
 
     @property
     def step_graphs(self) -> bool:
-        """True if the graphs of a step run here. Otherwise the host does their work, over the arrays of its buffers."""
+        """True if the graphs of a step run on this device. Otherwise the host computes over its arrays."""
 
     @property
     def block_rows(self) -> int | None:
-        """A tree that branches must not cross a multiple of this row, or its bits are not those of a chain."""
+        """A tree that branches must not cross a multiple of this row; otherwise its bits differ from a chain's."""
 
     def program(self, graph: str, short: bool = False) -> Program:
-        """Load a graph of the bundle. `short` graphs take less time than several threads need to share them.
+        """Load a graph of the bundle. `short` graphs are too short for several threads.
 
-        Raises BundleError, and BackendError if it does not fit or run here.
+        Raises BundleError, and BackendError if the graph does not fit or run on this device.
         """
 
     def chain(self, runs: Sequence[Run]) -> Work:
-        """All of `runs`, in order, as one: a CUDA graph if the backend can capture one."""
+        """Return work that runs all of `runs` in order, as one CUDA graph if the backend can capture it."""
 
     def wait(self) -> None:
-        """Wait until all earlier work is done. Raises BackendError if it failed."""
+        """Wait until all earlier work has finished. Raises BackendError if it failed."""
 
     def close(self) -> None:
-        """Let go of all programs, once they are done. Their memory goes with the last one that holds them."""
+        """Drop all programs after they finish. Their memory is freed with the last reference."""
 
 
 def numpy_type(dtype: Dtype) -> np.dtype[Any]:
-    """NumPy's type of the same bytes; bfloat16, which it lacks, travels as its bits."""
+    """Return NumPy's type of the same bytes. bfloat16, which it lacks, becomes its bits."""
     return np.dtype(np.uint16) if dtype == "bfloat16" else np.dtype(dtype)
 
 
 def byte_size(dtype: Dtype, shape: Sequence[int]) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return math.prod(shape) * numpy_type(dtype).itemsize
 
 
 def sized(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with the symbols' sizes filled in."""
+    """Return a shape with the symbols' sizes."""
     return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in shape)
 
 
 def check_values(buffer: Buffer, values: Array) -> None:
-    """Raises ValueError if `values` do not have the type and size of `buffer`."""
+    """Raise ValueError if `values` do not have the type and size of `buffer`."""
     if values.shape != buffer.shape or values.dtype != numpy_type(buffer.dtype):
         raise ValueError(f"expected {buffer.dtype}{list(buffer.shape)}, found {values.dtype}{list(values.shape)}")
 
 
 def check_part(buffer: Buffer, shape: tuple[int, ...], start: int) -> None:
-    """Raises ValueError if `shape`, from element `start` on, is more than `buffer` holds."""
+    """Raise ValueError if `shape`, from element `start` on, has more elements than `buffer`."""
     if start < 0 or start + math.prod(shape) > math.prod(buffer.shape):
         after = f" after {start} elements" if start else ""
-        raise ValueError(f"{list(shape)}{after} is more than the {list(buffer.shape)} that the buffer holds")
+        raise ValueError(f"expected at most the buffer's {list(buffer.shape)}, found {list(shape)}{after}")
 
 
 def slots_of(buffer: Buffer, slots: range) -> Buffer:
-    """The entries of these slots, which axis 0 counts."""
+    """Return the entries of these slots, along axis 0."""
     return buffer.part(len(slots), *buffer.shape[1:], start=slots.start * math.prod(buffer.shape[1:]))
 
 
@@ -206,7 +205,7 @@ def copied_bytes(target: Buffer, source: Buffer) -> int:
 
 
 def check_bindings(specs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> None:
-    """Raises ValueError if the buffers do not fit the tensors, or two sizes of one symbol do not agree."""
+    """Raise ValueError if the buffers do not fit the tensors, or two sizes of one symbol differ."""
     names = {spec.name for spec in specs}
     if set(buffers) != names:
         wrong = sorted(set(buffers) ^ names)

@@ -1,4 +1,4 @@
-"""The drafters of a bundle: a manifest's records, read by the specifications of their methods."""
+"""The drafters of a bundle: the manifest's records with their methods' specifications."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class BuiltDrafter:
 
     @property
     def engine_graphs(self) -> dict[str, GraphSpec[Any]]:
-        """Return the graphs that compute, by name: neither copies of slots nor forms for the CPU."""
+        """Return the drafting graphs by name, without slot copies and CPU graphs."""
         return {self.graph(role): self.method.graphs[role] for role in self.method.roles(self.shape)}
 
 
 def read_drafter(drafter: str, record: DrafterRecord) -> BuiltDrafter:
-    """Return the drafter of a record. Raises UsageError for an unknown method or a shape that is not the method's."""
+    """Return the drafter of a record. Raises UsageError for an unknown method or an invalid shape."""
     method = find_method(record.method)
     return BuiltDrafter(drafter, record, method, method.parse_shape(record.shape))
 
 
 def read_drafters(manifest: Manifest) -> tuple[BuiltDrafter, ...]:
-    """Return all drafters of a bundle, in its order. Raises UsageError as `read_drafter` does."""
+    """Return all drafters of a bundle, in its order. Raises UsageError like `read_drafter`."""
     return tuple(read_drafter(drafter, record) for drafter, record in manifest.drafters.items())
 
 
 def drafter_of(manifest: Manifest, graph: str) -> BuiltDrafter | None:
-    """Return the drafter to which a graph belongs, None for the verifier's graphs and a step's."""
+    """Return the drafter that has a graph, or None for graphs of the verifier and of a step."""
     drafter, _, _ = graph.partition(".")
     record = manifest.drafters.get(drafter)
     return read_drafter(drafter, record) if record else None
 
 
 def measured_graphs(manifest: Manifest) -> tuple[str, ...]:
-    """Return the verifier's graph and those that drafters compute with: other tools get commands for them."""
+    """Return the verifier's graph and the drafters' drafting graphs, for commands of other tools."""
     return (names.VERIFIER, *(name for drafter in read_drafters(manifest) for name in drafter.engine_graphs))
 
 
 def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
-    """Return inputs and outputs by role that the graphs of a drafter must have."""
+    """Return the required inputs and outputs of a drafter's graphs by role."""
     found = drafter.method.signatures(drafter.shape)
     for role, graph in drafter.method.graphs.items():
         single = f"{role}{names.SINGLE}"
@@ -81,7 +81,7 @@ def drafter_problems(drafter: BuiltDrafter, manifest: Manifest, verifier: str) -
         if expected_here != found_here:
             yield f"drafter {drafter.id}: expected {what} {expected_here}, found {found_here}"
     if missing := sorted(set(record.hidden_states) - set(manifest.hidden_states)):
-        yield f"drafter {drafter.id} reads hidden states {', '.join(missing)}, which the verifier does not give out"
+        yield f"drafter {drafter.id} reads hidden states {', '.join(missing)}, which the verifier does not output"
 
 
 def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -90,7 +90,7 @@ def single_sequence(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 def single_chain_outputs(outputs: tuple[TensorSpec, ...], steps: int) -> tuple[TensorSpec, ...]:
-    """Return a chain's outputs for one sequence: each step but the last updates the buffers by its own name."""
+    """Return a chain's outputs for one sequence. Each step but the last updates the buffers by another name."""
     single = single_sequence(outputs)
     updates = [spec for spec in single if spec.in_place_of]
     return (*single, *(replace(spec, name=f"{spec.name}.{step}") for step in range(steps - 1) for spec in updates))

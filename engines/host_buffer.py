@@ -15,7 +15,7 @@ from redraft.names import Dtype
 
 @dataclass(frozen=True, eq=False)
 class HostBuffer:
-    """See `redraft.engines.device.Buffer`. `host` is all of it."""
+    """A `redraft.engines.device.Buffer` of the host. `host` is the whole array."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -23,63 +23,63 @@ class HostBuffer:
 
     @classmethod
     def zeros(cls, dtype: Dtype, *shape: int) -> Self:
-        """A buffer of its own."""
+        """Allocate a buffer of zeros."""
         return cls(dtype, shape, np.zeros(shape, numpy_type(dtype)))
 
     @classmethod
     def of(cls, dtype: Dtype, array: Array) -> Self:
-        """The memory of a C-contiguous array."""
+        """Return a buffer over the memory of a C-contiguous array."""
         return cls(dtype, array.shape, array)
 
     @property
     def address(self) -> int:
-        """See `Buffer.address`."""
+        """Address of the first byte."""
         return int(self.host.ctypes.data)
 
     def write(self, values: Array) -> None:
-        """See `Buffer.write`."""
+        """Copy from another array, which may be reused at once."""
         check_values(self, values)
         self.host[...] = values
 
     def read(self) -> Array:
-        """See `Buffer.read`."""
+        """Return a copy of the buffer."""
         return self.host.copy()
 
     def part(self, *shape: int, start: int = 0) -> Self:
-        """See `Buffer.part`."""
+        """Return the elements from `start` on under another shape, without a copy."""
         check_part(self, shape, start)
         elements = self.host.reshape(-1)[start : start + math.prod(shape)]
         return type(self)(self.dtype, shape, elements.reshape(shape))
 
 
 def array_of(buffer: Buffer) -> Array:
-    """The elements of a buffer of the host."""
+    """Return the elements of a buffer of the host."""
     assert buffer.host is not None
     return buffer.host
 
 
 class ArrayInputs:
-    """See `redraft.engines.device.HostInputs`: what is filled in is there already."""
+    """`redraft.engines.device.HostInputs` of the host, which needs no copy."""
 
     def __init__(self, buffers: Mapping[str, HostBuffer]) -> None:
         self.buffers = buffers
         self._values = {name: buffer.host for name, buffer in buffers.items()}
 
     def open(self) -> Mapping[str, Array]:
-        """See `HostInputs.open`."""
+        """Return the arrays to fill."""
         return self._values
 
     def send(self) -> None:
-        """See `HostInputs.send`."""
+        """Return a run that does nothing."""
 
 
 class ArrayOutputs:
-    """See `redraft.engines.device.HostOutputs`."""
+    """`redraft.engines.device.HostOutputs` of the host, which needs no copy."""
 
     def __init__(self, source: Array) -> None:
         self._source = source
         self.values = np.empty_like(source)
 
     def fetch(self) -> None:
-        """See `HostOutputs.fetch`."""
+        """Return a run that does nothing."""
         self.values[...] = self._source

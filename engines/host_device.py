@@ -1,4 +1,4 @@
-"""The host as a device: buffers are arrays, and work is done when its call returns."""
+"""The host as a device: buffers are arrays, and a call returns after its work."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from redraft.engines.host_programs import host_program
 from redraft.names import Dtype
 
 BLOCK_ROWS = 128
-"""Rows that the CPU's products add up at a time, or a part of them (`redraft.engines.lowering.order`)."""
+"""Rows that the CPU's products sum at a time, or a multiple of that (`redraft.engines.lowering.order`)."""
 
 
 class HostDevice:
-    """See `redraft.engines.device.Device`. It runs the graphs that are lowered to the CPU's kernels.
+    """A `redraft.engines.device.Device` that runs graphs lowered to CPU kernels.
 
     max_num_seqs, exact: these choose the verifier's graph (`Bundle.host_graph`).   verifier_graph: another one.
-    step_graphs:  run the step's graphs as a GPU does; otherwise NumPy functions take their place.
-    kernels:      ours for the CPU, which are for tests; None leaves everything to graphs.
+    step_graphs:  run the step's graphs like a GPU; otherwise NumPy functions replace them.
+    kernels:      redraft's kernels built for the CPU, for tests; None uses only graphs.
     """
 
     asynchronous = False
@@ -43,22 +43,22 @@ class HostDevice:
         self.block_rows = BLOCK_ROWS if self.verifier_graph in exact_graphs else None
 
     def empty(self, dtype: Dtype, *shape: int) -> HostBuffer:
-        """See `Device.empty`."""
+        """Return a buffer of zeros."""
         return HostBuffer.zeros(dtype, *shape)
 
     def host_inputs(self, **shapes: tuple[int, ...]) -> ArrayInputs:
-        """See `Device.host_inputs`."""
+        """Return host inputs of int64 fields of these shapes."""
         return ArrayInputs({name: self.empty("int64", *shape) for name, shape in shapes.items()})
 
     def host_outputs(self, buffer: Buffer) -> ArrayOutputs:
-        """See `Device.host_outputs`."""
+        """Return host outputs of all of `buffer`."""
         return ArrayOutputs(array_of(buffer))
 
     def expect(self, parts: Mapping[str, int], graphs: Sequence[str] = ()) -> None:
-        """See `Device.expect`: the free memory of the host is unknown, since memory may be swapped."""
+        """Accept everything: the host's free memory is unknown, since memory may be swapped."""
 
     def copy(self, target: Buffer, source: Buffer) -> Run:
-        """See `Device.copy`."""
+        """Return a run that copies `source` to `target`. Raises ValueError if their sizes differ."""
         size = copied_bytes(target, source)
 
         def run() -> None:
@@ -67,7 +67,7 @@ class HostDevice:
         return run
 
     def program(self, graph: str, short: bool = False) -> Program:
-        """See `Device.program`. Raises BundleError."""
+        """Load a graph of the bundle, or the NumPy function that replaces it. Raises BundleError."""
         from redraft.engines.onnxruntime_device import load_program
 
         record = self.bundle.graph(graph)
@@ -82,18 +82,18 @@ class HostDevice:
         return load_program(self.bundle, graph, 1 if short else self._threads)
 
     def chain(self, runs: Sequence[Run]) -> InOrder:
-        """See `Device.chain`: one after the other."""
+        """Return work that runs all of `runs`, one after the other."""
         return InOrder(tuple(runs))
 
     def wait(self) -> None:
-        """See `Device.wait`."""
+        """Return at once: all work is finished."""
 
     def close(self) -> None:
-        """See `Device.close`; nothing is kept here."""
+        """Do nothing: the device stores no programs."""
 
 
 class InOrder:
-    """See `redraft.engines.device.Work`."""
+    """Runs in order; a `redraft.engines.device.Work`."""
 
     def __init__(self, runs: tuple[Run, ...]) -> None:
         self._runs = runs
@@ -106,5 +106,5 @@ class InOrder:
         self._seconds = time.perf_counter() - started
 
     def seconds(self) -> float:
-        """See `Work.seconds`."""
+        """Return the time of the latest run; 0 before the first run."""
         return self._seconds

@@ -12,20 +12,20 @@ from redraft.errors import BackendError
 MEMINFO = Path("/proc/meminfo")
 _AVAILABLE = re.compile(r"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 _LENGTH = re.compile(rb"\x0a\x06length\x12.([0-9]+)", re.DOTALL)
-"""An entry of a tensor's `external_data` as protobuf writes it: field 1, the key; field 2, digits."""
+"""Protobuf's form of an entry of a tensor's `external_data`: field 1, the key; field 2, digits."""
 _WIDENED = {"fp16": 2}
-"""ONNX Runtime's kernels for the CPU compute in fp32: of other floating-point weights it holds copies in fp32."""
+"""ONNX Runtime's CPU kernels compute in fp32, so it holds fp32 copies of other floating-point weights."""
 _GIB = 1 << 30
 
 
 def graph_bytes(bundle: Bundle, graph: str) -> int:
-    """Bytes of a graph's file, and of its weights that lie outside."""
+    """Return the bytes of a graph's file and of its external weights."""
     data = (bundle.path / bundle.graph(graph).file).read_bytes()
     return len(data) + sum(int(length) for length in _LENGTH.findall(data))
 
 
 def check_host_memory(bundle: Bundle, graph: str) -> None:
-    """Raise BackendError if the host has less memory than the graph's weights take: it would end the process."""
+    """Raise BackendError if the graph's weights need more memory than the host has, which would end the process."""
     available = available_bytes()
     stored = graph_bytes(bundle, graph)
     needed = stored * _WIDENED.get(bundle.manifest.precision, 1)
@@ -38,7 +38,7 @@ def check_host_memory(bundle: Bundle, graph: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """Bytes that Linux could give without swapping; None if the system does not report them."""
+    """Return the bytes that Linux can give without swapping, or None if the system does not report them."""
     with contextlib.suppress(OSError):
         if found := _AVAILABLE.search(MEMINFO.read_text()):
             return int(found[1]) * 1024

@@ -1,4 +1,4 @@
-"""Programs of a step that the host runs as NumPy functions, in place of their graphs."""
+"""Programs of a step that the host runs as NumPy functions instead of graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Arrays = Mapping[str, Array]
 
 
 def host_program(graph: str, record: GraphRecord) -> Program | None:
-    """Return the function that replaces this graph, None without one."""
+    """Return the function that replaces this graph, or None."""
     if graph == names.STEP_GATHER_FEATURES:
         return HostProgram(record, gather_features)
     return None
 
 
 class HostProgram:
-    """See `redraft.engines.device.Program`: a function over arrays, which updates some of them."""
+    """A `redraft.engines.device.Program` of a function over arrays, which updates some of them."""
 
     def __init__(self, record: GraphRecord, function: Callable[[Arrays], None]) -> None:
         self.inputs = record.inputs
@@ -28,7 +28,7 @@ class HostProgram:
         self._function = function
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """See `Program.bind`."""
+        """Return a run over these buffers. Raises ValueError if one does not fit."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         arrays = {spec.name: array_of(buffers[spec.name]) for spec in self.inputs}
         function = self._function

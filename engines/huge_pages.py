@@ -1,8 +1,8 @@
-"""Large pages under an engine's weights: one product of a decoding step streams them all, page by page.
+"""Large pages for an engine's weights, since a decoding step reads all weights, page by page.
 
-A step of one token reads every weight once, so it is bound by memory, and with pages of 4 KiB the processor looks up a
+A step of one token reads every weight once, so memory bounds its speed. With pages of 4 KiB, the processor looks up a
 page for every 64 cache lines. Linux (6.1 and newer) collapses memory that is already filled into pages of 2 MiB on
-request (madvise(2), MADV_COLLAPSE). Elsewhere, or if the kernel declines, nothing changes.
+request (madvise(2), MADV_COLLAPSE). On other systems, or if the kernel declines, nothing changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 @contextmanager
 def huge_pages() -> Iterator[None]:
-    """Give large pages to the private memory that is allocated, and filled, within the context."""
+    """Give large pages to private memory that is allocated and filled within the context."""
     before = _anonymous()
     yield
     for span in _added(_anonymous(), before):
@@ -32,14 +32,14 @@ def huge_pages() -> Iterator[None]:
 
 
 def _anonymous() -> list[Span]:
-    """Private writable memory of this process, as address ranges in order; empty if there is no such listing."""
+    """Return this process's private writable memory as sorted address ranges, empty if the system lists none."""
     if not sys.platform.startswith("linux") or not _MAPS.exists():
         return []
     return [(int(low, 16), int(high, 16)) for low, high in _ANONYMOUS.findall(_MAPS.read_text())]
 
 
 def _added(after: list[Span], before: list[Span]) -> Iterator[Span]:
-    """Parts of `after` that are not in `before`; both in order and free of overlap."""
+    """Return the parts of `after` that are not in `before`, both sorted and without overlaps."""
     old = iter([*before, (sys.maxsize, sys.maxsize)])
     low, high = next(old)
     for begin, end in after:

@@ -17,10 +17,10 @@ from redraft.errors import BundleError
 
 @contextmanager
 def build_lock(path: Path, target: Path) -> Iterator[None]:
-    """Hold the lock file `path` while `target` is being built; the file is gone afterwards.
+    """Hold the lock file `path` during the build of `target`, and remove the file afterwards.
 
-    The operating system drops the lock of a killed process. Raises BundleError at once if another process holds
-    it, naming that process, and if no file can be made.
+    The operating system drops the lock of a killed process. Raises BundleError at once if another process, which it
+    names, holds the lock, or if the file cannot be created.
     """
     descriptor = _acquire(path, target)
     try:
@@ -46,12 +46,12 @@ def _acquire(path: Path, target: Path) -> int:
             raise BundleError(f"{target} is being built by {holder}", "wait for it, or stop it") from None
         if _still_named(descriptor, path):
             return descriptor
-        os.close(descriptor)  # its holder removed it between our open and our lock
+        os.close(descriptor)  # its holder removed the file between open and lock
 
 
 def unwritable(path: Path, error: OSError) -> BundleError:
     """Return the error for a bundle or folder that cannot be created."""
-    return BundleError(f"cannot write {path}: {error.strerror}", "give an -o that can be written")
+    return BundleError(f"cannot write {path}: {error.strerror}", "give a writable -o")
 
 
 def _still_named(descriptor: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The manifest of an engine bundle: everything that opening it needs to know, as one JSON file."""
+"""The manifest of an engine bundle: all data for opening it, as one JSON file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ModelIdentity:
 
     source:  the user's name for it: a recipe, a directory or a Hub id.
     weights: SHA-256 of every weight file of the checkpoint, by file name.
-    random_weights: the verifier has random weights.   random_drafters: names of drafters that have.
-    stand_in_tokenizer: the tokenizer is not the model's, but has a token for each byte.
+    random_weights: True if the verifier's weights are random.   random_drafters: names of drafters with random weights.
+    stand_in_tokenizer: True if the tokenizer is not the model's, but has a token for each byte.
     inexact: a sentence for each other part of the checkpoint that the bundle stores in another form.
     """
 
@@ -45,13 +45,13 @@ class ModelIdentity:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Warnings that belong to every output of the bundle."""
+        """Warnings for every output of the bundle."""
         random = [*(["the verifier"] if self.random_weights else []), *self.random_drafters]
-        said = {
+        warnings = {
             f"random weights ({', '.join(random)}): speeds are real, texts and acceptance are not": bool(random),
             "stand-in tokenizer: a token a byte, ids above 255 in words": self.stand_in_tokenizer,
         }
-        return (*(caveat for caveat, true in said.items() if true), *self.inexact)
+        return (*(caveat for caveat, true in warnings.items() if true), *self.inexact)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class DrafterRecord:
 
     method:           its drafting method, whose specification reads `shape`.
     verifier_digest:  `verifier_digest` of the weights that it was built for.
-    hidden_states:    those of the verifier that it reads.   rows: all rows of a call, the last row, or none.
-    graphs:           by role.   weights: of its graphs.   tables: inputs that are bound once.
+    hidden_states:    the verifier's, for the drafter to read.   rows: all rows of a call, the last row, or none.
+    graphs:           by role.   weights: of its graphs.   tables: inputs bound once.
     state:            tensors of a slot.
     limits:           its largest tree.
     """
@@ -111,15 +111,15 @@ class DrafterRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that opening a bundle needs. The records above describe their own fields.
+    """All data for opening a bundle. The records above describe their own fields.
 
     max_model_len: largest number of tokens in a sequence.   hidden_states: the verifier's outputs.
-    graphs:     the verifier's and a step's; a drafter's own are in its record.   drafters: by id.
-    tensorrt:   the engines of the backend tensorrt, which were built from the portable `graphs`.
+    graphs:     those of the verifier and of a step. A drafter's record has the drafter's.   drafters: by id.
+    tensorrt:   engines of the backend tensorrt, built from the portable `graphs`.
     tools:      versions of the libraries that built the bundle.
     options:    options of `redraft build`, to repeat the command.
     build_key:  digest of everything the build depends on (`cache.build_key`).
-    files:      every file of the bundle but the manifest; filled in when the bundle is committed.
+    files:      every file of the bundle except the manifest, set when the bundle is committed.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Manifest:
 
     @property
     def all_graphs(self) -> dict[str, GraphRecord]:
-        """Return every graph by name, those of drafters as `names.drafter_graph` names them."""
+        """Return every graph by name, those of drafters with names of `names.drafter_graph`."""
         own = {
             drafter_graph(drafter, role): graph
             for drafter, record in self.drafters.items()
@@ -160,12 +160,12 @@ def verifier_digest(weights: Mapping[str, str]) -> str:
 
 
 def rebuild_command(out: Path, source: str = "MODEL", options: Sequence[str] = ()) -> str:
-    """Return the command that replaces a bundle which cannot be used."""
+    """Return the command that replaces an unusable bundle."""
     return f"run `{shlex.join(['redraft', 'build', source, '-o', str(out), *options, '--force'])}`"
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as indented JSON, keys in the order of the fields, its own digest last."""
+    """Return the manifest as indented JSON, with keys in the order of the fields and its own digest last."""
     return json.dumps(signed(to_plain(manifest)), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -176,7 +176,7 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bundle_name(bundle: Path) -> str:
-    """The name of a bundle, also of one of an older schema. Raises BundleError as `load_manifest` does."""
+    """Return the name of a bundle, also of an older schema. Raises BundleError like `load_manifest`."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         values = json.loads((bundle / MANIFEST).read_bytes())
         version, name = values.get("schema_version"), values.get("name")
@@ -203,7 +203,7 @@ def load_manifest(bundle: Path) -> Manifest:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise BundleError(
-            f"{bundle} is no engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
+            f"{bundle} is not an engine bundle: expected {MANIFEST} in it, found none", _build(bundle)
         ) from None
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: expected JSON, found {error}", rebuild_command(bundle)) from None
@@ -227,7 +227,7 @@ def _build(out: Path) -> str:
 
 
 def _rebuild(out: Path, values: dict[str, Any]) -> str:
-    """Return the same command from the readable parts of a manifest that is not in order."""
+    """Return the same command from the readable parts of an invalid manifest."""
     model, options = values.get("model"), values.get("options")
     source = model.get("source") if isinstance(model, dict) else None
     if not (isinstance(source, str) and source):

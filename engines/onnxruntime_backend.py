@@ -1,4 +1,4 @@
-"""Engines on ONNX Runtime's CPU kernels: arrays bound once, a prepared call a shape, nothing copied between steps."""
+"""Engines on ONNX Runtime's CPU kernels: arrays bound once, a prepared call for each shape, no copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ORT = {"int64": "tensor(int64)", "int32": "tensor(int32)", "int8": "tensor(int8
         "bool": "tensor(bool)", "float32": "tensor(float)", "float16": "tensor(float16)",
         "bfloat16": "tensor(bfloat16)"}  # fmt: skip
 _SPIN_US = "100"
-"""Time that an idle thread spins before it sleeps."""
+"""Time for which an idle thread spins before it sleeps."""
 Provider = tuple[str, Mapping[str, str]]
 """An execution provider and its options."""
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -50,10 +50,10 @@ _LOG = logging.getLogger("redraft.onnxruntime")
 def load_session(
     bundle: Bundle, graph: str, threads: int | None = None, provider: Provider = (CPU, {}), log: str = "error"
 ) -> ort.InferenceSession:
-    """The graph as a session on a provider, its signature checked.
+    """Return a session of the graph on a provider, with the manifest's signature.
 
-    Raises BundleError as `load_program` does, and BackendError if the host has too little memory or the provider does
-    not start: the CPU never takes its place.
+    Raises BundleError like `load_program`, and BackendError if the host has too little memory or the provider does not
+    start. The CPU never replaces the provider.
     """
     record = bundle.graph(graph)
     _check_version(bundle)
@@ -71,7 +71,7 @@ def load_session(
     try:
         with huge_pages():
             session = ort.InferenceSession(path, options, providers=[provider], enable_fallback=0)
-    except Exception as error:  # ONNX Runtime raises a dozen unrelated types, none with a common base
+    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         if provider[0] != CPU and isinstance(error, RuntimeError):  # none of which is for a graph
             raise _not_started(provider[0], _one_line(error)) from error
         raise bundle.error(f"graph {graph} does not load: {_one_line(error)}") from error
@@ -83,21 +83,21 @@ def load_session(
 
 
 def check_available(provider: str) -> None:
-    """Raises BackendError if this build of ONNX Runtime is one without the provider."""
+    """Raise BackendError if this build of ONNX Runtime does not have the provider."""
     available = ort.get_available_providers()
     if provider not in available:
         raise BackendError(
             f"this ONNX Runtime runs on {', '.join(available)}, not on {provider}",
-            f"run `pip uninstall -y onnxruntime` and install {_gpu_package()} in its place",
+            f"run `pip uninstall -y onnxruntime` and install {_gpu_package()} instead",
         )
 
 
 @cache
 def start_provider(provider: str) -> None:
-    """Start a provider on a model of one node, before any weights are read. Raises BackendError if it does not start.
+    """Start a provider on a model of one node, before reading any weights. Raises BackendError if it does not start.
 
-    If the provider's libraries are missing, ONNX Runtime logs that and returns a session on the CPU, which loads all
-    weights there, or fails for a kernel that only the provider has.
+    If the provider's libraries are missing, ONNX Runtime logs that and returns a CPU session. That session loads all
+    weights in host memory, or fails for a kernel that only the provider has.
     """
     check_available(provider)
     if provider == CUDA:
@@ -111,14 +111,14 @@ def start_provider(provider: str) -> None:
 
 @cache
 def preload_cuda() -> str:
-    """Load the CUDA and cuDNN that pip installed, which lie off the loader's path. Once a process.
+    """Load pip's CUDA and cuDNN, which are not on the loader's path, once in a process.
 
-    Returns the first thing that could not be loaded, empty for none. It may be found all the same.
+    Returns the first library that did not load, or an empty string. The provider may still find that library.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):  # it prints, and the standard output is for JSON and texts
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):  # it prints, but the standard output is for JSON and texts
         ort.preload_dlls()
-    lines = [line.strip() for line in said.getvalue().splitlines() if line.strip()]
+    lines = [line.strip() for line in printed.getvalue().splitlines() if line.strip()]
     for line in lines:
         _LOG.info("%s", line)
     return lines[0] if lines else ""
@@ -147,7 +147,7 @@ def _one_line(error: Exception) -> str:
 def bound_call(
     session: ort.InferenceSession, inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> Callable[[], None]:
-    """A function of no arguments that runs the session on these arrays, with the least that lies between."""
+    """Return a function without arguments that runs the session on these arrays with the least overhead."""
     binding = session.io_binding()
     values = {id(array): ort.OrtValue.ortvalue_from_numpy(array) for array in (*inputs.values(), *outputs.values())}
     for name, array in inputs.items():
@@ -164,11 +164,11 @@ def bound_call(
 
 
 def session_options(threads: int | None, log: str) -> ort.SessionOptions:
-    """Options of a session with a thread pool of its own, whose idle threads spin for a moment.
+    """Return options of a session with its own thread pool, whose idle threads spin for a moment.
 
-    Without spinning a step of a small model takes twice as long; with threads that spin on, the engines of a bundle
-    take turns on cores that another's idle threads hold, which costs up to three times as much. ONNX Runtime's process-
-    wide pool would avoid both, but refuses every session of the process that was not made for it.
+    Without spinning, a step of a small model takes twice as long. With endless spinning, idle threads of one engine
+    hold the cores that the bundle's next engine needs, which costs up to three times as much. ONNX Runtime's
+    process-wide pool would avoid both, but refuses every other session of the process.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
@@ -191,7 +191,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _mismatches(found: list[Any], specs: tuple[TensorSpec, ...]) -> Iterator[str]:
-    """Differences between a session's tensors and the manifest's, one line each."""
+    """Yield the differences between a session's tensors and the manifest's, one line each."""
     tensors = {tensor.name: tensor for tensor in found}
     for spec in specs:
         tensor = tensors.pop(spec.name, None)

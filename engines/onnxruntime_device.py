@@ -1,10 +1,10 @@
-"""Programs on ONNX Runtime over buffers of the host, or of a GPU with the build for it.
+"""Programs on ONNX Runtime over buffers of the host, or of a GPU with ONNX Runtime's GPU build.
 
-Every tensor is bound by its address, so that nothing is copied between programs.
+Every tensor is bound by its address, so programs need no copies between them.
 
-On CUDA the sessions work on our stream and do not wait for their end, so that our copies and kernels come in order
-between theirs. An input that a session reads on the host is bound to its host array (`Buffer.host`): ONNX Runtime
-would copy an input on the GPU only once, when it is bound.
+On CUDA, the sessions use redraft's stream and do not wait for their end, so that redraft's copies and kernels run in
+order with theirs. If a session reads an input on the host, its host array (`Buffer.host`) is bound, since ONNX Runtime
+would copy an input from the GPU only once, at binding.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ NO_WAITING = "disable_synchronize_execution_providers"
 """Options of a run on CUDA: ONNX Runtime does not wait for the end of its work on the stream."""
 _LOG = logging.getLogger("redraft.onnxruntime")
 _BFLOAT16 = 16
-"""ONNX's number of the type, which NumPy lacks."""
+"""ONNX's number of a type that NumPy lacks."""
 _SIZES = frozenset({
     "Add", "Cast", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Mul", "Range",
     "Reshape", "Shape", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where",
 })  # fmt: skip
-"""Node types that ONNX Runtime computes on the host on purpose, if they make the sizes of tensors."""
+"""Node types that ONNX Runtime computes on the host on purpose if they compute sizes of tensors."""
 
 
 def open_onnxruntime_cuda(bundle: Bundle, threads: int | None = None) -> OnnxRuntimeCuda:
-    """The GPU. Raises BackendError if this ONNX Runtime has no CUDA, and if the GPU does not work."""
+    """Return the GPU. Raises BackendError if this ONNX Runtime has no CUDA or the GPU does not work."""
     check_available(CUDA)
     return OnnxRuntimeCuda(bundle, open_cuda(), find_kernels(), threads)
 
 
 def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: str = "error") -> OnnxRuntimeProgram:
-    """Load a graph of the bundle on the CPU with `threads` threads (None: one a core that this process may use).
+    """Load a graph of the bundle on the CPU with `threads` threads (None: one for each core of this process).
 
     Raises BundleError if the graph is absent, does not load, or has another signature than in the manifest, and if this
     ONNX Runtime is older than the one that the bundle was built with.
@@ -58,7 +58,7 @@ def load_program(bundle: Bundle, graph: str, threads: int | None = None, log: st
 
 
 class OnnxRuntimeCuda(CudaDevice):
-    """See `redraft.engines.device.Device`: sessions of ONNX Runtime on our stream."""
+    """A `redraft.engines.device.Device` with sessions of ONNX Runtime on redraft's stream."""
 
     def __init__(self, bundle: Bundle, cuda: Cuda, kernels: Compact | None = None, threads: int | None = None) -> None:
         super().__init__(bundle, cuda, kernels)
@@ -86,7 +86,7 @@ class OnnxRuntimeCuda(CudaDevice):
 
 
 class OnnxRuntimeProgram:
-    """See `redraft.engines.device.Program`. on_host: inputs that the session reads there; options: of its runs."""
+    """A `redraft.engines.device.Program`. on_host: inputs that the session reads on the host; options: of its runs."""
 
     def __init__(
         self, session: ort.InferenceSession, record: GraphRecord, device: str = "cpu",
@@ -100,7 +100,7 @@ class OnnxRuntimeProgram:
         self._options = options
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """See `Program.bind`."""
+        """Return a run over these buffers. Raises ValueError if one does not fit."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         binding = self._session.io_binding()
         for specs, add in ((self.inputs, binding.bind_input), (self.outputs, binding.bind_output)):
@@ -118,22 +118,22 @@ class OnnxRuntimeProgram:
         return run
 
     def _place(self, spec: TensorSpec, buffer: Buffer) -> tuple[str, int]:
-        """The device and the address to bind a tensor at."""
+        """Return the device and the address for binding a tensor."""
         if spec.name not in self._on_host:
             return self._device, buffer.address
         if buffer.host is None:
-            raise BackendError(f"a session reads {spec.name} on the host, which does not send it")
+            raise BackendError(f"a session reads {spec.name} on the host, but the tensor is only on the GPU")
         return "cpu", int(buffer.host.ctypes.data)
 
 
 def host_inputs(session: ort.InferenceSession) -> frozenset[str]:
-    """Inputs that the session reads on the host."""
+    """Return the inputs that the session reads on the host."""
     places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     return frozenset(value.name for value, place in places if place.name != "Cuda")
 
 
 def left_to_cpu(assignment: Iterable[Any]) -> str:
-    """Node types that a session's provider left to the CPU, except those that make sizes: `TopK (2), Attention (1)`."""
+    """Return node types that a session's provider left to the CPU, except for sizes: `TopK (2), Attention (1)`."""
     kinds = [
         node.op_type
         for part in assignment

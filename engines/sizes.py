@@ -17,12 +17,12 @@ _KINDS = {
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """Bytes of all files of a bundle."""
+    """Return the bytes of all files of a bundle."""
     return sum(file.size for file in manifest.files.values())
 
 
 def own_bytes(bundle: Path, manifest: Manifest) -> int:
-    """The same without files that are hard links, of the checkpoint's or of another bundle's."""
+    """Return the bytes without hard links to files of the checkpoint or of another bundle."""
     return sum(file.size for name, file in manifest.files.items() if (bundle / name).stat().st_nlink == 1)
 
 
@@ -37,10 +37,10 @@ def engine_bytes(manifest: Manifest) -> tuple[int, int]:
 
 
 def weight_shares(manifest: Manifest) -> Mapping[str, float]:
-    """Share of the verifier's weights in `4 bits`, `8 bits`, `fp8`, `fp32` and so on, the largest first; 1 in all.
+    """Return shares of the verifier's weights in `4 bits`, `8 bits`, `fp8`, `fp32` and so on, largest first, sum 1.
 
-    Counts numbers, not bytes. Scales and zero points are not counted. A parameter that is kept in two forms counts in
-    each: an embedding that is also the head has its rows in fp32 and its product in 8 bits.
+    Counts numbers, not bytes, without scales and zero points. A parameter stored in two forms counts in each: an
+    embedding that is also the head has its rows in fp32 and its product in 8 bits.
     """
     counts = Counter[str]()
     zeros = {
@@ -49,7 +49,7 @@ def weight_shares(manifest: Manifest) -> Mapping[str, float]:
     for ref in manifest.weights:
         if ref.initializer.endswith(CODES):
             rows, blocks, block_bytes = ref.shape
-            # 16 bytes are 32 numbers of 4 bits, or 16 of 8: then each block has a byte for its zero point.
+            # 16 bytes hold 32 numbers of 4 bits or 16 of 8 bits; with 8 bits, each block has a byte for its zero point.
             bytewise = blocks > 1 and zeros.get(ref.initializer.removesuffix(CODES), (0, 0))[1] == blocks
             bits = 8 if bytewise else block_bytes * 8 // QUANTIZATION_BLOCK
             counts[f"{bits} bits"] += rows * blocks * block_bytes * 8 // bits

@@ -1,4 +1,4 @@
-"""Writing an engine bundle: staged in a sibling folder, digested, flushed, then renamed into place."""
+"""Writes an engine bundle: stages it in a sibling folder, computes digests, flushes, then renames it into place."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class BundleWriter:
-    """Builds the bundle `out` in `staging`. `commit` puts it in place; without it `out` stays unchanged.
+    """Builds the bundle `out` in `staging`. Only `commit` changes `out`.
 
-    Holds the bundle's lock from entry to exit, and deletes files of killed builds. Without `force`, a bundle of
-    another name or of an unreadable manifest is not replaced, nor one of a model by one of `random_weights`; a
-    directory that is no bundle never is. Raises BundleError for these, for a second build at once, and in place of an
-    OSError for want of space.
+    Holds the bundle's lock from entry to exit, and deletes files of killed builds. Never replaces a directory that is
+    not a bundle. Without `force`, does not replace a bundle of another name or with an unreadable manifest, or a model
+    by `random_weights`. Raises BundleError for these, for a second build at the same time, and if the disk is full.
     """
 
     def __init__(self, out: Path, name: str, force: bool = False, random_weights: bool = False) -> None:
@@ -66,7 +65,7 @@ class BundleWriter:
             raise self._out_of_space(written) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """Check before writing that the disk has space for the bundle. Raises BundleError if it has not."""
+        """Check before writing that the disk has space for the bundle. Raises BundleError if it does not."""
         self._needed_bytes = size_bytes
         if shutil.disk_usage(self.staging).free < size_bytes:
             raise self._out_of_space(0)
@@ -98,7 +97,7 @@ class BundleWriter:
         shutil.rmtree(old, ignore_errors=True)
 
     def _clear_leftovers(self) -> None:
-        """Remove staging folders of killed builds; bring back a bundle whose exchange was cut in the middle."""
+        """Remove staging folders of killed builds, and restore a bundle whose exchange was interrupted."""
         for old in self.out.parent.glob(f".{self.out.name}.old-*"):
             if self.out.exists():
                 shutil.rmtree(old)
@@ -111,7 +110,7 @@ class BundleWriter:
         if not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir())):
             return
         if not (self.out / MANIFEST).is_file():
-            raise BundleError(f"{self.out} exists and is no engine bundle", "give another -o, or remove it")
+            raise BundleError(f"{self.out} exists and is not an engine bundle", "give another -o, or remove it")
         if self._force:
             return
         found = bundle_name(self.out)
@@ -122,7 +121,7 @@ class BundleWriter:
             )
         if self._random and not has_random_weights(self.out):
             raise BundleError(
-                f"{self.out} holds engines of a model, whose place random weights would take",
+                f"{self.out} holds engines of a model, which random weights would replace",
                 "give another -o, or --force",
             )
 
@@ -130,7 +129,7 @@ class BundleWriter:
         free = shutil.disk_usage(self.out.parent).free
         needed = f"{_megabytes(self._needed_bytes)} needed" if self._needed_bytes else f"{_megabytes(written)} written"
         return BundleError(
-            f"no space for {self.out}: {needed}, {_megabytes(free)} free", "free some, or give an -o on another disk"
+            f"no space for {self.out}: {needed}, {_megabytes(free)} free", "free space, or give an -o on another disk"
         )
 
     def _sibling(self, role: str) -> Path:
@@ -144,7 +143,7 @@ class BundleWriter:
 
 
 def _is_out_of_space(error: BaseException) -> bool:
-    """Return True if the error or a cause of it is a full disk, also if only a library's message names it."""
+    """Return True if the error or its cause is a full disk, also if only a library's message says so."""
     chain: BaseException | None = error
     seen: set[int] = set()
     while chain is not None and id(chain) not in seen:

@@ -44,9 +44,10 @@ KEPT = Path("build/architectures.jsonl")
 LIMIT_SECONDS = 900
 BASE = "base"
 INTRODUCTION = (
-    "This table lists every decoder architecture that transformers can make, and what redraft does with a small random "
-    "checkpoint of it.\n`SAME` means: redraft writes the same text as transformers, plainly, with n-grams, with trees "
-    "and in batches; `REFUSED` means: `redraft build` ends with the message shown.\n"
+    "This table lists every decoder architecture that transformers can make, and redraft's result for a small random "
+    "checkpoint of it.\n`SAME`: redraft writes the same text as transformers, without drafts, with n-grams, with trees "
+    "and in batches.\n`REFUSED`: `redraft build` ends with the message in the table. `NOT MADE`: transformers did not "
+    "make or run the checkpoint.\n"
 )
 Case = tuple[str, str]
 Row = dict[str, Any]

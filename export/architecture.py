@@ -25,10 +25,10 @@ _WHOLE = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder, and the model that its checkpoint was saved from: the same, or one that sees and hears as well.
+    """A decoder, and the model that its checkpoint was saved from: the same, or a multimodal one.
 
-    text:   configuration and class of the decoder, which is exported.
-    whole:  configuration and class whose names the checkpoint's tensors have.
+    text:   configuration and class of the decoder to export.
+    whole:  configuration and class that name the checkpoint's tensors.
     """
 
     text: PretrainedConfig
@@ -38,22 +38,22 @@ class Architecture:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
-        """The architecture of a configuration. Raises UnsupportedModelError if it is no decoder-only model."""
+        """Return a configuration's architecture. Raises UnsupportedModelError if it is not a decoder-only model."""
         text = config.get_text_config(decoder=True)
         if config.is_encoder_decoder or text.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UnsupportedModelError(f"{config.model_type} is no decoder-only language model", DECODERS_ONLY)
+            raise UnsupportedModelError(f"{config.model_type} is not a decoder-only language model", DECODERS_ONLY)
         text_class = _class(MODEL_FOR_CAUSAL_LM_MAPPING, text)
         if text is config:
             return cls(text, text_class, config, text_class)
         for mapping in _WHOLE:
             if type(config) in mapping:
                 return cls(text, text_class, config, _class(mapping, config))
-        raise UnsupportedModelError(f"transformers has no model for {config.model_type} that makes text", DECODERS_ONLY)
+        raise UnsupportedModelError(f"transformers has no text model for {config.model_type}", DECODERS_ONLY)
 
     def names_in_whole(self, whole: PreTrainedModel) -> dict[str, str]:
-        """Names of the decoder's parameters and buffers: those of `text_class` to those in `whole`.
+        """Map names of the decoder's parameters and buffers: from those of `text_class` to those in `whole`.
 
-        Raises UnsupportedModelError if the decoder inside of the whole is another one.
+        Raises UnsupportedModelError if the whole model contains another decoder.
         """
         if self.whole_class is self.text_class:
             return {name: name for name in _names(whole)}
@@ -76,12 +76,12 @@ class Architecture:
 
 
 def _names(module: torch.nn.Module) -> list[str]:
-    """Names of all parameters, tied ones each, and of the persistent buffers."""
+    """Return the names of all parameters, tied ones each, and of the persistent buffers."""
     return list(module.state_dict())
 
 
 def _class(mapping: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that a mapping of transformers has for a configuration; the first of several."""
+    """Return the class for a configuration in a mapping of transformers; the first of several."""
     found = mapping[type(config)]
     model_class: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     return model_class

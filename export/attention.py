@@ -1,7 +1,7 @@
 """transformers' attention and mask interfaces, which record or trace the inputs of every layer's attention.
 
-A forward pass runs twice. The first one computes nothing (`LayerRecorder`): it finds each layer's sizes and mask.
-The second one is traced, and each call becomes a `redraft::TreeAttention` (`export.tracing`).
+A forward pass runs twice. The first pass computes nothing: `LayerRecorder` finds each layer's sizes and mask. torch
+traces the second pass, in which each call becomes a `redraft::TreeAttention` (`export.tracing`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ HARMLESS = {
     "cu_seq_lens_q",
 }
 HEAD_MULTIPLE = 8
-"""The head sizes that fused kernels take are multiples of it; positions for ALiBi are padded to one."""
+"""Fused kernels take multiples of this as head sizes. Positions for ALiBi are padded to one."""
 POSITION_STEP = 64
-"""A key's position is kept as two small numbers, this times the first plus the second, which halves hold exactly."""
+"""Base that splits a key's position into two small numbers, base * first + second, which fp16 and bf16 hold exactly."""
 _PROBED_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The earlier tokens that a layer sees: the last `window`, and those of the same `chunk`. 0 is no limit."""
+    """The earlier tokens that a layer sees: the last `window`, and those of the same `chunk`. 0 means no limit."""
 
     window: int = 0
     chunk: int = 0
@@ -101,20 +101,20 @@ class ForwardPass(Protocol):
     """Handles masks and attention calls of a running forward pass."""
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
-        """An object that stands for a mask, given to the layers."""
+        """Return the object that the layers get as their mask."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention's result, [B, T, Hq, Dv]."""
+        """Return the attention's result, [B, T, Hq, Dv]."""
 
     def positions_of(self, like: torch.Tensor) -> torch.Tensor:
-        """Positions [B, T] of tokens whose hidden states are [B, T, n]."""
+        """Return positions [B, T] of tokens with hidden states [B, T, n]."""
 
 
 CURRENT: ContextVar[ForwardPass] = ContextVar("redraft_pass")
 
 
 def current_positions(like: torch.Tensor) -> torch.Tensor:
-    """Positions [B, T] of the tokens of the running pass, whose hidden states are [B, T, n]."""
+    """Return positions [B, T] of the running pass's tokens, with hidden states [B, T, n]."""
     return CURRENT.get().positions_of(like)
 
 
@@ -139,9 +139,9 @@ def attend(
     if surplus:
         raise UnsupportedModelError(f"attention of {type(module).__name__} uses {', '.join(surplus)}, not supported")
     if not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions, which no decoder does")
+        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions, so it is not a decoder")
     if key.shape[2] != query.shape[2]:
-        raise UnsupportedModelError(f"{type(module).__name__} attends to keys that are not those of its own tokens")
+        raise UnsupportedModelError(f"{type(module).__name__} attends to keys of other tokens than its own")
     if s_aux is not None and softcap:
         raise UnsupportedModelError(
             f"{type(module).__name__} has attention sinks and a softcap, not supported together"
@@ -164,7 +164,7 @@ AttentionMaskInterface.register(INTERFACE, _mask)
 
 
 def key_dim(call: AttentionCall) -> int:
-    """Components of a key as the operator gets it: with its position if ALiBi biases the scores."""
+    """Return the components of the operator's keys, which include the position if ALiBi biases the scores."""
     size = max(call.key.shape[-1], call.value.shape[-1])
     if call.slopes is None:
         return size
@@ -181,13 +181,13 @@ class LayerRecorder:
         self._masks: list[tuple[Any, Callable[[], Mask]]] = []
 
     def mask(self, mask_function: Callable[..., Any]) -> Any:
-        """Return a tensor of the shape of an eager mask, and remember it with the mask that the function describes."""
+        """Return a tensor of the shape of an eager mask, and record the mask that the function describes."""
         stand_in = torch.zeros(1, 1, _PROBED_TOKENS, _PROBED_TOKENS)
         self._masks.append((stand_in, partial(mask_of, mask_function, self._positions)))
         return stand_in
 
     def positions_of(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros: nothing is computed."""
+        """Return zeros."""
         return like.new_zeros(like.shape[:2], dtype=torch.long)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -197,8 +197,8 @@ class LayerRecorder:
         self.order[id(call.module)] = len(self.layers)
         mask_found = next((mask for stand_in, mask in self._masks if stand_in is call.mask), None)
         if mask_found is None:
-            what = "attends without a mask" if call.mask is None else "makes an attention mask of its own"
-            raise UnsupportedModelError(f"{call.name} {what}, which a token tree does not fit")
+            what = "attends without a mask" if call.mask is None else "makes its own attention mask"
+            raise UnsupportedModelError(f"{call.name} {what}, which does not fit a token tree")
         found = mask_found()
         if call.window and found.window not in (0, call.window):
             raise UnsupportedModelError(f"{call.name} has a window of {call.window} and a mask of {found.window}")
@@ -219,7 +219,7 @@ def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
     recorder = LayerRecorder(positions)
     token = CURRENT.set(recorder)
     logger = logging.getLogger(fake_tensor.__name__)
-    logger.disabled = True  # it prints a stack before it raises
+    logger.disabled = True  # torch prints a stack before it raises
     try:
         unpacked = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
         with torch.no_grad(), unpacked, FakeTensorMode(allow_non_fake_inputs=True):
@@ -229,9 +229,9 @@ def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         name = type(network).__name__
         raise UnsupportedModelError(
-            f"{name} computes by the values of its tensors ({error}), which no graph does"
+            f"{name} computes shapes or branches from tensor values ({error}), which cannot be exported"
         ) from error
-    except Exception as error:  # whatever transformers and torch raise for a configuration that does not fit together
+    except Exception as error:  # transformers and torch raise many types for an inconsistent configuration
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(
             f"{type(network).__name__} does not run with this config.json ({reason})"
@@ -243,7 +243,7 @@ def record_layers(network: nn.Module, positions: int) -> LayerRecorder:
 
 
 def mask_of(mask_function: Callable[..., Any], positions: int) -> Mask:
-    """Return the mask that a mask function of transformers makes. It is called for texts of at most `positions` tokens.
+    """Return the mask that a mask function of transformers makes. Calls it for texts of at most `positions` tokens.
 
     Raises UnsupportedModelError if the mask is neither causal nor causal within a window or a chunk.
     """
@@ -259,7 +259,7 @@ def mask_of(mask_function: Callable[..., Any], positions: int) -> Mask:
 
 
 def _mask_like(sees: Callable[[int, int], torch.Tensor], positions: int) -> Mask:
-    """The mask that agrees with the last queries."""
+    """Return the mask that agrees with the last queries."""
     last = positions - 1
     visible = int(sees(last, positions).sum())
     if visible >= positions:
@@ -271,7 +271,7 @@ def _mask_like(sees: Callable[[int, int], torch.Tensor], positions: int) -> Mask
 
 
 def _evaluated(mask_function: Callable[..., Any]) -> Callable[[int, int], torch.Tensor]:
-    """The function over plain tensors: which of the first `keys` keys a query sees, bool [keys].
+    """Apply a mask function to plain tensors: True if a query sees a key, for the first `keys` keys, bool [keys].
 
     Tensors in its closure have no values. They become zeros, which is right for a chunked mask's left padding.
     """
@@ -286,7 +286,7 @@ def _evaluated(mask_function: Callable[..., Any]) -> Callable[[int, int], torch.
 
 
 def _with_values(value: Any) -> Any:
-    """A function whose closure holds zeros in place of tensors without values."""
+    """Return the function with zeros in its closure instead of tensors without values."""
     if isinstance(value, FakeTensor):
         return torch.zeros(tuple(int(size) for size in value.shape), dtype=value.dtype)
     if isinstance(value, tuple):

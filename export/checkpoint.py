@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk, read without loading it: configuration, and the place of every tensor's bytes.
 
-A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes; a header entry
-gives `dtype`, `shape` and `data_offsets` relative to the end of the header.
+A safetensors file is eight bytes (little-endian header length), a JSON header, then the tensors' bytes. A header entry
+has `dtype`, `shape` and `data_offsets` relative to the end of the header.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STORAGE = {
     "BOOL": "?",
 }
 AUXILIARY_TENSORS = ("mtp.",)
-"""Prefixes of tensors that belong to a checkpoint without being part of the verifier."""
+"""Prefixes of a checkpoint's tensors that the verifier does not have."""
 MAX_HEADER_BYTES = 100_000_000
 SLAB_BYTES = 16 << 20
 
@@ -100,7 +100,7 @@ class AnyCheckpoint(Protocol):
         """The stored types that `slabs` reads."""
 
     def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
-        """A tensor, or a contiguous part of one, in fp32, a few rows at a time."""
+        """Yield a tensor, or a contiguous part of one, in fp32, a few rows at a time."""
 
     def is_finite(self, entry: TensorEntry) -> bool:
         """Return True if a tensor has finite numbers only."""
@@ -122,16 +122,16 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, weights: bool = True) -> Checkpoint:
-        """Read and validate. Raises CheckpointError naming the file or tensor at fault.
+        """Read and validate. Raises CheckpointError naming the invalid file or tensor.
 
-        Without `weights` only the configuration is read, and `tensors` is empty.
+        Without `weights`, it reads only the configuration, and `tensors` is empty.
         """
         root = Path(path)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a directory", "give the directory of a Hugging Face checkpoint")
         if (single := next(root.glob("*.gguf"), None)) and not (root / "config.json").exists():
             raise CheckpointError(f"{root} has GGUF files and no config.json", f"give the file itself: {single}")
-        config = _read_json(root / "config.json", f"{root} is no Hugging Face checkpoint: it has no config.json")
+        config = _read_json(root / "config.json", f"{root} is not a Hugging Face checkpoint: it has no config.json")
         tensors: dict[str, TensorEntry] = {}
         if not weights:
             return cls(root, config, tensors)
@@ -155,7 +155,7 @@ class Checkpoint:
         return sum(entry.length for entry in self.tensors.values())
 
     def memmap(self, name: str) -> NDArray[Any]:
-        """The tensor's bytes as a read-only memory map; bfloat16 comes as uint16."""
+        """Return the tensor's bytes as a read-only memory map, bfloat16 as uint16."""
         return self._map(self.tensors[name])
 
     def _map(self, entry: TensorEntry) -> NDArray[Any]:
@@ -164,14 +164,14 @@ class Checkpoint:
         return np.memmap(self.path / entry.file, STORAGE[entry.dtype], "r", entry.offset, entry.shape)
 
     def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
-        """A tensor, or a contiguous part of one, in fp32, a few rows at a time. Its type must be one of `readable`."""
+        """Yield a tensor, or a contiguous part, in fp32, a few rows at a time. Its type must be in `readable`."""
         mapped = self._map(entry)
         for rows in row_slices(mapped.shape, 4):
             yield as_float32(mapped[rows] if mapped.shape else mapped, entry.dtype)
 
     @property
     def is_safetensors(self) -> bool:
-        """True: transformers reads the same folder by itself."""
+        """True: transformers reads the same folder itself."""
         return True
 
     @property
@@ -180,7 +180,7 @@ class Checkpoint:
         return ("F32", "F16", "BF16")
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
-        """None: its tensors are numbers, not codes."""
+        """Return None: its tensors are numbers, not codes."""
 
     def is_finite(self, entry: TensorEntry) -> bool:
         """Return True if a tensor of type F32, F16 or BF16 has finite numbers only. Reads it once, slab by slab."""
@@ -193,18 +193,18 @@ class Checkpoint:
         return True
 
     def digest(self, file: str) -> str:
-        """SHA-256 of one of the checkpoint's files, hexadecimal."""
+        """Return the SHA-256 of one of the checkpoint's files, hexadecimal."""
         with open(self.path / file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_header(path: Path) -> Iterator[TensorEntry]:
-    """Entries of a safetensors file, in stored order. Raises CheckpointError when the file is damaged or cut short."""
+    """Yield the entries of a safetensors file, in stored order. Raises CheckpointError if it is damaged."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         prefix = int.from_bytes(stream.read(8), "little")
         if size < 8 or prefix > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is truncated or no safetensors file", DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{path} is truncated or not a safetensors file", DOWNLOAD_AGAIN)
         try:
             header = json.loads(stream.read(prefix))
             entries = [_entry(name, path.name, 8 + prefix, value) for name, value in header.items() if name[:2] != "__"]
@@ -258,7 +258,7 @@ def _read_json(path: Path, absent: str) -> dict[str, Any]:
 
 
 def row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
-    """Slices of the first axis, each of at most `SLAB_BYTES` unless one row is larger."""
+    """Yield slices of the first axis, each of at most `SLAB_BYTES` unless one row is larger."""
     rows = shape[0] if shape else 1
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
     step = max(1, SLAB_BYTES // row_bytes)
@@ -267,7 +267,7 @@ def row_slices(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
 
 
 def as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Stored numbers of type F32, F16 or BF16 (as uint16) in fp32."""
+    """Return stored numbers of type F32, F16 or BF16 (as uint16) in fp32."""
     if dtype == "BF16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32)

@@ -1,12 +1,12 @@
-"""Weight-only quantization in standard operators, TensorRT's form of it: codes, DequantizeLinear, the product.
+"""Weight-only quantization for TensorRT, in standard operators: codes, DequantizeLinear, the product.
 
-Symmetric, as TensorRT asks for: w ≈ code * scale. A weight [N, K] is kept transposed, codes [K, N]:
+TensorRT requires symmetric quantization: w ≈ code * scale. A weight [N, K] is stored transposed, codes [K, N]:
 
-    int8, fp8 (E4M3)    one scale an output, [N]
+    int8, fp8 (E4M3)    one scale for each output, [N]
     int4                one scale for 128 inputs of an output, or 64 if 128 does not divide K: [K / 128, N]
 
-The product of the logits keeps its weights, and so do products that int4 does not fit: K must be a multiple of 64 and
-N of 2. TensorRT's documentation promises weight-only kernels for int4; of others it may dequantize the weights first.
+The product of the logits keeps its weights. With int4, so do products unless K is a multiple of 64 and N of 2.
+TensorRT's documentation promises weight-only kernels for int4. TensorRT may dequantize other weights first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes import common
 
 from redraft.export.product_weights import ProductWeight, feeds
-from redraft.export.weight_files import Made, Slabs
+from redraft.export.weight_files import NewTensor, Slabs
 
 Kind = Literal["int8", "int4", "fp8"]
 LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -32,14 +32,14 @@ _SMALLEST_SCALE = 2.0**-24
 
 
 def block_of(kind: Kind, inputs: int, outputs: int) -> int | None:
-    """Inputs that share a scale, 0 for all of them; None if the weight does not fit."""
+    """Return the number of inputs that share a scale, 0 for all of them, or None if the weight does not fit."""
     if kind != "int4":
         return 0
     return next((block for block in BLOCKS if inputs % block == 0 and outputs % 2 == 0), None)
 
 
 def scales_of(weight: NDArray[np.float32], kind: Kind, dtype: Any, block: int) -> NDArray[Any]:
-    """Scales of a weight [N, K]: [N], or [N, K / block]. Codes are made for them as they are rounded here."""
+    """Return scales of a weight [N, K]: [N], or [N, K / block]. Codes use these rounded values."""
     parts = weight.reshape(len(weight), -1, block) if block else weight[:, None]
     scales = np.abs(parts).max(-1) / LARGEST[kind]
     rounded: NDArray[Any] = np.maximum(np.where(scales == 0, 1, scales), _SMALLEST_SCALE).astype(dtype)
@@ -47,7 +47,7 @@ def scales_of(weight: NDArray[np.float32], kind: Kind, dtype: Any, block: int) -
 
 
 def codes_of(weight: NDArray[np.float32], scales: NDArray[Any], kind: Kind, block: int) -> NDArray[np.int8]:
-    """Codes of a weight [N, K], one a byte: int8, or the bits of float8 E4M3."""
+    """Return codes of a weight [N, K], one a byte: int8, or the bits of float8 E4M3."""
     wide = scales.astype(np.float32)
     spread = np.repeat(wide, block, axis=1) if block else wide[:, None]
     scaled = np.clip(weight / spread, -LARGEST[kind], LARGEST[kind])
@@ -58,19 +58,19 @@ def codes_of(weight: NDArray[np.float32], scales: NDArray[Any], kind: Kind, bloc
 
 
 def pack(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Codes of four bits, two a byte along the last axis, the first one low."""
+    """Pack codes of four bits, two a byte along the last axis, the first one low."""
     nibbles = codes.view(np.uint8) & np.uint8(15)
     packed: NDArray[np.uint8] = nibbles[..., 0::2] | nibbles[..., 1::2] << np.uint8(4)
     return packed
 
 
-def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -> list[Made]:
-    """Let products over stored weights read codes, in place; `output` is that of the product left alone.
+def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -> list[NewTensor]:
+    """Let products over stored weights read codes, in place, except the product of `output`.
 
-    Returns the tensors that must be written. `source` gives the parameters' shapes and, in slabs of rows, their values.
+    Returns the tensors to write. `source` gives the parameters' shapes and, in slabs of rows, their values.
     """
     kept = next((value.producer() for value in model.graph.outputs if value.name == output), None)
-    made: dict[str, Made] = {}
+    made: dict[str, NewTensor] = {}
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
         weight = ProductWeight.of(node, source.parameters)
         if weight is not None and not feeds(node, kept):
@@ -79,7 +79,9 @@ def dequantize_products(model: ir.Model, source: Any, kind: Kind, output: str) -
     return list(made.values())
 
 
-def _dequantized(model: ir.Model, node: ir.Node, weight: ProductWeight, source: Any, kind: Kind) -> dict[str, Made]:
+def _dequantized(
+    model: ir.Model, node: ir.Node, weight: ProductWeight, source: Any, kind: Kind
+) -> dict[str, NewTensor]:
     outputs, inputs = weight.shape(source)
     block = block_of(kind, inputs, outputs)
     dtype = node.inputs[0].dtype if node.inputs[0] is not None else None
@@ -87,9 +89,9 @@ def _dequantized(model: ir.Model, node: ir.Node, weight: ProductWeight, source: 
         return {}
     stem = weight.stem
     read = partial(_read, source, weight, kind, dtype.numpy(), block)
-    made: dict[str, Made] = {
-        f"{stem}.{kind}": Made(f"{stem}.{kind}", STORED[kind], (inputs, outputs), partial(read, codes=True)),
-        f"{stem}.{kind}.scales": Made(
+    made: dict[str, NewTensor] = {
+        f"{stem}.{kind}": NewTensor(f"{stem}.{kind}", STORED[kind], (inputs, outputs), partial(read, codes=True)),
+        f"{stem}.{kind}.scales": NewTensor(
             f"{stem}.{kind}.scales", _SCALES[dtype], (inputs // block, outputs) if block else (outputs,),
             partial(read, codes=False),
         ),
@@ -112,7 +114,7 @@ _TYPES = {
 
 
 def _read(source: Any, weight: ProductWeight, kind: Kind, dtype: Any, block: int, codes: bool) -> Slabs:
-    """Codes [K, N] or scales of the weight, as they are stored."""
+    """Return codes [K, N] or scales of the weight, in stored form."""
     parts = []
     for slab in weight.slabs(source):
         scales = scales_of(slab, kind, dtype, block)
@@ -124,7 +126,7 @@ def _read(source: Any, weight: ProductWeight, kind: Kind, dtype: Any, block: int
 
 
 def _initializer(model: ir.Model, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-    """The graph's initializer of this name; its bytes are placed later."""
+    """Return the graph's initializer of this name. Its bytes are placed later."""
     if name not in model.graph.initializers:
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         value.const_value = ir.ExternalTensor("unplaced", 0, 0, dtype, shape=ir.Shape(shape), name=name)

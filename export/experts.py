@@ -1,4 +1,4 @@
-"""Mixtures of experts with every expert's products written out, so that each reads its own checkpoint tensors.
+"""Mixtures of experts with separate products for each expert, so that each reads its own checkpoint tensors.
 
 transformers keeps all experts of a layer in one tensor and describes its layout by flags
 (`use_experts_implementation`). Every expert runs on every token and is weighted by its router probability, zero if the
@@ -21,7 +21,7 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 
 
 class UnrolledExperts(nn.Module):
-    """The experts of a layer, one module each. `fused` is transformers' module; only its functions are kept."""
+    """The experts of a layer, one module each. They keep only the functions of `fused`, transformers' module."""
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class UnrolledExperts(nn.Module):
             delattr(fused, name)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [N, n]; chosen and weights [N, k]: expert indices and their router weights."""
+        """Apply the experts to x [N, n]. chosen, weights [N, k]: expert indices and their router weights."""
         total = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             share = torch.where(chosen == index, weights, torch.zeros_like(weights)).sum(-1, keepdim=True)
             out = expert["down_proj"](self._hidden(expert, x))  # type: ignore[index]
             out = self.norm(out) if self.norm is not None else out
-            total = total + (share * out).to(x.dtype)  # router weights may be fp32 with halves
+            total = total + (share * out).to(x.dtype)  # router weights may be fp32 if x is fp16 or bf16
         return total
 
     def _hidden(self, expert: Any, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class UnrolledExperts(nn.Module):
 
 
 class _Product(nn.Module):
-    """x W^T + b; x W + b if the weight is stored transposed."""
+    """Computes x W^T + b, or x W + b if the weight is stored transposed."""
 
     def __init__(self, shape: tuple[int, ...], fused: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Product(nn.Module):
         self._transposed = fused.is_transposed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, in] -> [N, out]."""
+        """Map x [N, in] to [N, out]."""
         out = x @ (self.weight if self._transposed else self.weight.T)
         return out if self.bias is None else out + self.bias
 
@@ -83,7 +83,7 @@ def _has_separate_gate(fused: Any) -> bool:
 
 
 def _shapes(fused: Any, separate_gate: bool) -> dict[str, tuple[int, ...]]:
-    """Shapes of an expert's weights by name."""
+    """Return the shapes of an expert's weights by name."""
     shapes = {name: tuple(p.shape[1:]) for name, p in fused.named_parameters(recurse=False) if p.dim() == 3}
     if separate_gate:
         twice, width = shapes.pop("gate_up_proj")
@@ -100,7 +100,7 @@ def unroll_experts(model: nn.Module) -> None:
 
 
 def expert_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors of all unrolled experts' parameters, by their names in `model`."""
+    """Return the stored tensors of all unrolled experts' parameters, by their names in `model`."""
     found: dict[str, StoredTensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, UnrolledExperts):

@@ -28,9 +28,9 @@ CONVERTED = "GGUF "
 
 
 def open_checkpoint(path: Path, weights: bool = True) -> AnyCheckpoint:
-    """A checkpoint's folder or a GGUF file. Raises as `Checkpoint.open`; errors inside a GGUF file come later.
+    """Open a checkpoint's folder or a GGUF file. Raises like `Checkpoint.open`; errors inside a GGUF file come later.
 
-    Without `weights` only the configuration is read, and `tensors` is empty.
+    Without `weights`, it reads only the configuration, and `tensors` is empty.
     """
     return GgufCheckpoint.open(path, weights) if path.suffix == SUFFIX else Checkpoint.open(path, weights)
 
@@ -44,7 +44,7 @@ class GgufCheckpoint:
 
     @classmethod
     def open(cls, file: Path, weights: bool = True) -> GgufCheckpoint:
-        """The file; without `weights`, it has no tensors. Raises CheckpointError if there is no such file."""
+        """Open the file; without `weights`, it has no tensors. Raises CheckpointError if there is no such file."""
         if not file.is_file():
             raise CheckpointError(f"there is no file {file}", "check the path of the GGUF file")
         return cls(file, weights)
@@ -68,7 +68,7 @@ class GgufCheckpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The values of a config.json. Raises UnsupportedModelError naming a key that cannot be followed."""
+        """The values of a config.json. Raises UnsupportedModelError naming a key that is not supported."""
         from redraft.export.gguf_config import ROPE_FACTORS, read_config
 
         factors = next((tensor for tensor in self.header.tensors if tensor.name == ROPE_FACTORS), None)
@@ -76,7 +76,7 @@ class GgufCheckpoint:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """The parameters that the file's tensors hold, by Hugging Face names. Raises as `TensorMap.parameters`."""
+        """The parameters that the file's tensors hold, by Hugging Face names. Raises like `TensorMap.parameters`."""
         return self._map.parameters()
 
     @cached_property
@@ -98,7 +98,7 @@ class GgufCheckpoint:
 
     @property
     def readable(self) -> tuple[str, ...]:
-        """The types of its entries: `read_header` refuses others."""
+        """The types of the file's entries. `read_header` refuses others."""
         return tuple(sorted({entry.dtype for entry in self.tensors.values()}))
 
     def is_finite(self, entry: TensorEntry) -> bool:
@@ -106,7 +106,7 @@ class GgufCheckpoint:
         return all(np.isfinite(slab).all() for slab in self.slabs(entry))
 
     def slabs(self, entry: TensorEntry) -> Iterator[NDArray[np.float32]]:
-        """A tensor, or a contiguous part of one, in fp32, a few rows at a time."""
+        """Yield a tensor, or a contiguous part of one, in fp32, a few rows at a time."""
         parameter = self.parameters[entry.name]
         shape = parameter.stored.shape
         if parameter.whole:
@@ -122,7 +122,7 @@ class GgufCheckpoint:
                 yield values if len(entry.shape) > 1 else values.reshape(entry.shape)
 
     def grid(self, entry: TensorEntry) -> StoredGrid | None:
-        """The grid that a tensor is stored on, None for types that have minima and for numbers."""
+        """Return the grid that a tensor is stored on, None for types that have minima and for numbers."""
         from redraft.export.gguf_grids import BITS, BLOCKS, ZEROS, decode
         from redraft.export.stored_grids import StoredGrid
 
@@ -134,7 +134,7 @@ class GgufCheckpoint:
         return StoredGrid(BITS.get(kind, 8), BLOCKS.get(kind, 32), read)
 
     def digest(self, file: str) -> str:
-        """SHA-256 of the file, hexadecimal."""
+        """Return the file's SHA-256, hexadecimal."""
         with open(self.path / file, "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -160,17 +160,17 @@ class GgufCheckpoint:
     def _entry(self, parameter: Parameter) -> TensorEntry:
         stored = parameter.stored
         dtype = stored.type if parameter.as_stored else CONVERTED + stored.type
-        length = 4 * math.prod(parameter.shape) if parameter.whole else stored.length  # a multiple of its rows
+        length = 4 * math.prod(parameter.shape) if parameter.whole else stored.length  # a multiple of the tensor's rows
         return TensorEntry(parameter.name, self.file.name, dtype, parameter.shape, stored.offset, length)
 
     def _rows(self, entry: TensorEntry) -> tuple[int, int]:
-        """First row and number of rows, or of numbers of a vector, of a part of a tensor."""
+        """Return the first row and number of rows of a part of a tensor; in a vector, each number is a row."""
         parameter = self.parameters[entry.name]
         row_bytes = self.tensors[entry.name].length // (parameter.shape or (1,))[0]
         return (entry.offset - parameter.stored.offset) // row_bytes, entry.length // row_bytes
 
     def _packed(self, entry: TensorEntry) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of a matrix or a part of one in the order of its rows, a few rows at a time."""
+        """Yield the bytes of a matrix or a part of one in the order of its rows, a few rows at a time."""
         parameter = self.parameters[entry.name]
         mapped, (begin, count) = self._mapped(parameter.stored), self._rows(entry)
         for part in row_slices((count, *parameter.stored.shape[1:]), 4):
@@ -178,7 +178,7 @@ class GgufCheckpoint:
             yield np.ascontiguousarray(mapped[rows if parameter.order is None else parameter.order[rows]])
 
     def _mapped(self, stored: Stored) -> NDArray[np.uint8]:
-        """The bytes of a stored tensor, [rows, bytes]; a vector is one row."""
+        """Return the bytes of a stored tensor, [rows, bytes]. A vector is one row."""
         shape = (stored.length // stored.row_bytes, stored.row_bytes)
         return np.memmap(self.file, np.uint8, "r", stored.offset, shape)
 
@@ -187,7 +187,7 @@ class GgufCheckpoint:
 
 
 def dequantized(packed: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
-    """Stored rows, uint8 [rows, bytes], in fp32, [rows, columns]."""
+    """Return stored rows, uint8 [rows, bytes], in fp32, [rows, columns]."""
     import gguf
 
     with np.errstate(all="ignore"):

@@ -1,7 +1,7 @@
-"""A GGUF file's metadata as a transformers configuration. A key that would change the model is honoured or refused.
+"""A GGUF file's metadata as a transformers configuration. Keys that change the model are applied or refused.
 
-transformers maps most keys, and ignores the others without a word. Every key of the architecture is therefore compared
-with the configuration that comes out.
+transformers maps most keys and silently ignores the others. This module therefore compares every key of the
+architecture with the resulting configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from redraft.export.gguf_file import Header
 
 AS_FOLDER = "give the model's Hugging Face folder instead"
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of frequency factors, which is how GGUF keeps the rotary scaling of Llama 3.1 and newer."""
+"""The tensor of frequency factors, GGUF's form of the rotary scaling of Llama 3.1 and newer."""
 FIELDS = {
     "context_length": ("max_position_embeddings",),
     "feed_forward_length": ("intermediate_size", "n_inner"),
@@ -42,7 +42,7 @@ FIELDS = {
     "expert_weights_norm": ("norm_topk_prob",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-"""Configuration fields of the keys that transformers leaves out for some architecture: the first that there is."""
+"""Configuration fields of keys that transformers leaves out for some architecture; the first existing field counts."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -54,11 +54,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "rope.scaling.attn_factor": (1.0,),
 }
-"""Values at which a key changes nothing. The layout is the order of query rows that transformers expects."""
+"""Values with which a key changes nothing. The layout is the order of query rows that transformers expects."""
 HARMLESS = ("rope.scaling.finetuned",)
 ROPE_SCALING = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values of every published model with frequency factors. They are compared with the factors before use."""
+"""Values of every published model with frequency factors. They are used only if they give the file's factors."""
 FACTOR_ERROR = 1e-4
 
 
@@ -70,7 +70,7 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
     values = _mapped(header)
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnsupportedModelError(f"{header.path} is no language model transformers knows ({kind})", AS_FOLDER)
+        raise UnsupportedModelError(f"{header.path} is not a language model that transformers has ({kind})", AS_FOLDER)
     values["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     stated = _stated(header)
     default = CONFIG_MAPPING[kind]()
@@ -83,7 +83,7 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
     for key, value in stated.items():
         if value != _found(config, key) and not _changes_nothing(key, value, stated):
             raise UnsupportedModelError(
-                f"{header.path}: {header.architecture}.{key} is {value!r}, not followed by transformers' {kind}",
+                f"{header.path}: {header.architecture}.{key} is {value!r}, not supported by transformers' {kind}",
                 AS_FOLDER,
             )
     _check_scale(header, config)
@@ -93,8 +93,8 @@ def read_config(header: Header, factors: NDArray[np.float32] | None) -> dict[str
 
 
 @contextmanager
-def given_to_transformers(header: Header) -> Iterator[None]:
-    """Within the context, transformers uses this header instead of reading the file again, which takes seconds."""
+def header_for_transformers(header: Header) -> Iterator[None]:
+    """Within the context, transformers uses this header. Reading the file again would take seconds."""
     fields = {key: _reader_field(key, value) for key, value in header.metadata.items()}
     known = SimpleNamespace(fields=fields, tensors=header.tensors)
     with mock.patch.object(gguf, "GGUFReader", return_value=known):
@@ -111,9 +111,9 @@ def _reader_field(key: str, value: Any) -> gguf.ReaderField:
 
 
 def _mapped(header: Header) -> dict[str, Any]:
-    """The configuration as transformers reads it."""
+    """Return the configuration that transformers reads."""
     try:
-        with given_to_transformers(header):
+        with header_for_transformers(header):
             return dict(load_gguf_checkpoint(str(header.path))["config"])
     except ValueError as error:
         raise UnsupportedModelError(f"{header.path}: {error}", AS_FOLDER) from error
@@ -122,13 +122,13 @@ def _mapped(header: Header) -> dict[str, Any]:
 
 
 def _stated(header: Header) -> dict[str, Any]:
-    """The architecture's keys without its name."""
+    """Return the architecture's keys without its name."""
     prefix = f"{header.architecture}."
     return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
 
 
 def _field(key: str, kind: str, config: PretrainedConfig) -> str | None:
-    """The field of a key: transformers' own if the configuration has it, else ours."""
+    """Return a key's field: that of transformers if the configuration has it, else that of redraft."""
     known: Any = GGUF_CONFIG_MAPPING
     mapping: dict[str, str | None] = known.get(kind.removesuffix("_text"), {})
     return next((name for name in (mapping.get(key), *FIELDS.get(key, ())) if name and hasattr(config, name)), None)
@@ -137,7 +137,7 @@ def _field(key: str, kind: str, config: PretrainedConfig) -> str | None:
 def _rope(
     stated: dict[str, Any], default: PretrainedConfig, values: dict[str, Any], factors: NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    """Fields of the rotary embedding that transformers leaves out."""
+    """Return fields of the rotary embedding that transformers leaves out."""
     found: dict[str, Any] = {}
     if "rope.freq_base" in stated:
         found["rope_theta"] = stated["rope.freq_base"]
@@ -159,7 +159,7 @@ def _rope(
 def _config(header: Header, values: dict[str, Any]) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
-    except Exception as error:  # a configuration raises whatever it meets
+    except Exception as error:  # configurations raise many types
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{header.path} has invalid metadata ({reason})", DOWNLOAD_AGAIN) from error
 
@@ -197,18 +197,18 @@ def _changes_nothing(key: str, value: Any, stated: dict[str, Any]) -> bool:
 
 
 def _check_scale(header: Header, config: PretrainedConfig) -> None:
-    """Refuse a Gemma whose attention scale is not that of its heads: GGUF has no key for it."""
+    """Refuse a Gemma with another attention scale than 1/sqrt(head size): GGUF has no key for it."""
     scalar, head_dim = getattr(config, "query_pre_attn_scalar", None), _head_dim(config)
     if scalar is not None and scalar != head_dim:
         raise UnsupportedModelError(
-            f"{header.path} has no attention scale for its heads of {head_dim}, which {config.model_type} in "
-            f"transformers takes as 1/sqrt({scalar})",
+            f"{header.path} has no attention scale for its heads of {head_dim}; {config.model_type} in "
+            f"transformers uses 1/sqrt({scalar})",
             AS_FOLDER,
         )
 
 
 def _check_factors(header: Header, config: PretrainedConfig, factors: NDArray[np.float32]) -> None:
-    """Refuse frequency factors that are not those of the configuration's rotary scaling."""
+    """Refuse frequency factors that differ from the configuration's rotary scaling."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         scaled = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")[0].numpy()

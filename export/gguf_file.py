@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: its metadata, and the place of each tensor's bytes.
 
-A GGUF file is a magic, a version, counts, key-value pairs, a table of tensors, then the tensors' bytes.
+A GGUF file has a magic number, a version, counts, key-value pairs, a table of tensors, then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN_TYPES = ("F32", "F16", "BF16")
 TYPES = (*PLAIN_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 VERSIONS = (2, 3)
 STRINGS = ("tokenizer.ggml.tokens",)
-"""Arrays of strings that are read; others come as their length."""
+"""Arrays of strings to read. Only the length of others is read."""
 DEFAULT_ALIGNMENT = 32
 WHOLE_MODEL = "give the GGUF file of the language model itself"
 _KINDS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio encoder", "imatrix": "an importance matrix"}
@@ -31,7 +31,7 @@ _KINDS = {"adapter": "a LoRA adapter", "mmproj": "a vision or audio encoder", "i
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the file: `shape` as PyTorch orders it, `offset` and `length` in bytes of the file."""
+    """One tensor of the file: `shape` in PyTorch's order, `offset` and `length` in bytes of the file."""
 
     name: str
     type: str
@@ -61,14 +61,14 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and validate. Raises CheckpointError for a damaged file, UnsupportedModelError for one of another kind."""
+    """Read and validate. Raises CheckpointError for a damaged file, UnsupportedModelError for another kind of file."""
     _check_start(path)
     try:
         blob = reader._mapped(str(path))  # private, but the version is pinned; the gguf library is 100 times slower
         metadata, count, position = reader._read_metadata(blob, str(path), STRINGS)
         table, position = reader._read_tensor_table(blob, count, position)
     except (ValueError, struct.error, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path} is cut short or damaged in its header", DOWNLOAD_AGAIN) from error
+        raise CheckpointError(f"{path} is truncated, or its header is damaged", DOWNLOAD_AGAIN) from error
     if len(metadata) != int.from_bytes(bytes(blob[16:24]), "little"):
         raise CheckpointError(f"{path} has the same metadata key twice", DOWNLOAD_AGAIN)
     _check_kind(path, metadata)
@@ -86,9 +86,9 @@ def _check_start(path: Path) -> None:
     with path.open("rb") as stream:
         start = stream.read(24)
     if start[:4] != b"GGUF":
-        raise CheckpointError(f"{path} is no GGUF file: it does not begin with GGUF", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with GGUF", DOWNLOAD_AGAIN)
     if len(start) < 24:
-        raise CheckpointError(f"{path} is cut short: it has {len(start)} bytes", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{path} is truncated: it has {len(start)} bytes", DOWNLOAD_AGAIN)
     little, big = int.from_bytes(start[4:8], "little"), int.from_bytes(start[4:8], "big")
     if little not in VERSIONS:
         found = "is big-endian" if big in VERSIONS else f"is GGUF version {little}"
@@ -99,7 +99,7 @@ def _check_start(path: Path) -> None:
 
 
 def _check_kind(path: Path, metadata: dict[str, Any]) -> None:
-    """Refuse files that hold no whole language model."""
+    """Refuse files without a whole language model."""
     kind = str(metadata.get("general.type", "model"))
     if "adapter.type" in metadata:
         kind = "adapter"
@@ -107,7 +107,7 @@ def _check_kind(path: Path, metadata: dict[str, Any]) -> None:
         kind = "mmproj"
     if kind != "model":
         raise UnsupportedModelError(
-            f"{path} is {_KINDS.get(kind, f'of type {kind!r}')}, no language model", WHOLE_MODEL
+            f"{path} is {_KINDS.get(kind, f'of type {kind!r}')}, not a language model", WHOLE_MODEL
         )
     if _number(path, metadata, "split.count", 1) > 1:
         raise UnsupportedModelError(
@@ -130,7 +130,7 @@ def _stored(path: Path, base: int, name: str, shape: tuple[int, ...], number: in
         raise CheckpointError(f"{path}: tensor {name} has the unknown type {number}", DOWNLOAD_AGAIN) from None
     if kind not in TYPES:
         raise UnsupportedModelError(
-            f"{path}: type {kind} of tensor {name} is not read", "give a file of type Q4_K_M, Q8_0 or F16"
+            f"{path}: type {kind} of tensor {name} is not supported", "give a file of type Q4_K_M, Q8_0 or F16"
         )
     block, block_bytes = _block(kind)
     if not all(shape) or (shape[-1] if shape else 1) % block:
@@ -139,16 +139,16 @@ def _stored(path: Path, base: int, name: str, shape: tuple[int, ...], number: in
 
 
 def _block(kind: str) -> tuple[int, int]:
-    """Numbers and bytes of a block."""
+    """Return the numbers and bytes of a block."""
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     return int(numbers), int(size)
 
 
 def _check_tensors(path: Path, tensors: tuple[Stored, ...]) -> None:
-    """Each name once, all bytes inside the file."""
+    """Check that each name occurs once, and that all bytes are inside the file."""
     name, times = max(Counter(tensor.name for tensor in tensors).items(), key=lambda item: item[1], default=("", 1))
     if times > 1:
         raise CheckpointError(f"{path} has tensor {name} {times} times", DOWNLOAD_AGAIN)
     end, size = max((tensor.offset + tensor.length for tensor in tensors), default=0), path.stat().st_size
     if end > size:
-        raise CheckpointError(f"{path} is cut short: it should hold {end} bytes and holds {size}", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{path} is truncated: it should hold {end} bytes and holds {size}", DOWNLOAD_AGAIN)

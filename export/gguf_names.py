@@ -25,9 +25,9 @@ EXPERTS = re.compile(r"blk\.\d+\.ffn_(?P<part>gate|up|down)_exps\.weight")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter and the stored rows that it is made of.
+    """A parameter and the stored rows that hold it.
 
-    shape: of the parameter.   order: the stored row of each of its rows, None if they are in order.
+    shape: of the parameter.   order: the stored row of each of its rows, None if the rows are in order.
     whole: True if transformers' processor needs the whole tensor.   source: the tensor's name in the file.
     """
 
@@ -40,13 +40,13 @@ class Parameter:
 
     @property
     def as_stored(self) -> bool:
-        """True if the stored bytes are the parameter."""
+        """True if the stored bytes are the parameter unchanged."""
         return self.stored.type in PLAIN_TYPES and self.order is None and not self.whole
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The tensors of a file as parameters of the model that its configuration describes."""
+    """Maps the tensors of a file to parameters of the model that its configuration describes."""
 
     header: Header
     config: dict[str, Any]
@@ -59,22 +59,22 @@ class TensorMap:
         return processor
 
     def process(self, name: str, weights: NDArray[Any]) -> NDArray[Any]:
-        """A whole tensor of the file as transformers wants it."""
+        """Return a whole tensor of the file in transformers' form."""
         with np.errstate(all="ignore"):
             done = self.processor.process(weights=weights, name=name, parsed_parameters={"tensors": {}})
         return np.asarray(done.weights)
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter that the file has, by the name that `save_pretrained` gives it.
+        """Return every parameter that the file has, by the name that `save_pretrained` gives it.
 
         Raises UnsupportedModelError for a tensor that the model does not have, CheckpointError for one that is missing
-        or of another shape.
+        or has another shape.
         """
         with torch.device("meta"):
             config = CONFIG_MAPPING[self.config["model_type"]].from_dict(dict(self.config))
             model = AutoModelForCausalLM.from_config(config)
         state = model.state_dict()
-        # Without children: transformers would map each of the model's modules as if it were a model, in minutes.
+        # Without children: otherwise transformers maps each of the model's modules like a model, which takes minutes.
         flat = SimpleNamespace(config=model.config, state_dict=lambda: state, named_children=list)
         targets = get_gguf_hf_weights_map(flat, self.processor)
         shapes = dict(pair for name, tensor in state.items() for pair in _saved(name, tuple(tensor.shape)))
@@ -95,7 +95,7 @@ class TensorMap:
     def _parameters(self, stored: Stored, target: str | None) -> Iterator[Parameter]:
         if target is None:
             raise UnsupportedModelError(
-                f"{self.header.path}: a {self.config['model_type']} model has no place for tensor {stored.name}",
+                f"{self.header.path}: a {self.config['model_type']} model has no parameter for tensor {stored.name}",
                 AS_FOLDER,
             )
         if experts := EXPERTS.fullmatch(stored.name):
@@ -112,15 +112,15 @@ class TensorMap:
         yield Parameter(target, stored.name, stored, shape_there, order, whole)
 
     def _order(self, stored: Stored) -> tuple[NDArray[np.intp] | None, bool]:
-        """Return the order in which the processor puts rows, and True if it does more than reorder.
+        """Return the processor's order of rows, and True if it does more than reorder them.
 
-        The rows' numbers are given to the processor to find out.
+        It runs the processor on a tensor of row numbers.
         """
         rows = stored.shape[0] if stored.shape else 1
         probe = np.arange(rows, dtype=np.float64) if len(stored.shape) < 2 else np.arange(2.0 * rows).reshape(rows, 2)
         try:
             found = self.process(stored.name, probe)
-        except ValueError:  # it wants the tensor's own width
+        except ValueError:  # the processor needs the tensor's own width
             return None, True
         if np.array_equal(found, probe):
             return None, False
@@ -133,14 +133,14 @@ class TensorMap:
         expected = shapes.get(parameter.name)
         if parameter.shape != expected:
             raise CheckpointError(
-                f"{self.header.path}: tensor {parameter.source} is {list(parameter.shape)}, its metadata ask for "
+                f"{self.header.path}: tensor {parameter.source} is {list(parameter.shape)}, the metadata require "
                 f"{'none' if expected is None else list(expected)}",
                 DOWNLOAD_AGAIN,
             )
 
 
 def _saved(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a parameter as `save_pretrained` writes it: each expert's matrices on their own."""
+    """Yield names and shapes of a parameter in the form of `save_pretrained`: separate matrices for each expert."""
     fused = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     if not fused:
         yield name, shape

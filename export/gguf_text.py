@@ -1,4 +1,4 @@
-"""The text side of a GGUF file, in the files of a Hugging Face checkpoint: tokenizer, chat template, special tokens."""
+"""Writes a GGUF file's tokenizer, chat template and special tokens as files of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from redraft.errors import UnsupportedModelError
-from redraft.export.gguf_config import AS_FOLDER, given_to_transformers
+from redraft.export.gguf_config import AS_FOLDER, header_for_transformers
 from redraft.export.gguf_file import Header
 
 END_KEYS = ("eos", "eot", "eom")
-"""Tokens that end a text or a turn; llama.cpp stops at each."""
+"""Tokens that end a text or a turn. llama.cpp stops at each."""
 SPLIT_AS_GPT2 = ("gpt-2", "default")
 
 
 def write_text_files(header: Header, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and the chat template below `folder`.
 
-    The tokenizer is the one that `AutoTokenizer.from_pretrained(..., gguf_file=...)` makes. Raises
-    UnsupportedModelError if it makes none.
+    The tokenizer is that of `AutoTokenizer.from_pretrained(..., gguf_file=...)`. Raises UnsupportedModelError if
+    transformers cannot make it.
     """
-    with tempfile.TemporaryDirectory() as alone, given_to_transformers(header):
-        # In a folder of its own: transformers reads a tokenizer_config.json that lies next to the file.
+    with tempfile.TemporaryDirectory() as alone, header_for_transformers(header):
+        # In an empty folder, since transformers reads any tokenizer_config.json next to the file.
         link = Path(alone) / header.path.name
         link.symlink_to(header.path.resolve())
         try:
             AutoTokenizer.from_pretrained(alone, gguf_file=link.name).save_pretrained(folder)
-        except Exception as error:  # transformers raises whatever the missing piece raises
+        except Exception as error:  # transformers raises many types
             model = header.metadata.get("tokenizer.ggml.model")
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise UnsupportedModelError(
@@ -42,7 +42,7 @@ def write_text_files(header: Header, folder: Path) -> None:
 
 
 def unknown_split(header: Header) -> tuple[str, ...]:
-    """A warning if transformers does not know how the file's byte-level tokenizer splits text into words."""
+    """Return a warning if transformers does not know how the file's byte-level tokenizer splits text into words."""
     model, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if model != "gpt2" or split in (None, *SPLIT_AS_GPT2, *GGUF_PRE_TOKENIZER_SPLITS):
         return ()

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, read as transformers reads its configurations."""
+"""JSON files of a checkpoint, read like transformers' configurations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 _FLOAT = "__float__"
 _FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
-"""Floats that JSON cannot hold. transformers 5 writes them as {"__float__": "Infinity"}."""
+"""Floats that JSON cannot represent. transformers 5 writes them as {"__float__": "Infinity"}."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in `path`, with infinities and NaN as floats.
 
-    Raises FileNotFoundError, and CheckpointError when the file is damaged or holds something else.
+    Raises FileNotFoundError, and CheckpointError if the file is damaged or does not hold an object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode_float)

@@ -1,7 +1,7 @@
-"""Find the stored tensors that make every parameter and buffer of a model, as transformers loads it.
+"""Find the stored tensors from which transformers loads every parameter and buffer of a model.
 
-transformers' own loader runs on the meta device over symbolic tensors. It renames, merges and splits as it does for
-users of transformers, and reports missing and surplus tensors, and those of another shape.
+transformers' own loader runs on the meta device over symbolic tensors. It renames, merges and splits tensors as usual,
+and reports tensors that are missing, surplus or of another shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from redraft.export.stored_tensor import StoredTensor, entries, evaluate
 BUFFERS = ("F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """The stored types that buffers may have."""
 _SHOWN = 4
-"""Names that a message lists at most."""
+"""Largest number of names in a message."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LoadedTensors:
 
     parameters: every parameter, tied ones under each of their names.
     buffers:    the persistent buffers that the checkpoint has.
-    tied:       True if head and embedding are one tensor, even if the configuration denies it.
+    tied:       True if head and embedding are one tensor, whatever the configuration says.
     """
 
     parameters: Mapping[str, StoredTensor]
@@ -46,11 +46,11 @@ class LoadedTensors:
 
 
 def load_tensors(checkpoint: AnyCheckpoint, architecture: Architecture, partly: bool = False) -> LoadedTensors:
-    """Match the checkpoint with the architecture's parameters and buffers, reading no weights but those of tied pairs.
+    """Match the checkpoint with the architecture's parameters and buffers. Reads only the weights of tied pairs.
 
-    partly: the architecture is the beginning of the checkpoint's, which may have more tensors.
-    Raises CheckpointError naming tensors that are missing, surplus or of another shape, UnsupportedModelError naming a
-    tensor of a type that is not supported.
+    partly: True if the architecture has only the first layers of the checkpoint, which may have more tensors.
+    Raises CheckpointError naming tensors that are missing, surplus or of another shape, and UnsupportedModelError
+    naming a tensor of an unsupported type.
     """
     with torch.device("meta"), no_init_weights():
         model = architecture.whole_class._from_config(architecture.whole)
@@ -72,9 +72,9 @@ def load_tensors(checkpoint: AnyCheckpoint, architecture: Architecture, partly: 
 
 
 def check_finite(checkpoint: AnyCheckpoint) -> None:
-    """Raise CheckpointError naming a tensor with NaN or infinity. Reads all weights once, those of a GGUF file not."""
+    """Raise CheckpointError naming a tensor with NaN or infinity. Reads all weights once, except of GGUF files."""
     if not isinstance(checkpoint, Checkpoint):
-        return  # numbers are checked as they are dequantized
+        return  # dequantization checks the numbers
     for entry in checkpoint.tensors.values():
         if entry.dtype in checkpoint.readable and 0 not in entry.shape and not checkpoint.is_finite(entry):
             raise CheckpointError(
@@ -88,7 +88,7 @@ def fill_buffers(network: nn.Module, buffers: Mapping[str, StoredTensor], checkp
     for name, tensor in buffers.items():
         entry = tensor.entry
         if isinstance(checkpoint, Checkpoint) and entry is not None and entry.dtype not in checkpoint.readable:
-            found[name].copy_(torch.from_numpy(np.array(checkpoint.memmap(entry.name))))  # whole numbers, as they are
+            found[name].copy_(torch.from_numpy(np.array(checkpoint.memmap(entry.name))))  # integers stay
             continue
         value = evaluate(tensor, checkpoint)
         if not np.isfinite(value).all():
@@ -97,7 +97,7 @@ def fill_buffers(network: nn.Module, buffers: Mapping[str, StoredTensor], checkp
 
 
 def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> None:
-    """Put symbolic tensors into the model. Of a tied pair that is stored twice each keeps its own, as on meta."""
+    """Put symbolic tensors into the model. If a tied pair is stored twice, each keeps its own tensor."""
     stored = {name: StoredTensor.of(entry) for name, entry in checkpoint.tensors.items()}
     conversions: Any = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(weight_mapping=conversions)
@@ -111,7 +111,7 @@ def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> No
     for name, reason in found.conversion_errors.items():
         raise CheckpointError(f"transformers cannot convert {name} ({reason.strip().splitlines()[-1]})", DOWNLOAD_AGAIN)
     for name, shape, expected in sorted(found.mismatched_keys):
-        raise CheckpointError(f"tensor {name} is {list(shape)}, config.json asks for {list(expected)}", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"tensor {name} is {list(shape)}, config.json requires {list(expected)}", DOWNLOAD_AGAIN)
     model.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(found)
     if found.missing_keys:
@@ -127,7 +127,7 @@ def _load(checkpoint: AnyCheckpoint, model: PreTrainedModel, partly: bool) -> No
 def _is_causal_mask(checkpoint: AnyCheckpoint, name: str) -> bool:
     """Return True for a mask that older GPT models stored: a triangle of ones, or the score of hidden keys.
 
-    transformers makes both itself.
+    transformers computes both itself.
     """
     entry = checkpoint.tensors.get(name)
     if entry is None or not isinstance(checkpoint, Checkpoint) or ".attn" not in name:
@@ -166,7 +166,7 @@ def _missing(checkpoint: AnyCheckpoint, names: Any) -> CheckpointError:
 
 
 def _listed(names: Any) -> str:
-    """The first names of a set, and how many there are more."""
+    """Return the first names of a set, and the number of the others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return f"tensor{'s' if len(ordered) > 1 else ''} {', '.join(ordered[:_SHOWN])}{more}"

@@ -1,7 +1,6 @@
 """Single operators for modules of many operators: RMS normalization and rotary embedding.
 
-A module is replaced only after the replacement has agreed with it on random numbers; a module that computes something
-else is exported as it is written.
+A replacement must agree with its module on random numbers. Other modules are exported unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from onnxscript.onnx_opset import opset24 as op
 from torch import nn
 
 PROBE_ERROR = 1e-5
-"""Largest difference, relative to the largest value, at which a replacement counts as the same function."""
+"""Largest difference between a module and its replacement, relative to the largest value."""
 
 
 @torch.library.custom_op("redraft::rms_norm", mutates_args=())
@@ -40,8 +39,8 @@ def rotary(
 ) -> torch.Tensor:
     """Rotate halves (not interleaved) of each head: x [B, T, heads * D], cos and sin [P, R / 2], positions [B, T].
 
-    The first R of a head's D components are rotated (RoFormer, §3.2.2), the rest kept. `rotated` is R, or 0
-    if all D are rotated.
+    Rotates the first R of a head's D components (RoFormer, §3.2.2) and keeps the rest. `rotated` is R, or 0 to rotate
+    all.
     """
     batch, nodes, _ = x.shape
     half = cos.shape[1]
@@ -108,7 +107,7 @@ def _as_rms_norm(module: nn.Module) -> SingleRmsNorm | None:
 
 
 def fix_rotary_lengths(model: nn.Module) -> None:
-    """Keep the first frequencies of rotary modules: `support.check_rope` refuses texts that would change them."""
+    """Keep the initial frequencies of rotary modules. `support.check_rope` refuses texts that would change them."""
     for module in model.modules():
         forward = type(module).forward
         replaced = "forward" in vars(module)
@@ -117,7 +116,7 @@ def fix_rotary_lengths(model: nn.Module) -> None:
 
 
 class RotaryTables:
-    """Cosines and sines of every position, computed by the model's own rotary module, and who uses them."""
+    """Cosines and sines of every position, computed by the model's own rotary module, and the modules that use them."""
 
     def __init__(self, module: nn.Module, positions: int, layer_type: str | None) -> None:
         extra = () if layer_type is None else (layer_type,)
@@ -145,10 +144,10 @@ def _agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
 
 @contextmanager
 def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
-    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, if that gives the same.
+    """Within the context, the model rotates by `redraft::rotary` over precomputed tables, if the result is the same.
 
-    It does for unchanged cosines and sines of the rotary module. If a model changes them first, or rotates by another
-    function, its own code is traced.
+    It is the same if the model uses its rotary module's cosines and sines unchanged. Otherwise, or if the model rotates
+    by another function, its own code is traced.
     """
     module = getattr(model.base_model, "rotary_emb", None)
     source = sys.modules[type(model).__module__]
@@ -166,7 +165,7 @@ def single_rotary(model: nn.Module, max_positions: int) -> Iterator[None]:
 
 
 class _Latest:
-    """A rotary module's forward pass that remembers its latest positions and results."""
+    """A rotary module's forward pass that stores its latest positions and results."""
 
     def __init__(self, forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._forward = forward
@@ -177,14 +176,14 @@ class _Latest:
         self.positions, self.given = position_ids, self._forward(x, position_ids)
         return self.given
 
-    def gave(self, cos: Any, sin: Any) -> bool:
-        """Return True if these are the very tensors that the latest call returned."""
+    def returned(self, cos: Any, sin: Any) -> bool:
+        """Return True if these are the tensors that the latest call returned."""
         return self.given is not None and cos is self.given[0] and sin is self.given[1]
 
 
 def _apply_by(model: Any, latest: _Latest, own: Callable[..., Any]) -> Callable[..., Any]:
     def apply(q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-        if unsqueeze_dim != 1 or not latest.gave(cos, sin):
+        if unsqueeze_dim != 1 or not latest.returned(cos, sin):
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         turned = []
         for x in (q, k):

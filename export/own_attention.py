@@ -1,6 +1,6 @@
-"""Architectures whose attention does not go through transformers' interface: their attention function is replaced.
+"""Replacements for attention functions of architectures that do not use transformers' attention interface.
 
-Everything else of their modules stays. Each replacement gives the interface the inputs of the module's own function:
+The rest of their modules stays. Each replacement calls the interface with the inputs of the module's own function:
 queries, keys and values, the scale, a window, ALiBi's slopes.
 """
 
@@ -18,17 +18,17 @@ from redraft.errors import UnsupportedModelError
 from redraft.export.attention import INTERFACE, attend, current_positions
 
 COMPLEX_ROTATIONS = {"Llama4TextRotaryEmbedding": ("llama4", 2), "DeepseekV2RotaryEmbedding": ("deepseek_v2", 1)}
-"""Model type and axis of heads of the rotated tensor, by class of a rotary module that returns complex numbers."""
+"""For rotary modules that return complex numbers, by class: model type, and the rotated tensor's axis of heads."""
 CLASS_TABLES = {
     "gptj": ("GPTJ_ATTENTION_CLASSES", "GPTJAttention"),
     "gpt_neo": ("GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention"),
     "falcon": ("FALCON_ATTENTION_CLASSES", "FalconAttention"),
 }
-"""By model type: the table in which transformers looks up attention classes, and the class that it must give."""
+"""By model type: the table in which transformers looks up attention classes, and the class to find there."""
 
 
 def register(model_type: str) -> None:
-    """Let transformers build a model whose attention classes are looked up by implementation."""
+    """Let transformers build a model that looks up its attention classes by implementation."""
     if model_type == "mpt":
         _keep_masks("mpt")
     if model_type in CLASS_TABLES:
@@ -38,19 +38,19 @@ def register(model_type: str) -> None:
 
 
 def replace(model: nn.Module) -> None:
-    """Replace the attention function of every module that has one of its own."""
+    """Replace the attention function of every module that does not use the interface."""
     for module in model.modules():
         if type(module).__name__ in COMPLEX_ROTATIONS:
             _rotate_by_reals(module, *COMPLEX_ROTATIONS[type(module).__name__])
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
-            _tune_by_position(module)
+            _scale_by_position(module)
         method, function = REPLACEMENTS.get(type(module).__name__, ("", None))
         if function is not None:
             setattr(module, method, MethodType(function, module))
 
 
 def _scaled(self: Any, query: Any, key: Any, value: Any, attention_mask: Any = None) -> tuple[torch.Tensor, None]:
-    """GPT-J and CodeGen: scores over `scale_attn`."""
+    """GPT-J and CodeGen: scores divided by `scale_attn`."""
     out, none = attend(self, query, key, value, attention_mask, scaling=1 / float(self.scale_attn))
     return out.transpose(1, 2), none
 
@@ -93,25 +93,25 @@ def _mpt(
     if self.clip_qkv:
         mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (x.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for x in mixed.chunk(3, dim=2))
-    biases = _modeling("mpt").build_mpt_alibi_tensor(self.n_heads, 2)[:, 0]  # of two positions: [Hq, 2]
+    biases = _modeling("mpt").build_mpt_alibi_tensor(self.n_heads, 2)[:, 0]  # for two positions: [Hq, 2]
     slopes = biases[:, 1] - biases[:, 0]
     out, none = attend(self, query, key, value, attention_mask, scaling=self.softmax_scale, alibi_slopes=slopes)
     return self.out_proj(out.flatten(2)), none
 
 
 class _Mask:
-    """A mask for our interface. The model converts masks to booleans, and this one stays unchanged."""
+    """A mask for the interface that stays unchanged when the model converts masks to booleans."""
 
     def __init__(self, mask: Any) -> None:
         self._mask = mask
 
     def to(self, dtype: torch.dtype) -> Any:
-        """The mask as it is."""
+        """Return the mask unchanged."""
         return self._mask
 
 
 def _keep_masks(model_type: str) -> None:
-    """Let a model that converts its mask hand on the one that the interface made."""
+    """Let a model that converts its mask pass on the interface's mask."""
     modeling = _modeling(model_type)
     made = modeling.create_causal_mask
     if getattr(made, "keeps_masks", False):
@@ -126,7 +126,7 @@ def _keep_masks(model_type: str) -> None:
 
 
 def _rotate_by_reals(module: Any, model_type: str, heads_axis: int) -> None:
-    """Rotate by pairs of cosine and sine in place of complex numbers, which ONNX does not have."""
+    """Rotate by pairs of cosine and sine instead of complex numbers, which ONNX does not have."""
     modeling = _modeling(model_type)
     complex_rotation = modeling.apply_rotary_emb
 
@@ -149,14 +149,14 @@ def _rotate_by_reals(module: Any, model_type: str, heads_axis: int) -> None:
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, D] or [B, H, T, D], each neighbouring pair of components rotated by `turn` [B, T, 1, D / 2, 2]."""
+    """Rotate pairs of neighbouring components of x [B, T, H, D] or [B, H, T, D] by `turn` [B, T, 1, D / 2, 2]."""
     first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = turn.unbind(-1)
     return torch.stack([first * cos - second * sin, first * sin + second * cos], -1).flatten(-2).to(x.dtype)
 
 
-def _tune_by_position(module: Any) -> None:
-    """Llama 4's layers without rotary embedding scale queries by position, which they count themselves.
+def _scale_by_position(module: Any) -> None:
+    """Let Llama 4's layers without rotary embedding scale queries by the given positions, not by their own count.
 
     The scale of a position p is 1 + attn_scale * log(1 + floor((p + 1) / floor_scale)).
     """

@@ -1,7 +1,8 @@
 """Graph passes after tracing: fewer products, no reshapes or transposes that move nothing, no shape arithmetic.
 
-They work on facts of the graph (known shapes, shared inputs), never on an architecture's names, and leave weights as
-references into the checkpoint: weights are concatenated in the graph.
+They use facts of the graph (known shapes, shared inputs), never an architecture's names. Weights stay references into
+the
+checkpoint: the graph concatenates them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from onnx_ir.passes import Sequential, common
 
 
 def simplify(model: ir.Model) -> None:
-    """All passes, in order, in place."""
+    """Run all passes, in order, in place."""
     compose_transposes(model)
-    settle_reshapes(model)
-    drop_idle(model)
-    spell_out_gemms(model)
+    simplify_reshapes(model)
+    drop_no_ops(model)
+    expand_gemms(model)
     Sequential(common.CommonSubexpressionEliminationPass(), common.RemoveUnusedNodesPass())(model)
     merge_products(model)
     tidy = (common.RemoveUnusedNodesPass(), common.TopologicalSortPass(), common.CommonSubexpressionEliminationPass())
@@ -40,8 +41,8 @@ def compose_transposes(model: ir.Model) -> None:
             node.replace_input_with(0, before.inputs[0])
 
 
-def settle_reshapes(model: ir.Model) -> None:
-    """Let a chain of reshapes start from its first input, drop those that change nothing, and make targets constant."""
+def simplify_reshapes(model: ir.Model) -> None:
+    """Let chains of reshapes start from their first input, drop useless reshapes, and make targets constant."""
     for node in _nodes(model, "Reshape"):
         source = node.inputs[0]
         while source is not None and (before := source.producer()) is not None and before.op_type == "Reshape":
@@ -58,7 +59,7 @@ def settle_reshapes(model: ir.Model) -> None:
 
 
 def _constant_target(have: list[int | ir.SymbolicDim], want: list[int | ir.SymbolicDim]) -> list[int] | None:
-    """A reshape target of numbers only: 0 copies the dimension in place, one -1 takes the rest."""
+    """Return a reshape target of numbers only: 0 copies the input's dimension, one -1 takes the rest."""
     target = []
     for axis, dim in enumerate(want):
         if isinstance(dim, int):
@@ -70,8 +71,8 @@ def _constant_target(have: list[int | ir.SymbolicDim], want: list[int | ir.Symbo
     return target if target.count(-1) <= 1 else None
 
 
-def drop_idle(model: ir.Model) -> None:
-    """Remove casts to the type a value already has and slices that keep all of it."""
+def drop_no_ops(model: ir.Model) -> None:
+    """Remove casts to the type that a value already has, and slices that keep all of it."""
     for node in [*_nodes(model, "Cast"), *_nodes(model, "Slice")]:
         source, result = node.inputs[0], node.outputs[0]
         if source is None or source.dtype is None or source.dtype != result.dtype:
@@ -80,8 +81,8 @@ def drop_idle(model: ir.Model) -> None:
             _replace(node, source)
 
 
-def spell_out_gemms(model: ir.Model) -> None:
-    """Write a Gemm as the product, and the sum, that other passes know, behind a transpose if transB is set."""
+def expand_gemms(model: ir.Model) -> None:
+    """Write a Gemm as a product and a sum, which other passes know, with a transpose before them if transB is set."""
     for node in _nodes(model, "Gemm"):
         plain = all(node.attributes[n].as_float() == 1.0 for n in ("alpha", "beta") if n in node.attributes)
         if not plain or _flag(node, "transA"):
@@ -113,7 +114,7 @@ def merge_products(model: ir.Model) -> None:
 
 
 def weight_of(product: ir.Node) -> ir.Value | None:
-    """The stored weight [out, in] of a MatMul over its transpose, None for any other product."""
+    """Return the stored weight [out, in] of a MatMul over its transpose, or None for any other product."""
     transpose = product.inputs[1].producer() if product.inputs[1] is not None else None
     if transpose is None or transpose.op_type != "Transpose":
         return None
@@ -153,7 +154,7 @@ def _merge(model: ir.Model, products: list[ir.Node]) -> None:
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, ir.Value] | None:
-    """The Add of a stored bias that alone follows the product."""
+    """Return the Add of a stored bias if it is the product's only consumer."""
     uses = list(product.outputs[0].uses())
     if len(uses) != 1 or uses[0].node.op_type != "Add":
         return None
@@ -168,7 +169,7 @@ def _nodes(model: ir.Model, op_type: str) -> Iterable[ir.Node]:
 
 
 def _replace(node: ir.Node, value: ir.Value | None) -> None:
-    """Let all uses of the node's output read `value`; a graph output keeps its name through an Identity."""
+    """Let all uses of the node's output read `value`. A graph output keeps its name through an Identity."""
     assert value is not None
     output = node.outputs[0]
     if output.is_graph_output():
@@ -177,7 +178,7 @@ def _replace(node: ir.Node, value: ir.Value | None) -> None:
 
 
 def _constant(model: ir.Model, numbers: list[int]) -> ir.Value:
-    """An int64 vector among the initializers, shared by equal ones."""
+    """Return an int64 vector among the initializers, one for equal vectors."""
     name = "ints." + "_".join(map(str, numbers))
     if name not in model.graph.initializers:
         value = ir.Value(name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(ir.DataType.INT64))

@@ -1,4 +1,4 @@
-"""The stored weights of products: which parameters a product multiplies by, and their values by outputs."""
+"""The stored weights of products: the parameters that a product multiplies by, and their values by output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redraft.export.weight_files import Slabs
 class ProductWeight:
     """Parameters that one product multiplies by, their outputs one after the other.
 
-    turned: the parameter is stored [in, out], as GPT-2's `Conv1D` does; it is then the only one.
+    turned: True for one parameter that is stored [in, out], like GPT-2's `Conv1D`.
     """
 
     parameters: tuple[str, ...]
@@ -26,7 +26,7 @@ class ProductWeight:
 
     @classmethod
     def of(cls, product: ir.Node, known: Collection[str]) -> ProductWeight | None:
-        """The weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W; None if that is none of the `known` parameters."""
+        """Return the weight of a MatMul x W^T, x [W_1; W_2; …]^T or x W, or None if `known` lacks a parameter of it."""
         right = product.inputs[1]
         turn = right.producer() if right is not None else None
         if turn is None:
@@ -43,20 +43,20 @@ class ProductWeight:
 
     @property
     def stem(self) -> str:
-        """The prefix of names of tensors that are made of this weight."""
+        """Prefix of the names of this weight's quantized tensors."""
         return self.parameters[0] if len(self.parameters) == 1 else f"{self.parameters[0]}.merged"
 
     def shape(self, source: AnySource) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Number of outputs and of inputs."""
         shapes = [source.parameters[name] for name in self.parameters]
         if self.turned:
             return shapes[0][1], shapes[0][0]
         return sum(shape[0] for shape in shapes), shapes[0][1]
 
     def slabs(self, source: AnySource) -> Slabs:
-        """The weight [out, in] in fp32, a few outputs at a time.
+        """Yield the weight [out, in] in fp32, a few outputs at a time.
 
-        A turned one is held in memory whole: its rows are inputs, and an output is in each of them.
+        Memory holds a turned weight whole: its rows are inputs, each with a number of every output.
         """
         if not self.turned:
             for name in self.parameters:
@@ -75,7 +75,7 @@ def feeds(product: ir.Node, last: ir.Node | None) -> bool:
 
 
 def before_attention(model: ir.Model) -> set[ir.Node]:
-    """The products that queries, keys and values come from."""
+    """Return the products that compute queries, keys and values."""
     found, seen = set[ir.Node](), set[ir.Node]()
     waiting = [value for node in model.graph if node.op_type == "TreeAttention" for value in node.inputs]
     while waiting:

@@ -13,16 +13,16 @@ from redraft.export import quantize, stored_grids
 from redraft.export.product_weights import ProductWeight, before_attention, feeds
 from redraft.export.quantize import Grid
 from redraft.export.sources import AnySource
-from redraft.export.weight_files import ONNX_TYPES, Made, Slabs
+from redraft.export.weight_files import ONNX_TYPES, NewTensor, Slabs
 
 
-def quantize_products(model: ir.Model, source: AnySource, precision: Precision, output: str) -> list[Made]:
+def quantize_products(model: ir.Model, source: AnySource, precision: Precision, output: str) -> list[NewTensor]:
     """Replace products over stored weights by MatMulNBits.
 
-    At int4, the products of the logits and of queries, keys and values keep 8 bits. These are few weights, and cause
-    half of the loss of 4 bits (docs/log.md). A weight that a checkpoint stores in 4 bits loses nothing, and keeps them.
+    With int4, the products of the logits and of queries, keys and values keep 8 bits. These are few weights, but they
+    cause half of the loss of 4 bits (docs/log.md). A weight that a checkpoint stores in 4 bits keeps them without loss.
     """
-    made: list[Made] = []
+    made: list[NewTensor] = []
     attended = before_attention(model)
     logits = next((value.producer() for value in model.graph.outputs if value.name == output), None)
     for node in [n for n in model.graph if n.op_type == "MatMul"]:
@@ -32,14 +32,14 @@ def quantize_products(model: ir.Model, source: AnySource, precision: Precision, 
         kept = (node in attended or feeds(node, logits)) and not stored_grids.fits(weight, source, 4)
         bits = 8 if precision == "int8" or kept else 4
         tensors = _tensors(weight, source, bits)
-        made += [tensor for tensor in tensors if tensor.name not in model.graph.initializers]  # of several products one
+        made += [tensor for tensor in tensors if tensor.name not in model.graph.initializers]  # one of several products
         _replace(model, node, tensors, weight.shape(source)[1], bits)
     common.RemoveUnusedNodesPass()(model)
     return made
 
 
-def _tensors(weight: ProductWeight, source: AnySource, bits: int) -> list[Made]:
-    """Codes, scales and zero points. The codes must be produced first: the grids are found on the way."""
+def _tensors(weight: ProductWeight, source: AnySource, bits: int) -> list[NewTensor]:
+    """Return codes, scales and zero points. Producing the codes finds the grids, so the codes must come first."""
     (rows, columns), grids = weight.shape(source), list[Grid]()
     block = stored_grids.block_of(weight, source, bits)
     blocks = quantize.blocks_of(columns) * (quantize.BLOCK // block)
@@ -59,11 +59,11 @@ def _tensors(weight: ProductWeight, source: AnySource, bits: int) -> list[Made]:
         names.SCALES: ("F32", (rows, blocks), lambda: (grid.scales for grid in grids)),
         names.ZEROS: ("U8", (rows, -(-blocks * bits // 8)), zeros),
     }
-    return [Made(f"{weight.stem}{part}", dtype, shape, slabs) for part, (dtype, shape, slabs) in parts.items()]
+    return [NewTensor(f"{weight.stem}{part}", dtype, shape, slabs) for part, (dtype, shape, slabs) in parts.items()]
 
 
-def _replace(model: ir.Model, node: ir.Node, tensors: list[Made], columns: int, bits: int) -> None:
-    """Replace the product by a MatMulNBits of `columns` inputs over the tensors, which are placed later."""
+def _replace(model: ir.Model, node: ir.Node, tensors: list[NewTensor], columns: int, bits: int) -> None:
+    """Replace the product by a MatMulNBits of `columns` inputs over the tensors. Their bytes are placed later."""
     known = model.graph.initializers
     for tensor in tensors:
         if tensor.name in known:

@@ -1,4 +1,4 @@
-"""Quiet exports."""
+"""Silences the libraries that exports use."""
 
 from __future__ import annotations
 

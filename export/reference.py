@@ -1,8 +1,8 @@
-"""transformers' own model of a checkpoint, whose results an exported one must equal.
+"""transformers' own model of a checkpoint, whose results an exported model must equal.
 
-transformers loads safetensors itself. A GGUF file, which it would read whole, is filled in from our own reading.
+transformers loads safetensors itself. redraft reads GGUF files, since transformers would read them whole.
 
-A large model is compared on its first layers: as many as it takes to have every kind of layer, with their real weights.
+The comparison of a large model uses its first layers with their real weights, enough to have every kind of layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEAST_LAYERS = 2
 def reference_logits(
     checkpoint: AnyCheckpoint, texts: Sequence[Sequence[int]], layers: int | None = None
 ) -> list[NDArray[np.float32]]:
-    """Logits [T, V] of each text by eager modules in fp32, of the first `layers` layers only if it is given.
+    """Return logits [T, V] of each text by eager modules in fp32; with `layers`, of the first layers only.
 
     Holds these weights in memory. Raises UnsupportedModelError if transformers cannot run the model.
     """
@@ -44,7 +44,7 @@ def reference_logits(
             outputs = [model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0] for text in texts]
     except RedraftError:
         raise
-    except Exception as error:  # whatever transformers raises
+    except Exception as error:  # transformers raises many types
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModelError(
             f"transformers cannot run {architecture.whole_class.__name__} to compare with ({reason})",
@@ -54,7 +54,7 @@ def reference_logits(
 
 
 def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
-    """The model with the checkpoint's weights. transformers reads safetensors; other formats go through our reading."""
+    """Return the model with the checkpoint's weights. transformers reads safetensors, redraft other formats."""
     if not checkpoint.is_safetensors:
         return _filled(checkpoint, architecture)
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -82,13 +82,13 @@ def _filled(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrained
     values: dict[str, StoredTensor] = {**loaded.parameters, **loaded.buffers}
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in values:  # else a buffer that the checkpoint may lack
+            if name in values:  # the others are buffers that the checkpoint may lack
                 tensor.copy_(torch.from_numpy(evaluate(values[name], checkpoint)))
     return model
 
 
 def first_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of a model that ends after `layers` layers; lists with an item a layer are cut too."""
+    """Return the configuration of a model with the first `layers` layers. Cuts lists with an item a layer too."""
     reduced = copy.deepcopy(config)
     text = reduced.get_text_config(decoder=True)
     count = int(text.num_hidden_layers)
@@ -100,7 +100,7 @@ def first_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def count_numbers(checkpoint: AnyCheckpoint, layers: int) -> int:
-    """Weights of the text model's first layers, its embedding and head."""
+    """Return the weights of the text model's first layers, its embedding and head."""
     architecture = Architecture.of(first_layers(load_config(checkpoint), layers))
     with torch.device("meta"), no_init_weights():
         return sum(
@@ -109,10 +109,10 @@ def count_numbers(checkpoint: AnyCheckpoint, layers: int) -> int:
 
 
 def enough_layers(checkpoint: AnyCheckpoint) -> int:
-    """The least number of first layers that has every kind of layer, at least two; all if kinds are not known.
+    """Return the least number of first layers that has every kind of layer, at least two; all if kinds are unknown.
 
-    Two layers are of a kind if their parameters have the same names and shapes, and the lists of the configuration that
-    have an item a layer have the same items for them.
+    Two layers are of one kind if their parameters have the same names and shapes, and the configuration's lists with an
+    item a layer have equal items for them.
     """
     architecture = Architecture.of(load_config(checkpoint))
     with torch.device("meta"), no_init_weights():

@@ -1,4 +1,4 @@
-"""Read a decoder's sizes from its configuration, for every architecture's names of them."""
+"""Read a decoder's sizes from its configuration, whatever names the architecture uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DecoderShape:
 
 
 def decoder_shape(config: PretrainedConfig) -> DecoderShape:
-    """Sizes of the decoder in `config`; of a multimodal configuration, those of its text decoder.
+    """Return the sizes of the decoder in `config`, or of a multimodal configuration's text decoder.
 
     Raises UnsupportedModelError if a size is missing or differs from layer to layer.
     """
@@ -43,7 +43,7 @@ def decoder_shape(config: PretrainedConfig) -> DecoderShape:
 
 
 def _size(config: PretrainedConfig, name: str, default: int | None = None) -> int:
-    """A size by the name that optimum uses. Optimum falls back on the `attribute_map` of transformers."""
+    """Return a size by optimum's name for it. Optimum falls back on the `attribute_map` of transformers."""
     kind = config.model_type
     try:
         found: Any = getattr(_normalized(config), name, default)
@@ -57,7 +57,7 @@ def _size(config: PretrainedConfig, name: str, default: int | None = None) -> in
 
 
 def _normalized(config: PretrainedConfig) -> Any:
-    """The view of optimum on `config`. For an architecture unknown to optimum, it looks names up as they are."""
+    """Return optimum's view of `config`. It looks up unchanged names for an architecture unknown to optimum."""
     try:
         return NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
     except KeyError:

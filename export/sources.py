@@ -17,7 +17,7 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
 from redraft.export.stored_grids import Coded, StoredGrid
 from redraft.export.stored_tensor import StoredTensor, entries, evaluate
-from redraft.export.weight_files import FOLDER, Made, Slabs, write
+from redraft.export.weight_files import FOLDER, NewTensor, Slabs, write
 from redraft.files import link_or_copy
 from redraft.names import WeightRef
 
@@ -25,7 +25,7 @@ LINK_FROM_BYTES = 256 << 20
 RANDOM_STD = 0.02
 POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
-"""Random matrices begin at a multiple of POOL_SHIFT numbers, at one of POOL_SHIFTS places."""
+"""Random matrices begin at one of POOL_SHIFTS multiples of POOL_SHIFT numbers."""
 _POOL_BLOCK = 1 << 20
 AnySource: TypeAlias = "Source | RandomSource | DrafterSource"
 
@@ -35,7 +35,7 @@ class Source:
     """The checkpoint's tensors by the names of the module's parameters.
 
     tensors: the stored tensors of every parameter.
-    prefix:  prefix of its files' names in a bundle, since another checkpoint may have files of the same names.
+    prefix:  prefix of the checkpoint's file names in a bundle, since another checkpoint may have equal file names.
     """
 
     checkpoint: AnyCheckpoint
@@ -45,20 +45,20 @@ class Source:
 
     @classmethod
     def of_names(cls, checkpoint: AnyCheckpoint, parameters: dict[str, tuple[int, ...]], prefix: str = "") -> Source:
-        """The source of a module whose parameters the checkpoint stores under the same names."""
+        """Return the source of a module whose parameters have the same names in the checkpoint."""
         tensors = {name: StoredTensor.of(checkpoint.tensors[name]) for name in parameters if name in checkpoint.tensors}
         return cls(checkpoint, parameters, tensors, prefix)
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """The parameter's place in the checkpoint, or None if it is computed from stored tensors."""
+        """Return the parameter's place in the checkpoint, or None if it is computed from stored tensors."""
         return self.tensors[parameter].entry
 
     def names(self, parameter: str) -> tuple[str, ...]:
-        """Names of the stored tensors that the parameter is made of."""
+        """Return the names of the stored tensors that hold the parameter."""
         return tuple(entry.name for entry in entries(self.tensors[parameter]))
 
     def link(self, parameter: str, folder: Path) -> str:
-        """Put the file that has the parameter below `folder`, once; its path there."""
+        """Put the file that has the parameter below `folder`, once. Returns its path there."""
         entry = self.tensors[parameter].entry
         assert entry is not None
         file = f"{FOLDER}/{self.prefix}{entry.file}"
@@ -67,7 +67,7 @@ class Source:
         return file
 
     def slabs(self, parameter: str) -> Slabs:
-        """The parameter in fp32, a few rows at a time. Computed ones are held whole. Raises CheckpointError for NaN."""
+        """Yield the parameter in fp32, a few rows at a time, a computed one whole. Raises CheckpointError for NaN."""
         tensor = self.tensors[parameter]
         stored = tensor.entry
         parts = iter([evaluate(tensor, self.checkpoint)]) if stored is None else self.checkpoint.slabs(stored)
@@ -77,7 +77,7 @@ class Source:
             yield part
 
     def grid(self, parameter: str) -> StoredGrid | None:
-        """The grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""
+        """Return the grid that the parameter is stored on. Reading it raises CheckpointError for NaN."""
         entry = self.tensors[parameter].entry
         grid = None if entry is None else self.checkpoint.grid(entry)
         return grid and replace(grid, slabs=partial(self._finite, parameter, grid))
@@ -90,17 +90,17 @@ class Source:
 
 
 def not_finite(parameter: str, names: tuple[str, ...]) -> CheckpointError:
-    """The error for NaN or infinity among the weights."""
+    """Return the error for NaN or infinity among the weights."""
     stored = names[0] if names else parameter
     return CheckpointError(f"tensor {stored} has a number that is not finite", DOWNLOAD_AGAIN)
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Random weights, for latency work only: every tensor is a piece of one pool, so that few bytes are written.
+    """Random weights, for latency work only. Every tensor is a part of one pool, so that few bytes are written.
 
-    Pieces begin at different places, so that no two matrices of a model are the same numbers.
-    pool: the places of normal numbers, ones and zeros, `POOL` in this order.
+    Parts begin at different places, so that no two matrices of a model are equal.
+    pool: the places of normal numbers, ones and zeros, in the order of `POOL`.
     """
 
     parameters: dict[str, tuple[int, ...]]
@@ -115,14 +115,14 @@ class RandomSource:
         vectors = [math.prod(shape) for shape in parameters.values() if len(shape) <= 1]
         sizes = (max(matrices, default=0) + POOL_SHIFTS * POOL_SHIFT, *[max(vectors, default=1)] * 2)
         made = [
-            Made(name, dtype, (size,), partial(_random_slabs, name, 0, (size,)))
+            NewTensor(name, dtype, (size,), partial(_random_slabs, name, 0, (size,)))
             for name, size in zip(POOL, sizes, strict=True)
         ]
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         return cls(parameters, tuple(write(made, folder, f"{FOLDER}/{file}.safetensors")))
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """Its piece of the pool; of no tensor's name."""
+        """Return the parameter's part of the pool, which has no tensor name."""
         kind, begin = self._piece(parameter)
         ref, shape = self.pool[POOL.index(kind)], self.parameters[parameter]
         item_bytes = ITEM_BYTES[ref.dtype]
@@ -130,14 +130,14 @@ class RandomSource:
         return TensorEntry("", Path(ref.file).name, ref.dtype, shape, ref.offset + begin * item_bytes, length)
 
     def grid(self, parameter: str) -> StoredGrid | None:
-        """None: random numbers lie on no grid."""
+        """Return None: random numbers have no grid."""
 
     def link(self, parameter: str, folder: Path) -> str:
-        """The pool's file, which is there already."""
+        """Return the pool's file, which exists already."""
         return self.pool[0].file
 
     def slabs(self, parameter: str) -> Slabs:
-        """Norm gains are one, biases zero, the rest is normal with standard deviation 0.02; fp32."""
+        """Yield the parameter in fp32: norm gains are one, biases zero, others normal with deviation 0.02."""
         return _random_slabs(*self._piece(parameter), self.parameters[parameter])
 
     def _piece(self, parameter: str) -> tuple[str, int]:
@@ -148,7 +148,7 @@ class RandomSource:
 
 
 def _random_slabs(kind: str, begin: int, shape: tuple[int, ...]) -> Slabs:
-    """Numbers `begin` onward of a part of the pool, as rows of `shape`."""
+    """Yield numbers of a part of the pool from `begin` on, as rows of `shape`."""
     row = math.prod(shape[1:])
     for rows in row_slices(shape, 4):
         part = (rows.stop - rows.start, *shape[1:])
@@ -159,7 +159,7 @@ def _random_slabs(kind: str, begin: int, shape: tuple[int, ...]) -> Slabs:
 
 
 def _normal(begin: int, end: int) -> NDArray[np.float32]:
-    """Numbers `begin` to `end` of an endless normal sequence, drawn a block at a time."""
+    """Return numbers `begin` to `end` of an infinite normal sequence, drawn a block at a time."""
     first = begin // _POOL_BLOCK
     blocks = [
         np.random.default_rng(block).standard_normal(_POOL_BLOCK, np.float32)
@@ -172,7 +172,7 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class DrafterSource:
-    """A drafter's own parameters and those of its verifier, which its graph uses too."""
+    """A drafter's own parameters, and those of its verifier that its graph uses."""
 
     own: AnySource
     verifier: AnySource
@@ -186,24 +186,24 @@ class DrafterSource:
         return self.own if parameter in self.own.parameters else self.verifier
 
     def stored(self, parameter: str) -> TensorEntry | None:
-        """The parameter's place in the checkpoint that has it."""
+        """Return the parameter's place in the checkpoint that has it."""
         return self._of(parameter).stored(parameter)
 
     def link(self, parameter: str, folder: Path) -> str:
-        """See `Source.link`."""
+        """Put the file that has the parameter below `folder`, once. Returns its path there."""
         return self._of(parameter).link(parameter, folder)
 
     def grid(self, parameter: str) -> StoredGrid | None:
-        """See `Source.grid`."""
+        """Return the grid that the parameter is stored on, if there is one."""
         return self._of(parameter).grid(parameter)
 
     def slabs(self, parameter: str) -> Slabs:
-        """The parameter in fp32."""
+        """Yield the parameter in fp32, a few rows at a time."""
         return self._of(parameter).slabs(parameter)
 
 
 def _link(source: Path, target: Path) -> None:
-    """A copy of a small file, which onnx's own loader opens too (it refuses hard links); of a large one a hard link."""
+    """Copy a small file, since onnx's own loader refuses hard links; make a hard link of a large one."""
     if source.stat().st_size >= LINK_FROM_BYTES:
         link_or_copy(source, target)
     else:

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores as codes on a grid: a quantized product takes them as they are, without a loss."""
+"""Weights that a checkpoint stores as codes on a grid. A quantized product uses these codes without loss."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Coded: TypeAlias = tuple[NDArray[np.uint8], Grid]
 
 @dataclass(frozen=True)
 class StoredGrid:
-    """A weight [out, in] that equals (code - zero) * scale in every number.
+    """A weight [out, in] whose numbers all equal (code - zero) * scale.
 
-    bits: that the codes need.   block: numbers of a row that share scale and zero point.
+    bits: of a code.   block: numbers of a row that share scale and zero point.
     slabs: codes uint8 [outputs, in], one a byte, and their grids, a few outputs at a time.
     """
 
@@ -38,14 +38,14 @@ def fits(weight: ProductWeight, source: AnySource, bits: int) -> bool:
 
 
 def block_of(weight: ProductWeight, source: AnySource, bits: int) -> int:
-    """The block size that suits all parts of a weight: the least of its stored grids."""
+    """Return the block size that fits all parts of a weight: the least of its stored grids."""
     return min((grid.block for grid in _grids(weight, source, bits) if grid), default=quantize.BLOCK)
 
 
 def coded(weight: ProductWeight, source: AnySource, bits: int, block: int) -> Iterator[Coded]:
-    """Codes as MatMulNBits stores them, [outputs, blocks, block * bits / 8], and their grids, a few outputs at a time.
+    """Yield MatMulNBits codes, [outputs, blocks, block * bits / 8], and their grids, a few outputs at a time.
 
-    A part with a stored grid keeps it; another is quantized.
+    A part with a stored grid keeps it. Other parts are quantized.
     """
     grids = _grids(weight, source, bits)
     if not any(grids):
@@ -61,7 +61,7 @@ def coded(weight: ProductWeight, source: AnySource, bits: int, block: int) -> It
 
 
 def _grids(weight: ProductWeight, source: AnySource, bits: int) -> list[StoredGrid | None]:
-    """The stored grid of each part, None if there is none that `bits` hold."""
+    """Return the stored grid of each part, or None if `bits` cannot hold it."""
     if weight.turned:
         return [None]
     found = [source.grid(name) for name in weight.parameters]
@@ -74,7 +74,7 @@ def _fitted(slab: NDArray[np.float32], bits: int, block: int) -> Coded:
 
 
 def _cut(codes: NDArray[np.uint8], grid: Grid, pieces: int) -> Coded:
-    """The same with every block cut into pieces, which keep its scale and zero point."""
+    """Return the grid with every block cut into smaller ones, which keep its scale and zero point."""
     rows, blocks, size = codes.shape
     finer = Grid(np.repeat(grid.scales, pieces, -1), np.repeat(grid.zeros, pieces, -1))
     return codes.reshape(rows, blocks * pieces, size // pieces), finer

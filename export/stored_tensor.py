@@ -1,7 +1,7 @@
 """Symbolic tensors of a checkpoint: they record transformers' operations on the stored tensors, and read nothing.
 
 transformers renames, merges, splits and transposes tensors while it loads them. A `StoredTensor` goes through that code
-in place of the data. Afterwards it is either a tensor that the file holds as it is, or an expression over such tensors.
+instead of the data. Afterwards it is either a tensor of the file or an expression over tensors of the file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-"""The type of the symbolic tensor; other stored types (GGUF's) stand as fp32, which they are read as."""
+"""The type of the symbolic tensor. Other stored types (GGUF's) count as fp32, in which they are read."""
 _UNCHANGED = {"to", "detach", "contiguous", "clone", "requires_grad_", "cpu", "float"}
-"""Operations that change no value here: types are chosen when a tensor is written."""
+"""Operations that change no value here, since a tensor gets its type when it is written."""
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor on the meta device that knows which stored tensors it is made of.
+    """A tensor on the meta device that records the stored tensors that it is computed from.
 
-    entry:  the stored tensor, or the contiguous part of one, that it is; None for an expression.
-    made:   the function of an expression, its arguments, and which item of its result, None for the whole.
+    entry:  the equal stored tensor, or contiguous part of one; None for an expression.
+    made:   the function of an expression, its arguments, and the item of its result, None for the whole.
     """
 
     entry: TensorEntry | None
@@ -39,7 +39,7 @@ class StoredTensor(torch.Tensor):
 
     @classmethod
     def of(cls, entry: TensorEntry) -> StoredTensor:
-        """A tensor as it is stored."""
+        """Return the symbolic tensor of a stored one."""
         empty = torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.float32), device="meta")
         return _tagged(empty, entry, None)
 
@@ -52,7 +52,9 @@ class StoredTensor(torch.Tensor):
             return args[0]
         writes = name in ("__setitem__", "set_") or name.startswith(("__i", "empty", "new_empty")) or "out" in kwargs
         if writes or (name.endswith("_") and not name.endswith("__")):
-            raise UnsupportedModelError(f"transformers changes stored tensors in place ({name}), which is not followed")
+            raise UnsupportedModelError(
+                f"transformers changes stored tensors in place ({name}), which is not supported"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
@@ -82,7 +84,7 @@ def select(tensor: torch.Tensor, index: int) -> StoredTensor:
 
 
 def narrow(tensor: torch.Tensor, begin: int, end: int) -> StoredTensor:
-    """Return `tensor[begin:end]`: a stored tensor if `tensor` was concatenated from those."""
+    """Return `tensor[begin:end]`: a stored tensor if `tensor` was concatenated from stored ones."""
     found = _stored(tensor)
     if found.entry is not None:
         return StoredTensor.of(_part(found.entry, begin, end, (end - begin, *found.entry.shape[1:])))
@@ -102,7 +104,7 @@ def _stored(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _joined(tensor: StoredTensor) -> tuple[str, list[StoredTensor], int]:
-    """Return `stack` or `cat`, its inputs and its axis, if the tensor is one of these."""
+    """Return `stack` or `cat`, its inputs and its axis, if the tensor is the result of one."""
     if tensor.made is None or tensor.made[0] not in (torch.stack, torch.cat):
         return "", [], 0
     func, args, kwargs, _ = tensor.made
@@ -116,7 +118,7 @@ def _part(entry: TensorEntry, begin: int, end: int, shape: tuple[int, ...]) -> T
 
 
 def entries(tensor: StoredTensor) -> tuple[TensorEntry, ...]:
-    """The stored tensors that a tensor is made of, each once."""
+    """Return the stored tensors that a tensor is computed from, each once."""
     if tensor.entry is not None:
         return (tensor.entry,)
     assert tensor.made is not None
@@ -130,7 +132,7 @@ def _flat(values: Sequence[Any]) -> list[StoredTensor]:
 
 
 def evaluate(tensor: StoredTensor, checkpoint: AnyCheckpoint) -> NDArray[np.float32]:
-    """The whole tensor in fp32; memory for it and for its parts once."""
+    """Return the whole tensor in fp32. Memory holds it and its parts once."""
     value: NDArray[np.float32] = _value(tensor, checkpoint).numpy()
     return value
 

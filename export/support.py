@@ -21,17 +21,17 @@ from redraft.names import Dtype
 from redraft.signatures import VerifierShape
 
 _NO_SHAPE = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling"}
-"""Fields of a recipe's shape that are not compared as they are: rotary ones are, in their newer spelling."""
+"""Fields of a recipe's shape that are not compared directly. Rotary ones are compared in their newer spelling."""
 LONG_ROPE = ("longrope", "su")
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
-    """The architecture's configuration. Raises UnsupportedModelError naming a reason against an export."""
+    """Return the architecture's configuration. Raises UnsupportedModelError naming a reason against an export."""
     values = checkpoint.config
     kind = str(values.get("model_type"))
     if "auto_map" in values:
-        raise UnsupportedModelError(f"{kind} needs code from its own repository, which is not run")
+        raise UnsupportedModelError(f"{kind} needs code from its own repository, which redraft does not run")
     if kind not in CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers knows no architecture {kind!r}", DECODERS_ONLY)
     try:
@@ -47,9 +47,10 @@ def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
 
 
 def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError naming the first field of a recipe's shape that a checkpoint has otherwise.
+    """Raise CheckpointError naming the first field in which a checkpoint differs from a recipe's shape.
 
-    Defaults count, and old and new spellings of one field are the same. How long a text may be is no part of the shape.
+    Missing fields have their defaults, and old and new spellings of a field are equal. The shape does not include the
+    context length.
     """
     if not expected:
         return
@@ -77,15 +78,15 @@ def _check_config(config: PretrainedConfig, kind: str) -> None:
     for layer in getattr(config, "layer_types", None) or ():
         if layer not in LAYER_TYPES:
             raise UnsupportedModelError(
-                f"{kind} has layers without a plain KV cache ({layer}); recurrent layers and the like are not exported"
+                f"{kind} has layers without a plain KV cache ({layer}), which redraft does not export"
             )
 
 
 def check_rope(config: PretrainedConfig, positions: int) -> None:
     """Raise UnsupportedModelError if a rotary embedding changes with the length of texts of `positions` tokens.
 
-    LongRoPE (arXiv 2402.13753) rotates texts past the original length in another way, tokens before it included, so
-    that their keys would have to be computed again. Shorter texts are exact.
+    LongRoPE (arXiv 2402.13753) rotates all tokens of a text differently once it passes the original length, so that
+    earlier keys would have to be computed again. Shorter texts are exact.
     """
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         limit = rope.get("original_max_position_embeddings") or getattr(
@@ -99,7 +100,7 @@ def check_rope(config: PretrainedConfig, positions: int) -> None:
 
 
 def _ropes(parameters: Any) -> list[dict[str, Any]]:
-    """Every set of rotary parameters in a configuration, which may nest one a layer type."""
+    """Return every set of rotary parameters in a configuration, which may nest one for each layer type."""
     if not isinstance(parameters, dict):
         return []
     nested = [rope for value in parameters.values() for rope in _ropes(value)]
@@ -107,9 +108,9 @@ def _ropes(parameters: Any) -> list[dict[str, Any]]:
 
 
 def verifier_shape(config: PretrainedConfig, max_model_len: int | None, dtype: Dtype = "float32") -> VerifierShape:
-    """Buffer shapes from the configuration. Raises UsageError when `max_model_len` passes the model's own limit."""
+    """Return buffer shapes from the configuration. Raises UsageError if `max_model_len` passes the model's limit."""
     named = (getattr(config, name, None) for name in _LIMITS)
-    limit = next((int(value) for value in named if value), max_model_len or UNLIMITED_CONTEXT)
+    limit = next((int(value) for value in named if value), max_model_len or DEFAULT_MAX_MODEL_LEN)
     if max_model_len is not None and max_model_len > limit:
         raise UsageError(
             f"context {max_model_len} passes the model's limit of {limit} tokens",
@@ -122,19 +123,19 @@ def verifier_shape(config: PretrainedConfig, max_model_len: int | None, dtype: D
 
 
 _LIMITS = ("max_position_embeddings", "max_seq_len", "seq_length")
-UNLIMITED_CONTEXT = 2048
-"""The capacity of a model that names no limit, unless the user gives one."""
+DEFAULT_MAX_MODEL_LEN = 2048
+"""Default of `max_model_len` for a model that names no limit."""
 
 
 def rope_theta(config: Any) -> float:
-    """Base of the rotary embedding; that of the full-attention layers if kinds of layers have their own."""
+    """Return the base of the rotary embedding, that of full-attention layers if layer types differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 def norm_eps(config: Any) -> float:
-    """Epsilon of the norms."""
+    """Return the epsilon of the norms."""
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     return next((float(v) for name in names if (v := getattr(config, name, None))), 1e-5)
 
@@ -155,7 +156,7 @@ def check_hidden_states(hidden_states: tuple[str, ...], layers: int) -> None:
 
 
 def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence[LayerAttention]) -> VerifierShape:
-    """The shape with the KV buffers that the layers need. Raises UnsupportedModelError if no one shape fits all.
+    """Return the shape with the KV buffers of all layers. Raises UnsupportedModelError if no shape fits them all.
 
     Layers with fewer key heads or smaller heads than others are padded to the largest.
     """
@@ -176,7 +177,7 @@ def with_layers(shape: VerifierShape, config: PretrainedConfig, layers: Sequence
 
 
 def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError if the traced model counts positions itself instead of taking those it is given."""
+    """Raise UnsupportedModelError if the traced model counts positions itself and ignores its `positions` input."""
     common.RemoveUnusedNodesPass()(model)
     counted = [node for node in model.graph if node.op_type in ("Range", "CumSum") and _counts(node)]
     if counted:
@@ -187,7 +188,7 @@ def check_positions(model: ir.Model, config: PretrainedConfig) -> None:
 
 
 def _counts(node: ir.Node) -> bool:
-    """Return True if the model's own code makes positions: no constant, and no index of a translated slice write."""
+    """Return True if the model's code makes positions, not a constant or the index of a translated slice write."""
     written = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
     return any(name in written for name in ("aten.arange", "aten.cumsum")) and not _is_constant(node)
 
@@ -203,7 +204,7 @@ def _made_of_constants(value: ir.Value) -> bool:
 
 
 def tied_names(network: nn.Module) -> dict[str, str]:
-    """Parameters that share another one's storage: name -> the name that checkpoints store."""
+    """Return parameters that share another one's storage: name -> the name in checkpoints."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -215,7 +216,7 @@ def tied_names(network: nn.Module) -> dict[str, str]:
 
 
 def vocabulary_parameters(network: nn.Module) -> tuple[str, str]:
-    """Names of the embedding's and of the head's weight; of tied ones the first, as graphs name them."""
+    """Return the names of the embedding's and the head's weight. Tied weights have the first name, as in graphs."""
     shared = [network.get_input_embeddings().weight, network.get_output_embeddings().weight]  # type: ignore[operator]
     embedding, head = (
         next(name for name, p in network.named_parameters(remove_duplicate=False) if p is weight) for weight in shared

@@ -28,12 +28,12 @@ OPSET = 24
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TRACED_NODES = 4
 TRACED_BATCH = 2
-TRACED_CAPACITY = 16
+TRACED_KV_ROWS = 16
 
 
 @torch.library.custom_op("redraft::gather_rows", mutates_args=())
 def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Row `rows[b, r]` of each sequence: x [B, T, n], rows [B, R] -> [B, R, n]."""
+    """Select row `rows[b, r]` of each sequence: x [B, T, n], rows [B, R] -> [B, R, n]."""
     return torch.gather(x, 1, rows[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -43,7 +43,7 @@ def _(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def emit_gather_rows(x: Any, rows: Any) -> Any:
-    """Translation for `torch.onnx.export`: whole rows are copied."""
+    """Translate for `torch.onnx.export`: copy whole rows."""
     return op.GatherND(x, op.Unsqueeze(rows, op.Constant(value_ints=[-1])), batch_dims=1)
 
 
@@ -59,7 +59,7 @@ TRANSLATIONS = {
 class _TracedPass:
     """A forward pass whose attention calls become operators, over the KV buffers of its inputs.
 
-    layers: how each layer attends.   order: number of a layer by the identity of its module.
+    layers: attention of each layer.   order: number of a layer by the identity of its module.
     """
 
     layers: Sequence[LayerAttention]
@@ -74,10 +74,10 @@ class _TracedPass:
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, mask_function: Callable[..., Any]) -> None:
-        """None: a layer's mask is an attribute of its operator."""
+        """Return None: the operator's attributes describe a layer's mask."""
 
     def positions_of(self, like: torch.Tensor) -> torch.Tensor:
-        """The positions that the graph is given."""
+        """Return the graph's input of positions."""
         return self.positions
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _TracedPass:
         flat = [_padded(x, head_dim).transpose(1, 2).reshape(batch, nodes, -1) for x in (query, key, value)]
         mask, sinks = self.layers[layer].mask, call.sinks
         if sinks is None and any(other.sinks for other in self.layers):
-            sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink that draws nothing
+            sinks = query.new_full((q_heads,), torch.finfo(query.dtype).min)  # a sink without weight
         out, *present = torch.ops.redraft.tree_attention(
             *flat, key_cache, value_cache, self.tree_mask, self.positions, self.cache_len, self.kv_len, sinks,
             call.scaling, call.softcap, mask.window, mask.chunk, q_heads, kv_heads,
@@ -109,15 +109,15 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """x [B, H, T, D] with heads of `size`, the rest zeros."""
+    """Pad the heads of x [B, H, T, D] to `size` with zeros."""
     return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
 def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key with two components more, whose product is the bias of ALiBi: slope times the key's position.
+    """Return query and key with two more components, whose product is ALiBi's bias: slope times the key's position.
 
-    ALiBi (arXiv 2108.12409, section 3) subtracts slope times the distance. The query's part of it is the same for all
-    keys of a row, so that the softmax does not see it.
+    ALiBi (arXiv 2108.12409, section 3) subtracts slope times the distance. The query's part of the distance is equal
+    for all keys of a row and cancels in the softmax.
     """
     assert call.slopes is not None
     query, key = call.query, call.key
@@ -128,7 +128,7 @@ def _with_positions(call: AttentionCall, positions: torch.Tensor) -> tuple[torch
 
 
 class VerifierModule(nn.Module):
-    """The graph's contract around a model: inputs and outputs in the order of `redraft.names`."""
+    """A model with the graph's signature: inputs and outputs in the order of `redraft.signatures`."""
 
     def __init__(self, model: nn.Module, hidden_states: tuple[str, ...], recorded: LayerRecorder) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class VerifierModule(nn.Module):
         output_rows: torch.Tensor,
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Shapes as in `redraft.names.verifier_inputs` and `verifier_outputs`."""
+        """Run the model. Shapes are those of `redraft.signatures.verifier_inputs` and `verifier_outputs`."""
         recorded: LayerRecorder = self.__dict__["recorded"]
         current = _TracedPass(
             recorded.layers, recorded.order, tree_mask, positions, cache_len, kv_len, output_rows, caches
@@ -170,13 +170,13 @@ def _traced() -> _TracedPass:
 
 
 def _with_hidden_states(model: nn.Module, hidden_state: str) -> nn.Module:
-    """The module whose output is the feature `hidden_state`: a layer, or the final norm."""
+    """Return the module whose output is the feature `hidden_state`: a layer, or the final norm."""
     decoder: Any = model.base_model
     found = (
         getattr(decoder, "norm", None) if hidden_state == names.LAST_HIDDEN_STATE else getattr(decoder, "layers", None)
     )
     if found is None:
-        raise UnsupportedModelError(f"{type(model).__name__} names its layers otherwise: no feature {hidden_state!r}")
+        raise UnsupportedModelError(f"{type(model).__name__} has no layers of known names: no feature {hidden_state!r}")
     module: nn.Module = found if hidden_state == names.LAST_HIDDEN_STATE else found[int(hidden_state)]
     return module
 
@@ -194,7 +194,7 @@ def _collect(hidden_state: str) -> Any:
 
 @contextmanager
 def empty_model(architecture: Architecture, max_positions: int, dtype: Dtype = "float32") -> Iterator[nn.Module]:
-    """The text model with uninitialized weights, whose pages are never touched, and single operators put in."""
+    """Return the text model with single operators and with uninitialized weights, whose pages are never touched."""
     own_attention.register(architecture.text.model_type)
     with no_init_weights():
         model = _built(architecture, dtype)
@@ -217,14 +217,14 @@ def _built(architecture: Architecture, dtype: Dtype) -> Any:
         if INTERFACE not in str(error):
             raise
         name = architecture.text_class.__name__
-        raise UnsupportedModelError(f"{name} takes no attention but its own", DECODERS_ONLY) from None
+        raise UnsupportedModelError(f"{name} allows only its own attention", DECODERS_ONLY) from None
 
 
 def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
-    """Export to an ONNX model whose weights are not read. Names and order of inputs and outputs as in the contract."""
-    batch, nodes, capacity = TRACED_BATCH, TRACED_NODES, TRACED_CAPACITY
+    """Export to an ONNX model without reading weights. Inputs and outputs have the signature's names and order."""
+    batch, nodes, kv_rows = TRACED_BATCH, TRACED_NODES, TRACED_KV_ROWS
     b, t, r, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
-    cache = torch.zeros(batch, shape.kv_heads, capacity, shape.head_dim, dtype=TORCH[shape.dtype])
+    cache = torch.zeros(batch, shape.kv_heads, kv_rows, shape.head_dim, dtype=TORCH[shape.dtype])
     args = (
         torch.ones(batch, nodes, dtype=torch.long),
         torch.arange(nodes).repeat(batch, 1),
@@ -255,7 +255,7 @@ def trace_graph(
     outputs: tuple[TensorSpec, ...],
     translations: Mapping[Any, Any] = TRANSLATIONS,
 ) -> ir.Model:
-    """Export a module of ours, called with `args` whose `dynamic` sizes vary, under the names of its signature."""
+    """Export a module of redraft, called with `args` whose `dynamic` sizes vary, with the names of its signature."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = _export(
@@ -277,14 +277,14 @@ def trace_graph(
 def _export(module: nn.Module, args: tuple[Any, ...], **options: Any) -> torch.onnx.ONNXProgram | None:
     try:
         return torch.onnx.export(module, args, **options)
-    except Exception as error:  # torch wraps the cause in advice that is not for our users
+    except Exception as error:  # torch wraps the cause in advice that does not help our users
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, RedraftError):
             cause = cause.__cause__
         if cause is None:
             reason = str(error.__cause__ or error).strip().splitlines()[0]
             raise UnsupportedModelError(f"torch cannot trace {_called(module)} ({reason})") from error
-    raise cause from None  # here, so that the cause does not become the context of the error as well
+    raise cause from None  # here, so that the cause does not also become the context of the error
 
 
 def _called(module: nn.Module) -> str:

@@ -1,24 +1,28 @@
-"""`redraft::TreeAttention`: the one operator of ours in an exported graph, with its meaning in torch and in ONNX.
+"""`redraft::TreeAttention`: redraft's only operator in exported graphs, defined in torch and in ONNX.
 
     out, present_key, present_value = TreeAttention(
         q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len, sinks)
 
     q            [B, T, Hq * D]     rotated queries of the T tree nodes
     k, v         [B, T, Hkv * D]    rotated keys, and values, of the same nodes
-    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; the rest is garbage
+    key_cache    [B, Hkv, C, D]     rows 0 .. cache_len - 1 are committed; others are undefined
     value_cache  [B, Hkv, C, D]
     tree_mask    bool [B, T, T]     node j is i itself or an ancestor of i
     positions    int64 [B, T]       position of every node in its sequence
     cache_len    int64 [B]          committed rows before the call; row r < cache_len holds position r
-    kv_len       int64 [1]          largest cache_len + T: rows that are read, for every capacity C
-    sinks        [Hq]               optional: the score of a key without a value, which each head may attend to instead
+    kv_len       int64 [1]          largest cache_len + T: rows to read, whatever C is
+    sinks        [Hq]               optional: each head's score of one more key, without a value
     out          [B, T, Hq * D]
     present_*    the caches with k and v written to rows cache_len .. cache_len + T - 1;
                                     in place when run
 
-Attributes: `scale` multiplies the scores; `softcap` c > 0 replaces a score s by c * tanh(s / c); `window` w > 0 hides
-keys at position p from a query at position q if q - p >= w; `chunk` c > 0 hides those with p // c < q // c;
-`q_heads`, `kv_heads`. Query head h reads key head h * kv_heads // q_heads.
+Attributes:
+
+    scale              multiplies the scores
+    softcap            c > 0 replaces a score s by c * tanh(s / c)
+    window             w > 0 hides keys at position p from a query at position q if q - p >= w
+    chunk              c > 0 hides keys at position p from a query at position q if p // c < q // c
+    q_heads, kv_heads  query head h reads key head h * kv_heads // q_heads
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def tree_attention(
     q_heads: int,
     kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The operator's meaning in torch: the reference that the ONNX body is tested against."""
+    """Compute the operator in torch: the reference for tests of the ONNX body."""
     batch, nodes, _ = q.shape
     groups = q_heads // kv_heads
     caches = []
@@ -95,7 +99,7 @@ def tree_attention(
 def _visible(
     tree_mask: torch.Tensor, positions: torch.Tensor, cache_len: torch.Tensor, read: int, window: int, chunk: int
 ) -> torch.Tensor:
-    """Return the rows among the first `read` that each node sees, bool [B, T, read]."""
+    """Return True for each of the first `read` rows that a node sees, bool [B, T, read]."""
     batch, nodes = positions.shape
     rows = torch.arange(read)
     visible = (rows < cache_len[:, None])[:, None].repeat(1, nodes, 1)
@@ -117,8 +121,8 @@ def _(
     return torch.empty_like(q), torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 
-# The ONNX bodies. The mask is the same in every layer of one window, so that common-subexpression elimination after
-# inlining computes it once a call.
+# The ONNX bodies. Layers with equal windows have the same mask, so after inlining, common-subexpression elimination
+# # computes it once a call.
 
 
 @script(OPSET, default_opset=op)
@@ -141,13 +145,13 @@ def RowPositions(positions, cache_len, kv_len):  # type: ignore[no-untyped-def]
 
 @script(OPSET, default_opset=op)
 def TreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
-    """Rows that each node sees, bool [B, 1, T, kv_len], in a model without windows."""
+    """True for rows that each node sees, bool [B, 1, T, kv_len], in a model without windows."""
     return op.Unsqueeze(TreeRows(tree_mask, positions, cache_len, kv_len), op.Constant(value_ints=[1]))
 
 
 @script(OPSET, default_opset=op)
 def WindowedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
-    """The same in a model with windows; `window` 0 hides nothing more."""
+    """The same in a model with windows. `window` 0 hides no more rows."""
     query_positions = op.Unsqueeze(positions, op.Constant(value_ints=[2]))
     distance = op.Sub(query_positions, RowPositions(positions, cache_len, kv_len))
     near = op.Or(op.Less(distance, window), op.Equal(window, op.Constant(value_int=0)))
@@ -157,7 +161,7 @@ def WindowedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk
 
 @script(OPSET, default_opset=op)
 def ChunkedTreeMask(tree_mask, positions, cache_len, kv_len, window: int, chunk: int):  # type: ignore[no-untyped-def]
-    """The same in a model with chunks; `chunk` 0 hides nothing more."""
+    """The same in a model with chunks. `chunk` 0 hides no more rows."""
     size = op.Max(chunk, op.Constant(value_int=1))
     query_chunks = op.Div(op.Unsqueeze(positions, op.Constant(value_ints=[2])), size)
     row_chunks = op.Div(RowPositions(positions, cache_len, kv_len), size)
@@ -199,7 +203,7 @@ def TreeAttention(  # type: ignore[no-untyped-def]
     q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len,
     scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
-    """Write the new rows in place, read the live ones, attend under the tree's mask."""
+    """Write the new rows in place, read the first `kv_len` rows, and attend under the tree's mask."""
     present_key = WriteRows(k, key_cache, cache_len, kv_heads)
     present_value = WriteRows(v, value_cache, cache_len, kv_heads)
     visible = TreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
@@ -221,7 +225,7 @@ def SinkTreeAttention(  # type: ignore[no-untyped-def]
     q, k, v, key_cache, value_cache, tree_mask, positions, cache_len, kv_len, sinks,
     scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int,
 ):  # fmt: skip
-    """The same with sinks: a last key of zeros, whose score the mask adds, and a value of zeros."""
+    """The same with sinks: a last key of zeros, to which the mask adds its score, and a value of zeros."""
     present_key = WriteRows(k, key_cache, cache_len, kv_heads)
     present_value = WriteRows(v, value_cache, cache_len, kv_heads)
     visible = TreeMask(tree_mask, positions, cache_len, kv_len, window, chunk)
@@ -262,14 +266,14 @@ _NODE = Op(OPSET, TREE_ATTENTION, _schema())
 
 
 def emit(*operands: Any) -> Any:
-    """Translation of the torch operator for `torch.onnx.export`: the bare node."""
+    """Translate the torch operator for `torch.onnx.export` into one node."""
     count = len(INPUTS)
     sinks = () if operands[count] is None else operands[count : count + 1]
     return _NODE(*operands[:count], *sinks, **dict(zip(ATTRIBUTES, operands[count + 1 :], strict=True)))
 
 
 def bodies(windowed: bool, chunked: bool = False, sinks: bool = False) -> list[onnx.FunctionProto]:
-    """The function bodies of a model, each before its callers, as some readers of ONNX require.
+    """Return the function bodies of a model, each before its callers, as some readers of ONNX require.
 
     windowed, chunked, sinks: True if any of its layers has a window, chunks, sinks.
     """

@@ -51,10 +51,10 @@ def export_verifier(
     progress: Progress = lambda stage, done, total: None,
     layers: int | None = None,
 ) -> VerifierExport:
-    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model that ends after so many layers.
+    """Write `out`/verifier.onnx and `out`/weights/; with `layers`, of a model with only the first `layers` layers.
 
     Raises UnsupportedModelError naming a part that cannot be exported, CheckpointError naming a tensor that is missing
-    or of the wrong shape. No weight is read into memory unless its type has to be converted.
+    or of the wrong shape. Reads only weights that need another type.
     """
     config = config or BuildConfig()
     progress("trace", 0, 1)
@@ -98,12 +98,12 @@ def export_verifier(
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:
-    """The stored tensors of the network's parameters: experts are split, and everything else has its own name."""
+    """Return the stored tensors of the network's parameters: experts are split, and other names stay."""
     return {**loaded.parameters, **expert_tensors(network, loaded.parameters)}
 
 
 def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str, str]) -> None:
-    """Give initializers their parameters' names, without the wrapper's prefix; of tied ones only the first stays."""
+    """Give initializers their parameters' names without the wrapper's prefix; tied ones keep only the first name."""
     for value in list(model.graph.initializers.values()):
         name = (value.name or "").removeprefix("model.")
         if name in parameters:
@@ -120,7 +120,7 @@ def _name_parameters(model: ir.Model, parameters: dict[str, Any], tied: dict[str
 
 
 def finish(model: ir.Model) -> None:
-    """Drop unused nodes and all notes of the tracer, and append the bodies of our operators."""
+    """Drop unused nodes and the tracer's metadata, and append the bodies of redraft's operators."""
     common.RemoveUnusedNodesPass()(model)
     tree_attention.add_bodies(model)
     model.ir_version = IR_VERSION

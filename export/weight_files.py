@@ -31,15 +31,15 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Ignore progress."""
 
 
 Slabs: TypeAlias = Iterator[NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tensor to be written: its type and shape are known before its content is produced, in slabs of rows."""
+class NewTensor:
+    """A tensor to write. Its type and shape are known before its content is produced, in slabs of rows."""
 
     name: str
     dtype: str
@@ -48,18 +48,18 @@ class Made:
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         elements = int(np.prod(self.shape, dtype=np.int64))
         return elements // 2 if self.dtype == "I4" else elements * ITEM_BYTES[self.dtype]
 
     @property
     def stored(self) -> tuple[str, tuple[int, ...]]:
-        """Type and shape in the file's header, whose format knows no numbers of four bits."""
+        """Type and shape in the file's header. The format has no type of four bits."""
         return ("U8", (self.length,)) if self.dtype == "I4" else (self.dtype, self.shape)
 
 
 def write(
-    made: list[Made], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
+    made: list[NewTensor], folder: Path, file: str, progress: Progress = lambda stage, done, total: None
 ) -> list[WeightRef]:
     """Write a safetensors file in one pass: the header first, since all sizes are known."""
     offset, header = 0, {}
@@ -84,8 +84,8 @@ def write(
     return refs
 
 
-def _encoded(slab: NDArray[Any], tensor: Made) -> NDArray[Any]:
-    """The slab in the tensor's type, contiguous. Raises UnsupportedModelError for numbers that fp16 cannot hold."""
+def _encoded(slab: NDArray[Any], tensor: NewTensor) -> NDArray[Any]:
+    """Return the slab in the tensor's type, contiguous. Raises UnsupportedModelError for numbers beyond fp16."""
     if tensor.dtype == "F16" and slab.dtype == np.float32:
         with np.errstate(over="ignore"):
             slab = slab.astype(np.float16)

@@ -1,6 +1,6 @@
 """Places a graph's weights: the checkpoint's own bytes if their type fits, else a file written tensor by tensor.
 
-No tensor is held whole: the checkpoint is memory-mapped, and conversions work on slabs of rows.
+Memory never holds a whole tensor: the checkpoint is memory-mapped, and conversions process slabs of rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from redraft.config import Precision
 from redraft.export import dequantize
 from redraft.export.products import quantize_products
 from redraft.export.sources import AnySource
-from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, Made, Progress, write
+from redraft.export.weight_files import FOLDER, ONNX_TYPES, STORED, NewTensor, Progress, write
 from redraft.names import WeightRef
 
 IN_PLACE_FROM = 0.5
-"""Least share of a file's bytes that a graph must read, so that the file becomes part of the bundle."""
+"""A file becomes part of the bundle if the graph reads at least this share of its bytes."""
 
 
 def place(
@@ -31,14 +31,14 @@ def place(
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Give every parameter of the graph its bytes under `folder`/weights. Quantized products become MatMulNBits.
 
-    weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the rest.
+    weight_only: quantize products by DequantizeLinear instead; `precision` is then that of the other weights.
 
-    A tensor that the checkpoint stores in the type of the precision stays in the checkpoint's file. If less than
-    `IN_PLACE_FROM` of that file would be used, as for the norms of quantized products, the tensor is written anew.
+    A tensor that the checkpoint stores in the type of the precision stays in the checkpoint's file. If the graph would
+    use less than `IN_PLACE_FROM` of that file, as for the norms of quantized products, the tensor is written again.
 
     file: stem of the new file, the precision by default.   logits: the output whose product keeps 8 bits; "" for
-    a graph without such an output.
-    shared: parameters that another graph of the bundle has placed. They are used again under the same name.
+    a graph without this output.
+    shared: parameters that another graph of the bundle has placed. The graph uses them under the same names.
     Returns the places of the parameters.
     """
     there = {ref.initializer: ref for ref in shared}
@@ -57,7 +57,7 @@ def place(
             file_there = source.link(name, folder)
             refs.append(WeightRef(name, file_there, entry.offset, entry.length, dtype, entry.shape))
         else:
-            made.append(Made(name, dtype, source.parameters[name], partial(source.slabs, name)))
+            made.append(NewTensor(name, dtype, source.parameters[name], partial(source.slabs, name)))
     used = [there[tensor.name] for tensor in made if tensor.name in there]
     made = [tensor for tensor in made if tensor.name not in there]
     if made:
@@ -68,9 +68,9 @@ def place(
 
 
 def _in_place(read: list[str], left: list[str], source: AnySource, dtype: str) -> set[str]:
-    """Return the parameters `left` after quantizing that stay in the checkpoint's files. Of one file all stay, or none.
+    """Return the parameters of `left` that stay in the checkpoint's files. All of one file stay, or none.
 
-    read: parameters that the graph read before. Random weights are in the bundle already.
+    read: parameters that the graph read before quantization. Random weights are in the bundle already.
     """
     entries = {name: entry for name in read if (entry := source.stored(name)) is not None}
     fitting = [name for name in left if name in entries and entries[name].dtype == dtype]

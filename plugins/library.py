@@ -1,12 +1,12 @@
-"""The kernels' C entries in Python: device addresses and a stream in, nothing copied, no GPU library imported.
+"""The kernels' C entries in Python. They take device addresses and a stream, copy nothing and import no GPU library.
 
     kernels = open_kernels()                                   # build/plugins/libredraft_kernels.so
     args = AttentionArgs(dtype=FLOAT16, batch=1, nodes=13, ..., q=q.data_ptr(), out=out.data_ptr())
     scratch = torch.empty(kernels.workspace_bytes(args), dtype=torch.uint8, device="cuda")
     kernels.attend(args, scratch.data_ptr(), scratch.nbytes, torch.cuda.current_stream().cuda_stream)
 
-Fields are described in plugins/tree_attention/tree_attention.h. Addresses must stay valid until the stream has run the
-call. The CPU build takes host addresses and returns when it is done.
+plugins/tree_attention/tree_attention.h describes the fields. Addresses must stay valid until the stream has run the
+call. The CPU build takes host addresses and returns after the call has run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class _Args(ctypes.Structure):
-    """A struct that is filled by name. Other fields are 0 or null."""
+    """A struct with fields set by name. Other fields are 0 or null."""
 
     def __init__(self, **values: int | float | None) -> None:
         known = {field[0] for field in self._fields_}
-        if unknown := sorted(set(values) - known):  # ctypes would take them in silence
+        if unknown := sorted(set(values) - known):  # ctypes would accept them silently
             raise TypeError(f"{type(self).__name__} has no field {', '.join(unknown)}")
         super().__init__(**values)
 
@@ -68,7 +68,7 @@ class CompactArgs(_Args):
 
 
 class AttentionPlan(ctypes.Structure):
-    """`redraft_attention_plan`: how a call will run."""
+    """`redraft_attention_plan`: tiles, blocks and scratch memory of a call."""
 
     _fields_ = (
         *_fields(_int32, "rows", "tile", "ctas", "threads"),
@@ -77,7 +77,7 @@ class AttentionPlan(ctypes.Structure):
 
 
 class Kernels:
-    """A loaded library of kernels. Raises KernelError with the library's own line on every refusal."""
+    """A loaded library of kernels. Raises KernelError with the library's message if it refuses a call."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -98,7 +98,7 @@ class Kernels:
         return hasattr(self._library, "redraft_cpu_set_order")
 
     def workspace_bytes(self, args: AttentionArgs) -> int:
-        """Bytes of scratch memory that `attend` needs for these sizes."""
+        """Return the bytes of scratch memory that `attend` needs for these sizes."""
         found = ctypes.c_size_t()
         self._check(self._library.redraft_tree_attention_workspace(ctypes.byref(args), ctypes.byref(found)))
         return found.value
@@ -110,7 +110,7 @@ class Kernels:
         return found
 
     def attend(self, args: AttentionArgs, workspace: int, workspace_bytes: int, stream: int = 0) -> None:
-        """Write new rows and attend; `workspace` and `stream` are addresses."""
+        """Write new rows and attend. `workspace` and `stream` are addresses."""
         size = ctypes.c_size_t(workspace_bytes)
         self._check(
             self._library.redraft_tree_attention(ctypes.byref(args), _address(workspace), size, _address(stream))
@@ -125,7 +125,7 @@ class Kernels:
         self._library.redraft_cpu_set_order(ctypes.c_uint(order))
 
     def truncate_sums(self, truncate: bool) -> None:
-        """Choose if matrix products truncate their sums towards zero, as tensor cores do. CPU build only."""
+        """Truncate sums of matrix products towards zero, like tensor cores, if true. CPU build only."""
         self._library.redraft_cpu_truncate_sums(ctypes.c_int(truncate))
 
     def _check(self, status: int) -> None:
@@ -134,7 +134,7 @@ class Kernels:
 
 
 def missing_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the reason why there is no library to load, or None if its file exists."""
+    """Return the reason why no library can be loaded, or None if its file exists."""
     path = _library_path(name, environment)
     if path.exists():
         return None
@@ -149,7 +149,7 @@ def open_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.e
 
 
 def find_kernels(name: str = CUDA_LIBRARY, environment: Mapping[str, str] = os.environ) -> Kernels | None:
-    """The kernels for the GPU, None if none were built. Raises KernelError for a library that cannot be used."""
+    """Return the kernels for the GPU, or None if they were not built. Raises KernelError for an unusable library."""
     if not environment.get(LIBRARY_VARIABLE) and not (BUILD / name).exists():
         return None
     kernels = open_kernels(name, environment)

@@ -1,4 +1,4 @@
-"""Bytes that the kernels must move: a lower bound that measured times are compared with."""
+"""Bytes that the kernels must move: a lower bound to compare measured times with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttentionSizes:
 
     @property
     def row_bytes(self) -> int:
-        """One row of one head."""
+        """Return the bytes of one row of one head."""
         return self.head_dim * ELEMENT_BYTES[self.dtype]
 
 
@@ -34,10 +34,10 @@ def attention_bytes(sizes: AttentionSizes) -> int:
 
 
 def attention_flops(sizes: AttentionSizes) -> int:
-    """Multiplications and additions of both products, hidden scores included."""
+    """Return the multiplications and additions of both products, hidden scores included."""
     return 4 * sizes.batch * sizes.q_heads * sizes.nodes * (sizes.kv_len + sizes.nodes) * sizes.head_dim
 
 
 def compaction_bytes(caches: int, batch: int, kv_heads: int, row_bytes: int, moved_rows: int) -> int:
-    """Every moved row of every cache, read and written."""
+    """Return the bytes of moved rows of all caches, read and written."""
     return 2 * caches * batch * kv_heads * moved_rows * row_bytes

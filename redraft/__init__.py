@@ -1,3 +1,3 @@
-"""The words that every part of redraft shares: types, tensor names, configuration, errors. Imports nothing of ours."""
+"""The words that all of redraft shares: types, tensor names, configuration, errors. Imports no other folder."""
 
 __version__ = "0.1.0"

@@ -24,14 +24,14 @@ DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 RESERVED_IDS = (NONE, *LOOKUPS, "random", "inexact", "verifier", "step", "weights")
 """Words that cannot be ids: the command line or names of a bundle's graphs use them."""
 RANDOM = "random"
-"""Stands for a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""
+"""Replaces a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""
 
 
 @dataclass(frozen=True)
 class DrafterBuild:
     """Configuration of one drafter of a bundle.
 
-    id:      the user's word for it.
+    id:      the user's name for the drafter.
     source:  the drafter's folder, or RANDOM. None in a recipe that leaves the folder to the command line.
     method:  the drafting method; None takes the one that the folder's configuration names.
     options: the method's own options for building.
@@ -72,7 +72,7 @@ class TensorRtBuild:
 
     def __post_init__(self) -> None:
         if self.embed_plugin and self.attention == "native":
-            raise UsageError("there is no plugin to embed with --attention native", "leave --embed-plugin out")
+            raise UsageError("--attention native uses no plugin that could be embedded", "leave --embed-plugin out")
         for name, least in (("batch", 1), ("tree_nodes", 2), ("prefill", 1)):
             if (value := getattr(self, name)) < least:
                 raise UsageError(f"tensorrt.{name} must be at least {least}, not {value}")
@@ -82,7 +82,7 @@ class TensorRtBuild:
 class BuildConfig:
     """Configuration of a bundle that is built from a checkpoint.
 
-    drafters:        drafters that are built with it.
+    drafters:        drafters of the bundle.
     precision:       precision of the matrix products: fp32, or weight-only int8 or int4.
     backend:         the library that runs the engines.
     max_model_len:   largest number of tokens in a sequence; None takes the model's own limit.
@@ -108,7 +108,7 @@ class BuildConfig:
 
     @property
     def weight_only(self) -> Literal["int8", "int4", "fp8"] | None:
-        """Weight type of TensorRT's DequantizeLinear, or None. ONNX Runtime has an operator of its own."""
+        """Weight type of TensorRT's DequantizeLinear, or None for ONNX Runtime, which has another operator."""
         kinds: dict[str, Literal["int8", "int4", "fp8"]] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return kinds.get(self.precision) if self.backend == "tensorrt" else None
 

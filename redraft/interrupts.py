@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until it is safe, and is not lost where nobody could hear it."""
+"""Interrupts (Ctrl-C) that wait until a block ends, or are raised again when Python ignored them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-AGAIN_S = 0.01
+REPEAT_S = 0.01
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[list[int]]:
-    """Hold an interrupt back until the block is left, and raise KeyboardInterrupt then. Yields those that came so far.
+    """Hold interrupts back until the block ends, then raise KeyboardInterrupt. Yields the signals received so far.
 
-    For C++ that calls Python: an exception in the middle of loading a library ends the process with a crash, and one in
-    a callback is caught and forgotten. Does nothing outside of the main thread, which alone is interrupted.
+    For C++ that calls Python: an exception while a library loads crashes the process, and C++ drops an exception of a
+    callback. Does nothing outside the main thread, since Python interrupts only that one.
     """
-    came: list[int] = []
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield signals
         return
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
     try:
-        yield came
+        yield signals
     finally:
         signal.signal(signal.SIGINT, before)
-        if came and before is not signal.SIG_IGN:
+        if signals and before is not signal.SIG_IGN:
             raise KeyboardInterrupt
 
 
 @contextmanager
-def interrupts_heard() -> Iterator[None]:
-    """Interrupt again where an interrupt was lost inside of the block, until one is heard.
+def interrupts_repeated() -> Iterator[None]:
+    """Repeat an interrupt that Python ignored inside the block, until one is raised.
 
-    What is raised in a destructor or a callback of the garbage collector, Python reports and ignores: the command would
-    go on. A moment later the program is somewhere else.
+    Python reports and ignores exceptions in destructors and in callbacks of the garbage collector, so the command would
+    continue. A moment later the program runs other code, which an interrupt does stop.
     """
     before = sys.unraisablehook
 
     def interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
-            threading.Timer(AGAIN_S, _thread.interrupt_main).start()
+            threading.Timer(REPEAT_S, _thread.interrupt_main).start()
         else:
             before(ignored)
 

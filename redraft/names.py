@@ -1,4 +1,4 @@
-"""The only home of names of graphs, tensors and files, of element types, and of a few sizes."""
+"""The only home of the names of graphs, tensors and files, of element types, and of a few sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dim = int | str
 """A fixed size, or the name of a symbol that the caller chooses per call."""
 
 VERIFIER = "verifier"
-"""The verifier's graph, any batch, standard operators only. Engines of GPUs are made of it."""
+"""The verifier's graph, any batch, standard operators only. GPU engines are built from it."""
 VERIFIER_BATCH = "verifier.batch"
 """The same graph lowered to ONNX Runtime's CPU kernels, any batch (absent in halves)."""
 VERIFIER_SINGLE = "verifier.single"
@@ -29,22 +29,22 @@ VERIFIER_FAST = "verifier.fast"
 """As `VERIFIER_SINGLE`, but a single row may differ from several in its last bits, and is faster for it."""
 
 DRAFT, RESAMPLE, COPY_SLOT = "draft", "resample", "copy_slot"
-"""Roles of a drafter's graphs: a fresh tree, a tree from the last draft's rest, one slot's state to another slot."""
+"""Roles of a drafter's graphs: draft a fresh tree, resample the last draft's unused steps, copy state between slots."""
 SINGLE = ".single"
-"""Suffix of the role whose graph is lowered for one sequence, as `VERIFIER_SINGLE` is."""
+"""Suffix of a role whose graph is lowered for one sequence, like `VERIFIER_SINGLE`."""
 
 STEP_PREPARE_TREE = "step.prepare_tree"
-"""What a tree's tokens and parents become for the verifier, on the device."""
+"""Makes the verifier's inputs from a tree's tokens and parents, on the device."""
 STEP_ACCEPT = "step.accept"
-"""What the verifier's logits accept of a tree, on the device."""
+"""Finds the nodes of a tree that the verifier's logits accept, on the device."""
 STEP_COMPACT_KV = "step.compact_kv"
-"""Rows of the accepted path made contiguous in all KV buffers, by standard operators."""
+"""Makes rows of the accepted path contiguous in all KV buffers, by standard operators."""
 STEP_GATHER_FEATURES = "step.gather_features"
-"""Feature rows of the accepted path, appended to those that wait for a drafter."""
+"""Appends feature rows of the accepted path to a drafter's pending rows."""
 STEP_STORE_TREES = "step.store_trees"
-"""Trees that a drafter made for some slots of a batch, put among the trees that are verified next."""
+"""Puts trees that a drafter made for some slots of a batch among the trees to verify next."""
 STEP_COPY_SLOT = f"step.{COPY_SLOT}"
-"""One sequence's KV rows copied to another slot."""
+"""Copies one sequence's KV rows to another slot."""
 
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
@@ -90,7 +90,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 TREE_ATTENTION_INPUTS = 9
-"""Inputs that every node has; one more are its sinks."""
+"""Inputs of every TreeAttention node; sinks are an optional one more."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TensorSpec:
 
 
 CODES, SCALES, ZEROS = ".codes", ".scales", ".zeros"
-"""Suffixes of the names of a MatMulNBits's tensors; the parameter's name comes before them."""
+"""Suffixes of the names of a MatMulNBits's tensors, after the parameter's name."""
 QUANTIZATION_BLOCK = 32
 """Inputs of an output that share a scale and a zero point in a MatMulNBits."""
 
@@ -172,30 +172,31 @@ def hidden_states(hidden_state: str) -> str:
 
 
 CATCH_UP_ROWS = 64
-"""Rows that a drafter catches up on with one call, at most; its buffers and tables have as many beyond the context."""
+"""Largest number of rows to catch up on in one draft call. Buffers and tables have as many beyond the context."""
 DRAFT_WIDTHS = (16, CATCH_UP_ROWS)
 """Widths of a device's draft calls, in rows: few in a step, many after a prompt."""
 TREE_WIDTHS = (1, 2, 4, 8, 13, 16, 32, 64)
-"""Nodes, root included, that a device verifies at once: other trees are padded to the next."""
+"""Nodes, root included, that a device verifies at once. Other trees are padded to the next width."""
 _WIDE_STEP = 32
 MOST_DEPTH = 64
-"""Deepest node that the layout graph can place."""
+"""Depth of the deepest node that `STEP_PREPARE_TREE` can place."""
 MAX_PENDING_FEATURES = 512
-"""Feature rows that a device's buffer holds for a sequence: the rows to catch up on, and one call's."""
+"""Feature rows of a sequence in a device's buffer: the rows to catch up on, and the rows of one call."""
 
 
 _KV_ROW_STEP = 16
 
 
 def kv_rows(tokens: int) -> int:
-    """Rows of a KV buffer's slot that hold so many tokens: a multiple of 16, so that every slot begins at an address
-    that TensorRT takes, if a row has 16 bytes at least.
+    """Rows of a KV buffer's slot that hold `tokens` tokens: the next multiple of 16.
+
+    Every slot then begins at an address that TensorRT takes, if a row has at least 16 bytes.
     """
     return -(-tokens // _KV_ROW_STEP) * _KV_ROW_STEP
 
 
 @lru_cache
 def padded_width(nodes: int) -> int:
-    """Nodes that a tree is padded to: the next of TREE_WIDTHS, beyond which there is one for every 32."""
+    """Nodes that a tree is padded to: the next of TREE_WIDTHS, or the next multiple of 32 if it is larger."""
     place = bisect_left(TREE_WIDTHS, nodes)
     return TREE_WIDTHS[place] if place < len(TREE_WIDTHS) else -(-nodes // _WIDE_STEP) * _WIDE_STEP

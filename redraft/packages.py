@@ -1,4 +1,4 @@
-"""Versions of what is installed and what to ask pip for, where one package may stand in for another."""
+"""Versions of installed packages, and pip requirements, if one package may replace another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from importlib import metadata
 
 GPU_BUILDS: Mapping[str, str] = {"onnxruntime": "onnxruntime-gpu"}
-"""Builds for a GPU, which do as well in place of a requirement. They write the same files: there may be one only."""
+"""GPU builds that replace a requirement. Both write the same files, so install only one of them."""
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a package, or of what comes in its place; None where there is neither."""
+    """Return the installed version of a package or of its GPU build, or None if neither is installed."""
     for found in (name, GPU_BUILDS.get(name)):
         if found is not None:
             try:
@@ -21,5 +21,5 @@ def package_version(name: str) -> str | None:
 
 
 def gpu_requirement(name: str, version: str | None) -> str:
-    """What to ask pip for to have a package's build for a GPU, with CUDA's libraries; None takes any version."""
+    """Return pip's requirement for a package's GPU build with CUDA's libraries. A version of None takes any."""
     return f"{GPU_BUILDS[name]}[cuda,cudnn]" + (f"=={version}" if version else "")

@@ -33,8 +33,8 @@ def to_plain(value: Any) -> Any:
 def from_plain(cls: type[T], values: Any, where: str) -> T:
     """Return the record of the dataclass `cls` that `values` describe.
 
-    Raises UsageError, whose message begins with `where`, for unknown, missing and ill-typed keys, and for values that
-    the dataclass itself refuses.
+    Raises UsageError for unknown, missing and ill-typed keys, and for values that the dataclass refuses. Its message
+    begins with `where`.
     """
     try:
         record: T = _decode(cls, values, "")
@@ -98,7 +98,7 @@ def _table(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def _expect(kind: Any, value: Any, path: str, words: str) -> Any:
-    """Return `value` if it is of the type. A bool is no int."""
+    """Return `value` if it has the type. A bool is not an int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _wrong(path, words, value)
     return value

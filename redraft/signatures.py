@@ -1,9 +1,8 @@
-"""Signatures of the verifier's graphs and of a step's: inputs and outputs in order, by the shape of the model.
+"""Signatures of the graphs of the verifier and of a step: inputs and outputs in order, by the shape of the model.
 
-Symbols: B sequences in the call, T tokens verified at once, R rows whose logits are wanted, C capacity of the KV
-buffers in rows, V vocabulary, n hidden size, H_kv key/value heads, D head size, K nodes of a drafter's tree with its
-root, S nodes that the store has space for a tree. A drafter's own graphs are in its method's file, in
-`redraft.methods`.
+Symbols: B sequences in the call, T tokens verified at once, R rows of logits, C rows of the KV buffers, V vocabulary,
+n hidden size, H_kv key/value heads, D head size, F rows of a feature buffer, W rows of pending features, K nodes of a
+drafter's tree with its root, S nodes of a stored tree at most. `redraft.methods` has the signatures of drafters.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ def verifier_outputs(shape: VerifierShape, hidden_states: tuple[str, ...]) -> tu
     )
 
 
-def step_layout_inputs() -> tuple[TensorSpec, ...]:
-    """Inputs of the layout graph: of each sequence a tree of T nodes from the host and one of S nodes from the store,
-    of which the first T are taken where `on_device` is not 0.
+def prepare_tree_inputs() -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_PREPARE_TREE`: for each sequence, a tree of T nodes from the host and a stored one of S nodes.
 
-    Parents come before their children, -1 is the root's; `cache_len` rows are live already.
+    The graph takes the stored tree's first T nodes if `on_device[b]` is not 0. Parents come before their children; the
+    root's is -1. `cache_len` is the number of committed rows.
     """
     return (
         TensorSpec(names.HOST_TOKENS, "int64", ("B", "T")),
@@ -76,8 +75,8 @@ def step_layout_inputs() -> tuple[TensorSpec, ...]:
     )
 
 
-def step_layout_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of the layout graph: T nodes, those past the tree's hanging from its root, and what describes them."""
+def prepare_tree_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of `STEP_PREPARE_TREE`: T nodes with positions and mask. Padding nodes are children of the root."""
     return (
         TensorSpec(names.TOKEN_IDS, "int64", ("B", "T")),
         TensorSpec(names.PARENTS, "int64", ("B", "T")),
@@ -86,8 +85,8 @@ def step_layout_outputs() -> tuple[TensorSpec, ...]:
     )
 
 
-def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Inputs of the accepting graph: logits of every node, the tree, and how many of its nodes are real."""
+def accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_ACCEPT`: logits of every node, the tree, and its number of nodes without padding."""
     return (
         TensorSpec(names.LOGITS, "float32", ("B", "T", shape.vocabulary)),
         TensorSpec(names.TOKEN_IDS, "int64", ("B", "T")),
@@ -97,12 +96,12 @@ def step_accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def step_accept_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of the accepting graph.
+def accept_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of `STEP_ACCEPT`.
 
-    `path[b]` are the root and the accepted nodes, then its own place: 0, 2, 5, 3, 4 … where nodes 2 and 5 are accepted.
-    `accept_output[b]` is what the host reads: how many the first ones are, the path, the verifier's token after each
-    node.
+    `path[b]` begins with the root and the accepted nodes; every later entry is its own index. If nodes 2 and 5 are
+    accepted, it is 0, 2, 5, 3, 4 …. The host reads `accept_output[b]`: the number of accepted nodes with the root, the
+    path, and the verifier's token after each node.
     """
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),
@@ -110,8 +109,8 @@ def step_accept_outputs() -> tuple[TensorSpec, ...]:
     )
 
 
-def step_keep_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Inputs of the keeping graph: the accepting graph's path, the rows live before the tree, all KV buffers."""
+def compact_kv_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_COMPACT_KV`: the path of `STEP_ACCEPT`, the rows committed before the tree, all KV buffers."""
     return (
         TensorSpec(names.PATH, "int64", ("B", "T")),
         TensorSpec(names.CACHE_LEN, "int64", ("B",)),
@@ -119,13 +118,13 @@ def step_keep_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def step_keep_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Outputs of the keeping graph: row cache_len + path[i] of each buffer now at cache_len + i as well, in place."""
-    return move_outputs(verifier_state(shape))
+def compact_kv_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Outputs of `STEP_COMPACT_KV`: each buffer, in place, with row cache_len + path[i] copied to cache_len + i."""
+    return copy_slot_outputs(verifier_state(shape))
 
 
-def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Inputs of the collecting graph: a call's feature rows, its path, and what waits already, W rows of which some."""
+def gather_features_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_GATHER_FEATURES`: a call's feature rows, its path, pending rows, and their number."""
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "F", shape.hidden)),
         TensorSpec(names.PATH, "int64", ("B", "T")),
@@ -134,8 +133,11 @@ def step_collect_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
-    """Output of the collecting graph: feature row path[i] at row pending_offset + i, in place; W holds T rows more."""
+def gather_features_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Output of `STEP_GATHER_FEATURES`: pending rows, in place, with feature row path[i] at pending_offset + i.
+
+    W is at least pending_offset + T.
+    """
     return (
         TensorSpec(
             names.present(names.PENDING_FEATURES),
@@ -146,25 +148,25 @@ def step_collect_outputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def step_store_inputs() -> tuple[TensorSpec, ...]:
-    """Inputs of the storing graph: a drafter's trees of K nodes, the slots whose trees are wanted, and the store.
+def store_trees_inputs() -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_STORE_TREES`: a drafter's trees of K nodes, the slots to replace, and the stored trees.
 
-    `drafted[b]` is not 0 where tree b takes the place of the one in the store. S is K at least.
+    Tree b replaces the stored one if `drafted[b]` is not 0. S is at least K.
     """
     return (
         TensorSpec(names.TREE_TOKENS, "int64", ("B", "K")),
         TensorSpec(names.TREE_PARENTS, "int64", ("B", "K")),
         TensorSpec(names.DRAFTED, "int64", ("B",)),
-        *_store(),
+        *_stored_trees(),
     )
 
 
-def step_store_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of the storing graph: the store, in place. Nodes past a new tree's K hang from its root."""
-    return move_outputs(_store())
+def store_trees_outputs() -> tuple[TensorSpec, ...]:
+    """Outputs of `STEP_STORE_TREES`: the stored trees, in place. Nodes past a new tree's K are children of its root."""
+    return copy_slot_outputs(_stored_trees())
 
 
-def _store() -> tuple[TensorSpec, ...]:
+def _stored_trees() -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, "int64", ("B", "S")) for name in (names.STORED_TOKENS, names.STORED_PARENTS))
 
 
@@ -175,25 +177,25 @@ Signature = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 def step_signatures(shape: VerifierShape, gathers: bool) -> dict[str, Signature]:
     """Return inputs and outputs of a step's graphs by name. gathers: True if a drafter reads hidden states."""
     found = {
-        names.STEP_PREPARE_TREE: (step_layout_inputs(), step_layout_outputs()),
-        names.STEP_ACCEPT: (step_accept_inputs(shape), step_accept_outputs()),
-        names.STEP_COMPACT_KV: (step_keep_inputs(shape), step_keep_outputs(shape)),
-        names.STEP_COPY_SLOT: (move_inputs(verifier_state(shape)), move_outputs(verifier_state(shape))),
+        names.STEP_PREPARE_TREE: (prepare_tree_inputs(), prepare_tree_outputs()),
+        names.STEP_ACCEPT: (accept_inputs(shape), accept_outputs()),
+        names.STEP_COMPACT_KV: (compact_kv_inputs(shape), compact_kv_outputs(shape)),
+        names.STEP_COPY_SLOT: (copy_slot_inputs(verifier_state(shape)), copy_slot_outputs(verifier_state(shape))),
     }
     if gathers:
-        found[names.STEP_GATHER_FEATURES] = (step_collect_inputs(shape), step_collect_outputs(shape))
-        found[names.STEP_STORE_TREES] = (step_store_inputs(), step_store_outputs())
+        found[names.STEP_GATHER_FEATURES] = (gather_features_inputs(shape), gather_features_outputs(shape))
+        found[names.STEP_STORE_TREES] = (store_trees_inputs(), store_trees_outputs())
     return found
 
 
-def move_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Inputs of a moving graph: from which slot to which, and what is kept by slot, in axis 0."""
+def copy_slot_inputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Inputs of a graph that copies a slot: the source and target slots, and tensors with slots in axis 0."""
     slots = (TensorSpec(names.SOURCE_SLOT, "int64", (1,)), TensorSpec(names.TARGET_SLOT, "int64", (1,)))
     return (*slots, *tensors)
 
 
-def move_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Outputs of a moving graph: the same tensors, in place."""
+def copy_slot_outputs(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Outputs of a graph that copies a slot: the same tensors, in place."""
     return tuple(replace(spec, name=names.present(spec.name), in_place_of=spec.name) for spec in tensors)
 
 

@@ -1,4 +1,4 @@
-"""The values that pass between drafting, verification and control. All frozen; all of one sequence."""
+"""The frozen values that pass between drafting, verification and control, each for one sequence."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be drafted: `nodes` to verify besides the root, at most `depth` deep and `width` wide a level.
+    """Limits of a tree: at most `nodes` nodes without the root, `depth` levels, and `width` nodes a level.
 
-    `nodes = 0` means: do not speculate now. On a device, a drafter's trees are copied to the host and cut there if
-    `depth` or `width` is smaller than what it makes, which makes a step slower; `nodes` alone needs no copy.
+    `nodes = 0` turns speculation off. If `depth` or `width` is below the drafter's, a device's trees are copied to the
+    host and cut there, which makes a step slower. Limiting only `nodes` needs no copy.
     """
 
     nodes: int
@@ -49,9 +49,9 @@ class Costs:
 class OfferKind(StrEnum):
     """How a drafter makes a tree.
 
-    NONE: no tree, plain decoding.   LOOKUP: known text, the sequence's own or a prediction.   RESAMPLE: hidden states
-    that the last draft left over.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they
-    stay on a device.
+    NONE: no tree, plain decoding.   LOOKUP: known text, the sequence's own or a prediction.   RESAMPLE: unused hidden
+    states of the last draft.   FRESH: a new draft. Trees of the last two are merged with the lookup's, unless they stay
+    on a device.
     """
 
     NONE = "none"
@@ -69,26 +69,26 @@ class Tree(Protocol):
 
     @property
     def parents(self) -> IntArray:
-        """The parent of each node, int64[n]: -1 for the root; a parent comes before its children."""
+        """The parent of each node, int64[n], before its children. -1 for the root."""
 
     @property
     def log_probs(self) -> FloatArray:
-        """Joint log probability under the drafter, float32[n]: its estimate if it has no model; 0 for the root."""
+        """Joint log probability under the drafter, float32[n]; 0 for the root. An estimate if it has no model."""
 
     @property
     def on_device(self) -> bool:
-        """True if the fields lie on a device, where the nodes come likeliest first. Asking for a field copies it."""
+        """True if the fields are on a device, with nodes in order of probability. Reading a field copies it."""
 
     def __len__(self) -> int:
-        """n."""
+        """Number of nodes, n."""
 
     def first(self, nodes: int) -> Tree:
-        """The root and the `nodes` nodes after it."""
+        """Return the root and the `nodes` nodes after it."""
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """A tree on the host. See `Tree` for its fields."""
+    """A tree on the host, with the fields of `Tree`."""
 
     tokens: IntArray
     parents: IntArray
@@ -100,22 +100,22 @@ class DraftTree:
         return len(self.tokens)
 
     def first(self, nodes: int) -> DraftTree:
-        """See `Tree.first`."""
+        """Return the root and the `nodes` nodes after it."""
         end = nodes + 1
         return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end])
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step's tree was chosen from, where it was weighed.
+    """The estimates from which the controller chose a step's tree.
 
     rate:   tokens that a millisecond must bring.
-    gains:  tokens expected of each kind of offer beyond what it costs; the first of the largest is taken.
-    tried:  a fresh draft is taken whatever is expected of it, to learn what it brings now, or since the batch has one.
-    found:  what the lookup had.   whole: all that could be verified, of which `rate` decides how much is.
-    shares: of a tree that stayed on a device, how often the nodes after the root are kept, by which that was decided.
-    table_ms: what verifying so many nodes was believed to cost.
-    probed: nodes are verified that do not seem to pay, to learn what they cost.
+    gains:  expected tokens of each kind of offer minus its cost. The controller takes the first of the largest.
+    tried:  True if it takes a fresh draft whatever its gain, to learn the gain, or since the batch drafts anyway.
+    found:  the lookup's tree.   whole: the largest tree that could be verified; `rate` decides how much of it is.
+    shares: acceptance rate of each node after the root, from which a tree on a device was cut.
+    table_ms: estimated time of verifying n nodes.
+    probed: True if it verifies nodes that do not seem to pay, to learn their cost.
     together: in a batch, the rate of all its sequences, and the tokens that the n-th node of all their trees brings.
     """
 
@@ -131,12 +131,12 @@ class Choice:
 
 
 class Outcome(NamedTuple):
-    """What one verification said of one tree.
+    """The outcome of verifying one tree.
 
-    target_token_ids: the verifier's token after every node, n of them.
-    path:        nodes accepted, in order, root excluded: rows of the KV and feature buffers of this call.
+    target_token_ids: the verifier's token after each of the n nodes.
+    path:        accepted nodes in order, without the root: rows of the KV and feature buffers of this call.
     bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
-    tokens:      accepted tokens, then the bonus: what this step adds to the sequence.
+    tokens:      tokens that this step adds to the sequence: the accepted ones, then the bonus.
     """
 
     target_token_ids: Sequence[int]

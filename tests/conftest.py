@@ -1,4 +1,4 @@
-"""What every test may use: the root of the project and the reference data beside it."""
+"""Fixtures for every test: the project's root, and the reference data next to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Reference data kept beside the project; skips where it is absent."""
+    """Reference data next to the project. Skips the test if they are absent."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("no ../shared beside the project: reference checkpoints and prompts are not here")
@@ -46,7 +46,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, since setuptools writes beside them."""
+    """A wheel built from a copy of the sources, since setuptools writes next to them."""
     tree = tmp_path_factory.mktemp("sources")
     for package in (*PACKAGES, "experiments"):
         shutil.copytree(
@@ -61,7 +61,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with a random drafter; not to be written to."""
+    """A bundle with a random drafter, for reading only."""
     from tests.runtime.lyanna_bundle import write_lyanna_bundle
 
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
-    """The kernels built for the CPU by `make kernels-cpu`. Skips only where no C++ compiler could have built them."""
+    """The kernels built for the CPU by `make kernels-cpu`. Skips only if no C++ compiler can build them."""
     path = BUILD / CPU_LIBRARY
     if not path.exists() and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler here to build the kernels for the CPU")
@@ -80,13 +80,13 @@ def kernels() -> Kernels:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of the tests' own."""
+    """A cache folder for tests only."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
 def redraft(cache: Path) -> Redraft:
-    """Run the command line as a user does; returns the finished process."""
+    """Run the command line like a user. Returns the finished process."""
 
     def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
@@ -99,13 +99,13 @@ def redraft(cache: Path) -> Redraft:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint; not to be written to."""
+    """A checkpoint, for reading only."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "little")
 
 
 @pytest.fixture(scope="session")
 def bundle(checkpoint: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of `checkpoint`; not to be written to."""
+    """A bundle of `checkpoint`, for reading only."""
     out = tmp_path_factory.mktemp("engines") / "little"
     result = redraft("build", checkpoint, "-o", out, "--eval-text", "none")
     assert result.returncode == 0, result.stderr

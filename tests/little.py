@@ -1,4 +1,4 @@
-"""A tiny checkpoint with random weights, on which whole builds are tried."""
+"""A tiny checkpoint with random weights, for tests of whole builds."""
 
 from __future__ import annotations
 

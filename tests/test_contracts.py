@@ -15,7 +15,7 @@ TYPE_ERROR = '"""Planted."""\n\nlength: int = "three"\n'
 
 @pytest.fixture
 def tree(root: Path, tmp_path: Path) -> Path:
-    """A copy of the sources in which a test may plant an error."""
+    """A copy of the sources, in which tests plant errors."""
     for package in PACKAGES:
         shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
@@ -24,7 +24,7 @@ def tree(root: Path, tmp_path: Path) -> Path:
 
 
 def check(tree: Path, target: str, *variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a make target in `tree` with this interpreter's environment, which counts as installed."""
+    """Run a make target in `tree` with this interpreter's environment instead of an installation."""
     environment = f"VENV={sys.prefix}"
     command = ["make", "-C", str(tree), "-o", f"{sys.prefix}/installed", environment, target, *variables]
     return subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What is deployed must import without the optional extras, and the command line must start without heavy libraries."""
+"""Deployed modules import without the optional extras, and the command line starts without heavy libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_without(blocked: tuple[str, ...], program: str) -> subprocess.CompletedP
 
 
 def deployed(root: Path) -> list[str]:
-    """Modules of the shared words, the engines and the runtime, but those that only building needs."""
+    """Modules of redraft/, engines/ and runtime/, without those that only building needs."""
     names = []
     for folder, package in (("redraft", "redraft"), ("engines", "redraft.engines"), ("runtime", "redraft.runtime")):
         for path in sorted((root / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""An interrupt comes after the block, and only where one would have come."""
+"""An interrupt comes after the block, and only if one was due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from redraft.interrupts import interrupts_deferred, interrupts_heard
+from redraft.interrupts import interrupts_deferred, interrupts_repeated
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_without_an_interrupt_nothing_happens() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_interrupts_stay_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts_deferred():
         os.kill(os.getpid(), signal.SIGINT)
@@ -68,7 +68,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     def block() -> None:
-        with interrupts_heard():
+        with interrupts_repeated():
             closing = Closing()
             del closing
             for _ in range(200):
@@ -87,7 +87,7 @@ def test_other_ignored_errors_are_reported_as_ever(monkeypatch: pytest.MonkeyPat
 
     reported: list[BaseException | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda ignored: reported.append(ignored.exc_value))
-    with interrupts_heard():
+    with interrupts_repeated():
         failing = Failing()
         del failing
     assert [str(error) for error in reported] == ["in a destructor"]

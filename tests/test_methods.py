@@ -1,4 +1,4 @@
-"""No shared file knows a drafting method's name: all work from its specification."""
+"""No shared file contains a drafting method's name: all work from its specification."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from redraft.methods import METHODS, NGRAM, NONE
 FOLDERS = ("assembly", "bench", "cli", "engines", "experiments", "export", "plugins", "redraft", "runtime", "train")
 REGISTRY = "redraft/methods/__init__.py"
 WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
-"""The methods that are looked for.
+"""The methods that the test searches for.
 
-`none` is a word of every language. N-gram lookup is no drafter of a bundle: the default and the pair of lookup and a
-drafter are made with it.
+`none` is too common a word. N-gram lookup is not a drafter of a bundle: shared files combine it with drafters.
+
 """
 EXCEPTIONS = {
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
@@ -30,7 +30,7 @@ EXCEPTIONS = {
         "trains, stores or begins with the module that a verifier may have, whatever drafts with it",
     ),
 }  # fmt: skip
-"""By method, shared files that still name it, and why. Entries may go; of a new method none may come."""
+"""By method, shared files that still name it, and why. Never add an entry for a new method."""
 
 
 def own_files(method: str) -> re.Pattern[str]:
@@ -43,7 +43,7 @@ def own_files(method: str) -> re.Pattern[str]:
 
 
 def docstrings(tree: ast.Module) -> set[ast.Constant]:
-    """Strings that document: statements of their own. They may cite a paper and name a method as an example."""
+    """Docstrings, which may cite a paper and name a method as an example."""
     return {
         node.value
         for node in ast.walk(tree)
@@ -52,7 +52,7 @@ def docstrings(tree: ast.Module) -> set[ast.Constant]:
 
 
 def uses(source: str, method: str) -> set[int]:
-    """Lines with an identifier, an import or a string that contains the method's name, in any case."""
+    """Return lines with an identifier, an import or a string that contains the method's name, in any case."""
     tree = ast.parse(source)
     documented = docstrings(tree)
     fields = ("id", "attr", "arg", "name", "asname", "module", "value")

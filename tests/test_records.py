@@ -1,4 +1,4 @@
-"""Records are read from files that people write and that bits flip in: nothing of a wrong form may get through."""
+"""Records come from handwritten or damaged files, so every wrong form must be refused."""
 
 from __future__ import annotations
 

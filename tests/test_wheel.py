@@ -1,4 +1,4 @@
-"""The wheel: a package missing from the map works in editable mode and vanishes from what is installed."""
+"""The wheel: a package missing from the map works in editable mode but is not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import PACKAGES
 def sources(root: Path) -> set[str]:
     """Every Python and data file of the packages, by its name in the wheel."""
     names = {}
-    for folder, target in PACKAGES.items():  # a folder inside another one comes later and replaces its names
+    for folder, target in PACKAGES.items():  # a folder inside another comes later and replaces its names
         for path in (root / folder).rglob("*"):
             if path.suffix in {".py", ".toml", ".typed", ".md"}:
                 names[path] = f"{target}/{path.relative_to(root / folder).as_posix()}"

@@ -1,7 +1,7 @@
 """Batches whose content is a pure function of (seed, step).
 
-Each kind is one stream of tokens, cut into blocks; an epoch is a permutation of them with a phase of its own, so no
-token is seen twice before all are seen once, and cuts fall elsewhere the next time.
+Each kind is one stream of tokens, cut into blocks. An epoch permutes them and has its own phase. No token is thus seen
+twice before all are seen once, and the next epoch cuts at other places.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from redraft.errors import DataError
 
-_CYCLE_ROWS = 100  # shares are exact over this many rows
+_CYCLE_ROWS = 100  # shares are exact over this number of rows
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BatchPlan:
     def __init__(
         self, streams: Mapping[str, NDArray[np.integer[Any]]], weights: Mapping[str, float], seed: int, lookahead: int
     ) -> None:
-        """`streams` maps kinds to 1-D token arrays; a row of T inputs has `lookahead` tokens more, for its targets.
+        """`streams` maps kinds to 1-D token arrays. A row of T inputs has `lookahead` more tokens, for its targets.
 
         Raises DataError if kinds and weights differ.
         """
@@ -45,13 +45,13 @@ class BatchPlan:
         self._lookahead = lookahead
 
     def batch(self, step: int, rows: int, length: int) -> Batch:
-        """The batch of `step`: `rows` rows of `length` inputs each, kinds interleaved."""
+        """Return the batch of `step`: `rows` rows of `length` inputs each, kinds interleaved."""
         drawn = [self._draw(step * rows + row) for row in range(rows)]
         tokens = np.stack([self._row(kind, index, length) for kind, index in drawn])
         return Batch(torch.from_numpy(tokens.astype(np.int64)), tuple(kind for kind, _ in drawn))
 
     def _draw(self, row: int) -> tuple[str, int]:
-        """Kind of the run's `row`-th row, and how many rows of that kind came before it."""
+        """Return the kind of the run's `row`-th row, and the number of earlier rows of this kind."""
         cycle, place = divmod(row, len(self._cycle))
         kind = self._cycle[place]
         return kind, cycle * self._cycle.count(kind) + self._cycle[:place].count(kind)
@@ -67,7 +67,7 @@ class BatchPlan:
 
 
 def blocks_of(kind: str, tokens: int, length: int, lookahead: int) -> int:
-    """Rows of `length` in an epoch over `tokens` tokens; raises DataError if there is not one."""
+    """Return the number of rows of `length` in an epoch over `tokens` tokens. Raises DataError if it is zero."""
     blocks = (tokens - lookahead) // length - 1
     if blocks < 1:
         raise DataError(
@@ -77,7 +77,7 @@ def blocks_of(kind: str, tokens: int, length: int, lookahead: int) -> int:
 
 
 def _interleave(weights: Mapping[str, float]) -> tuple[str, ...]:
-    """A cycle of kinds in the given proportions, each kind spread evenly over it."""
+    """Return a cycle of kinds in the given proportions, each kind spread evenly over it."""
     total = sum(weights.values())
     counts = {kind: max(1, round(_CYCLE_ROWS * weight / total)) for kind, weight in weights.items()}
     slots = [((n + 0.5) / count, kind) for kind, count in counts.items() for n in range(count)]

@@ -1,4 +1,4 @@
-"""Training checkpoints: one file. A new one is written under another name, then renamed, so one is always whole."""
+"""Training checkpoints: one file, written under another name and then renamed, so that it is always whole."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def save_checkpoint(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """Read the folder's checkpoint, on the CPU; raises TrainingError when there is none or it is damaged."""
+    """Read the folder's checkpoint, on the CPU. Raises TrainingError if it is missing or damaged."""
     path = folder / NAME
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise TrainingError(f"no checkpoint {path} to resume", "start without --resume") from None
-    except Exception as error:  # torch names damaged files in several ways  # noqa: BLE001
+    except Exception as error:  # torch raises several types for damaged files  # noqa: BLE001
         raise TrainingError(f"{path} cannot be read: {error}", "start again without --resume") from None
     return state

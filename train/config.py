@@ -1,6 +1,6 @@
 """Recipes: data mixture and optimisation of a run in one frozen value, which the trained model's own recipe extends.
 
-The TOML recipe and the command line build the same class; an unknown key is refused.
+The TOML recipe and the command line build the same class, which refuses unknown keys.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ RECIPES = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides a training run, except the places of its files. Subclasses add the trained model.
+    """All settings of a training run, except the places of its files. Subclasses add the trained model.
 
     `steps` is the whole length; with `epochs` it follows from the data's size. The learning rate warms up, is constant
-    until the last `decay_share` of the steps, then falls linearly to zero, so a run can be resumed with another length
-    while it is still constant. Rows are `seq_len` tokens long, and `decay_seq_len` in the decay; a batch always holds
-    `batch_tokens` tokens.
+    until the last `decay_share` of the steps, then falls linearly to zero. While it is constant, a run can be resumed
+    with another length. Rows have `seq_len` tokens, and `decay_seq_len` in the decay; a batch always has
+    `batch_tokens`.
 
     optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`) or `adam` (all at `lr`).
     """
@@ -69,16 +69,16 @@ class Recipe:
 
     @property
     def decay_start(self) -> int:
-        """First step of the decay; the data order changes its row length there."""
+        """First step of the decay. Its rows have another length."""
         return self.steps - round(self.steps * self.decay_share)
 
     def lr_factor(self, step: int) -> float:
-        """Factor on every learning rate at `step`: linear warmup, one, linear decay to zero after the last step."""
+        """Return the factor on learning rates at `step`: linear warmup, one, linear decay to zero at the end."""
         decayed = min(1.0, (self.steps - step) / max(1, self.steps - self.decay_start))
         return min(1.0, (step + 1) / max(1, self.warmup_steps)) * decayed
 
     def row_length(self, step: int) -> int:
-        """Tokens in a row of the batch at `step`."""
+        """Return the tokens in a row of the batch at `step`."""
         return self.decay_seq_len if step >= self.decay_start else self.seq_len
 
     def course(self, step: int) -> tuple[float, ...]:
@@ -86,7 +86,7 @@ class Recipe:
         return self.lr_factor(step), self.row_length(step)
 
     def for_data(self, tokens: int) -> Self:
-        """The same recipe with the steps that its epochs over `tokens` tokens take."""
+        """Return the recipe with the number of steps of its epochs over `tokens` tokens."""
         if not self.epochs:
             return self
         return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
@@ -97,17 +97,17 @@ class Recipe:
         return recipe if seed is None else dataclasses.replace(recipe, seed=seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the checkpoint and the model card."""
+        """Return plain values, for the checkpoint and the model card."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> Self:
-        """Build a recipe from plain values; raises UsageError on an unknown key or a value of the wrong type."""
+        """Build a recipe from plain values. Raises UsageError for an unknown key or a value of the wrong type."""
         return from_plain(cls, values, source)
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
-        """Read a TOML recipe: a path, or the name of one that ships."""
+        """Read a TOML recipe: a path, or the name of one in the package."""
         path = Path(name_or_path)
         if path.suffix != ".toml":
             path = RECIPES / f"{name_or_path}.toml"

@@ -1,7 +1,7 @@
 """Corpora: documents of a kind, and the split into training and held-out ones.
 
-Whole documents are held out, chosen by a hash of their names, so that the split needs no list and never moves when
-files are added. A source is `stdlib` (the running Python's own library), a `.jsonl` file of word problems
+A hash of their names selects whole documents to hold out. The split needs no list and stays the same when files are
+added. A source is `stdlib` (the running Python's own library), a `.jsonl` file of word problems
 (`question`, `answer`), or a UTF-8 text file whose documents are separated by lines of `<|endoftext|>`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from redraft.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
-# Test suites (most of the library's bytes, repetitive), tables that are data rather than code, and what a
+# Test suites (most of the library's bytes, repetitive), tables that are data rather than code, and files that a
 # distribution adds or generates.
 _SKIPPED_FOLDERS = {
     "site-packages",
@@ -54,7 +54,7 @@ class Corpus:
     held_out: tuple[Document, ...]
 
     def digest(self) -> str:
-        """SHA-256 over names and texts of both sides; a resumed run must see the same one."""
+        """SHA-256 over names and texts of both sides. A resumed run must have the same digest."""
         sha = hashlib.sha256()
         for document in (*self.train, *self.held_out):
             sha.update(f"{document.name}\0{document.text}\0".encode())
@@ -68,7 +68,7 @@ def is_held_out(kind: str, name: str, every: int) -> bool:
 
 
 def parse_sources(options: Iterable[str]) -> dict[str, str]:
-    """`KIND=SOURCE` options to a mapping; raises DataError on another form or a kind given twice."""
+    """Return `KIND=SOURCE` options as a mapping. Raises DataError for another form or a repeated kind."""
     sources: dict[str, str] = {}
     for option in options:
         kind, equals, source = option.partition("=")
@@ -81,7 +81,7 @@ def parse_sources(options: Iterable[str]) -> dict[str, str]:
 
 
 def load_corpus(kind: str, source: str, every: int) -> Corpus:
-    """Read and split a source; raises DataError naming the file when it is unreadable, empty or too short."""
+    """Read and split a source. Raises DataError naming the file if it is unreadable, empty or too short."""
     documents = _read(kind, source)
     if sum(len(d.text) for d in documents) < MIN_CHARS:
         raise DataError(f"{source}: fewer than {MIN_CHARS} characters of {kind}", "give a longer corpus")
@@ -122,7 +122,7 @@ def _read_stdlib(kind: str) -> list[Document]:
             continue
         try:
             text = path.read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError:  # a handful declare another encoding
+        except UnicodeDecodeError:  # a few files declare another encoding
             continue
         if text:
             documents.append(Document(kind, "/".join(parts), text + "\n"))
@@ -130,7 +130,7 @@ def _read_stdlib(kind: str) -> list[Document]:
 
 
 def format_word_problem(question: str, answer: str = "") -> str:
-    """The text of a word problem; without an answer it is a prompt."""
+    """Return the text of a word problem. Without an answer it is a prompt."""
     return f"Question: {question.strip()}\nAnswer:" + (f" {answer.strip()}" if answer else "")
 
 

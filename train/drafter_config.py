@@ -1,4 +1,4 @@
-"""The recipe of a drafter: its texts, the steps between measurements, and its method's own table."""
+"""The recipe of a drafter: its texts, the steps between measurements, and its method's table."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ MIXTURE = ("text", "greedy", "sampled")
 
 @dataclass(frozen=True)
 class SelfText:
-    """Text that the verifier writes before training, from prompts cut in the training documents.
+    """Text that the verifier writes before training, from prompts cut from the training documents.
 
-    rows:              of a kind and temperature, each `prompt_tokens` of a document and `new_tokens` by the verifier.
+    rows:              of each kind and temperature, with `prompt_tokens` of a document and `new_tokens` of the
+    verifier.
     temperatures:      0 is greedy decoding.
     text, greedy, sampled: shares of the documents themselves, of greedy and of sampled text in a kind's batches.
     held_out_rows:     greedy rows of a kind, from held-out documents, to measure acceptance on.
@@ -44,7 +45,7 @@ class SelfText:
                 )
 
     def temperatures_of(self, source: str) -> tuple[float, ...]:
-        """Temperatures whose rows make up the `greedy` or the `sampled` stream."""
+        """Return the temperatures whose rows are in the `greedy` or the `sampled` stream."""
         return tuple(t for t in self.temperatures if (t == 0) == (source == "greedy"))
 
     def shares(self) -> dict[str, float]:
@@ -68,9 +69,9 @@ class DrafterTable:
 
 @dataclass(frozen=True)
 class DrafterRecipe(Recipe):
-    """A drafter's run. Without `weights` every kind of the data counts alike.
+    """A drafter's run. Without `weights`, every kind of the data has equal weight.
 
-    method:          the drafting method, which reads a `drafter` table of its own.
+    method:          the drafting method, which defines the `drafter` table.
     evaluate_every:  steps between measurements of acceptance.
     """
 
@@ -80,7 +81,7 @@ class DrafterRecipe(Recipe):
     evaluate_every: PositiveInt = 50
 
     def stream_weights(self) -> dict[str, float]:
-        """Weights of the streams that batches are drawn from: a kind's own, `kind.greedy` and `kind.sampled`."""
+        """Return weights of the streams that batches are drawn from: `kind`, `kind.greedy` and `kind.sampled`."""
         return {
             stream_name(kind, source): weight * share
             for kind, weight in self.weights.items()

@@ -22,13 +22,13 @@ from redraft.train.verifier_model import VerifierModel, check_device, open_verif
 
 @dataclass(frozen=True)
 class KindAcceptance:
-    """Acceptance on the texts of one kind, after how many prompts."""
+    """Acceptance on the texts of one kind, and the number of prompts."""
 
     prompts: int
     acceptance: Acceptance
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"prompts": self.prompts, **asdict(self.acceptance)}
 
 
@@ -40,10 +40,10 @@ def evaluate_drafter(
     limit: int | None = None,
     device: str = "cpu",
 ) -> dict[str, KindAcceptance]:
-    """Acceptance by kind of prompt, over drafts that start at a prompt's last token or later.
+    """Return acceptance by kind of prompt, over drafts that start at a prompt's last token or later.
 
-    `limit` takes the first prompts of every kind only. Raises CheckpointError if the drafter is damaged or belongs
-    to another verifier, DataError if prompts are.
+    `limit` takes only the first prompts of every kind. Raises CheckpointError if the drafter is damaged or belongs
+    to another verifier, and DataError for damaged prompts.
     """
     check_device(device)
     texts = read_prompts(prompts, limit)
@@ -59,7 +59,7 @@ def evaluate_drafter(
 
 
 def read_prompts(paths: Sequence[Path], limit: int | None = None) -> dict[str, list[str]]:
-    """First turns of the prompts of every `category`, or of every file that names none, in the order of the files."""
+    """Return first turns by `category`, or by file without one, in the order of the files."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         try:
@@ -82,12 +82,12 @@ def read_prompts(paths: Sequence[Path], limit: int | None = None) -> dict[str, l
 def _measure(
     objective: DrafterObjective, verifier: VerifierModel, kind: str, prompts: list[str], new_tokens: int
 ) -> KindAcceptance:
-    """Prompts whose text would pass the verifier's positions are left out."""
+    """Leave out prompts whose text would pass the verifier's positions."""
     most = getattr(verifier.config, "max_position_embeddings", None)
     ids = [encoding.ids for encoding in verifier.tokenizer.encode_batch(prompts)]
     ids = [prompt for prompt in ids if prompt and (not most or len(prompt) + new_tokens <= most)]
     if not ids:
-        raise DataError(f"no prompt of {kind} leaves the verifier room for {new_tokens} tokens", "give shorter ones")
+        raise DataError(f"no prompt of {kind} fits the verifier with {new_tokens} more tokens", "give shorter prompts")
     rows = continue_greedily(verifier.model, ids, new_tokens, verifier.eos)
     texts = [
         (np.array([row]), len(prompt) - 1)

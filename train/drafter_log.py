@@ -20,7 +20,7 @@ from redraft.train.text_store import Array
 
 
 class DrafterLog:
-    """Callable on each StepReport; measures every `evaluate_every` steps and after the last one."""
+    """Callable on each StepReport. Measures every `evaluate_every` steps and after the last one."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class DrafterLog:
         recipe: DrafterRecipe,
         report: ProgressReport,
     ) -> None:
-        """`held_out` has greedy rows of every kind; drafts are measured from the last token of their prompts on."""
+        """`held_out` has greedy rows of every kind. Drafts start at the last token of their prompts or later."""
         self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
         self._every, self._first = recipe.evaluate_every, recipe.self_text.prompt_tokens - 1
         self._losses: dict[str, list[float]] = defaultdict(list)
@@ -70,14 +70,14 @@ class DrafterLog:
         self._report.acceptance(step, found)
 
     def _drop_from(self, step: int) -> None:
-        """Forget lines of steps that are taken again, after the checkpoint that was resumed."""
+        """Drop lines of steps after the resumed checkpoint, which run again."""
         kept = [json.dumps(line) + "\n" for line in read_progress(self._path) if line["step"] < step]
         self._path.write_text("".join(kept), encoding="utf-8")
         self._begun = True
 
 
 def read_progress(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's progress; a last one that was cut short is left out."""
+    """Return the whole lines of a run's progress, without an incomplete last one."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""From a drafter's run folder to the folder that is exported: configuration, weights, and a card."""
+"""Writes the folder to export from a drafter's run folder: configuration, weights, and a card."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _PREFIX = "drafter."
 
 
 def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is not whole."""
+    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is incomplete."""
     state, facts = load_checkpoint(run), RunFacts.read(run)
     if facts is None:
-        raise TrainingError(f"{run} is no drafter's run: it has no {RUN}", "give a run folder of `redraft train`")
+        raise TrainingError(
+            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
+        )
     method = find_method(facts.method)
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     config = from_plain(method.config, facts.config, str(run / RUN))
@@ -55,8 +57,8 @@ def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
     lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "draft_logit_scale" in line]
     if not lines:
         raise TrainingError(
-            f"the run in {run} was never measured up to step {step}",
-            f"go on with `redraft train {method} … --out {run} --resume`, which measures",
+            f"the run in {run} has no measurement up to step {step}",
+            f"continue with `redraft train {method} … --out {run} --resume`, which measures",
         )
     return lines[-1]
 

@@ -1,11 +1,11 @@
 """A drafter's training from a verifier and documents to a finished run folder.
 
 run.json             method, configuration, verifier and data digests (RunFacts)
-data.json            of every kind: documents, tokens of every stream, names of the held-out documents
+data.json            for every kind: documents, tokens of every stream, names of the held-out documents
 texts/               token streams and rows that the verifier wrote
 token_counts.npy     int64 [V], over all streams
 progress.jsonl       step, losses, held-out acceptance and draft logit scale, a line each measurement
-checkpoint.pt        as the loop writes it
+checkpoint.pt        the loop's checkpoint
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, run: Path) -> RunFacts | None:
-        """The facts in a run folder; None if there are none."""
+        """Return the facts in a run folder, or None if it has none."""
         try:
             return from_plain(cls, json.loads((run / RUN).read_text(encoding="utf-8")), RUN)
         except FileNotFoundError:
@@ -68,7 +68,7 @@ class RunFacts:
             raise TrainingError(f"{run / RUN} is damaged ({error})", "give another --out") from None
 
     def write(self, run: Path) -> None:
-        """Write them, whole or not at all."""
+        """Write the facts as a whole file or not at all."""
         unfinished = run / f"{RUN}.tmp"
         unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         unfinished.replace(run / RUN)
@@ -78,13 +78,13 @@ class RunFacts:
         return hashlib.sha256(json.dumps([asdict(self.verifier), self.data]).encode()).hexdigest()
 
     def check_same(self, run: Path) -> None:
-        """Raise TrainingError if the run folder is of another verifier or has texts of another recipe."""
+        """Raise TrainingError if the run folder has another verifier or texts of another recipe."""
         before = RunFacts.read(run)
         if before is None:
-            raise TrainingError(f"no drafter's run in {run} to resume", "start without --resume")
+            raise TrainingError(f"{run} has no drafter's run to resume", "start without --resume")
         if before.verifier != self.verifier:
             raise TrainingError(
-                f"the run in {run} is of another verifier: expected {_short(before.verifier)}, found "
+                f"the run in {run} has another verifier: expected {_short(before.verifier)}, found "
                 f"{_short(self.verifier)}",
                 "give the same --verifier as before",
             )
@@ -109,9 +109,9 @@ def train_drafter(
     checkpoint_every: int = 100,
     report: ProgressReport | None = None,
 ) -> int:
-    """Train, or go on training, in the run folder `out`; returns the number of steps run now.
+    """Train, or continue training, in the run folder `out`. Returns the number of steps run now.
 
-    Texts are made first. Those of an interrupted start of the same run are used again. Raises UsageError, DataError,
+    Texts are written first. A run that was interrupted at its start uses its texts again. Raises UsageError, DataError,
     CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
     """
     check_device(device)
@@ -147,7 +147,8 @@ def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterR
         return replace(recipe, weights=dict.fromkeys(sorted(sources) or [SELF], 1.0))
     if not sources and set(recipe.weights) != {SELF}:
         raise UsageError(
-            f"no --data, and the recipe's weights want {sorted(recipe.weights)}", "give one --data KIND=SOURCE for each"
+            f"no --data, and the recipe has weights for {sorted(recipe.weights)}",
+            "give one --data KIND=SOURCE for each",
         )
     return recipe
 
@@ -160,7 +161,7 @@ def _texts(recipe: DrafterRecipe) -> dict[str, Any]:
 
 
 def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
-    """Make the folder this run's, dropping the texts of another one that never came to a checkpoint."""
+    """Make the folder this run's. Drops the texts of another run that wrote no checkpoint."""
     if resume:
         facts.check_same(out)
     elif RunFacts.read(out) != facts:
@@ -184,7 +185,7 @@ def _check_positions(recipe: DrafterRecipe, lookahead: int, verifier: VerifierMo
 def _objective(
     method: Method, config: LayerConfig, recipe: DrafterRecipe, verifier: VerifierModel, compile_graph: bool
 ) -> DrafterObjective:
-    """The method's loss with a fresh drafter, initialised by the recipe's seed or from the verifier."""
+    """Return the method's loss with a fresh drafter, initialised by the recipe's seed or from the verifier."""
     torch.manual_seed(recipe.seed)
     objective = method.objective(verifier.model, config, recipe, compile_graph)
     _check_positions(recipe, objective.lookahead, verifier)

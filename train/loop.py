@@ -1,4 +1,4 @@
-"""The training loop: batch, loss, update; the rest is resuming, reporting and stopping in time."""
+"""The training loop: batch, loss, update. It also resumes, reports and stops in time."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def train(
     checkpoint_every: int = 100,
     report: Callable[[StepReport], None] = lambda _: None,
 ) -> int:
-    """Run from the first step, or from `out`'s checkpoint, to `recipe.steps`; returns the steps run here.
+    """Run from the first step, or from `out`'s checkpoint, to `recipe.steps`. Returns the number of steps run here.
 
-    `identity` names the data; a checkpoint of other data or another recipe is refused with TrainingError, and one of
-    another length if the steps so far would have been different: after the decay has begun, which is from the first
-    step on with a decay_share of 1. A loss that is not finite raises TrainingError; the last checkpoint stays.
+    `identity` names the data. Raises TrainingError for a checkpoint of other data or of another recipe. `recipe.steps`
+    may change until the decay begins; with a decay_share of 1, it begins at the first step. Raises TrainingError if a
+    loss is not finite; the last checkpoint stays.
     """
     if resume:
         first, optimizers = _resume(objective, recipe, out, identity)
@@ -68,7 +68,7 @@ def train(
         optimizers.step(recipe.lr_factor(step))
         done = step + 1
         seconds = time.perf_counter() - started
-        if done == recipe.steps:  # before the report, which may measure, and fail
+        if done == recipe.steps:  # before the report, which may measure and fail
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done))
         report(StepReport(done, recipe.steps, recipe.lr_factor(step), metrics, recipe.batch_tokens, seconds))
         if done % checkpoint_every == 0 and done < recipe.steps:
@@ -94,7 +94,7 @@ def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> t
     step = int(state["step"])
     before = type(recipe).from_dict(state["recipe"], str(out))
     _check_same_course(before, recipe, step, out)
-    objective.prepare(step - 1)  # the shape that was saved
+    objective.prepare(step - 1)  # the saved shape
     objective.load_state_dict(state["objective"])
     optimizers = optimizers_for(objective.named_parameters(), recipe)
     optimizers.load_state_dict(state["optimizers"])
@@ -103,7 +103,7 @@ def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> t
 
 
 def _check_same_course(before: Recipe, now: Recipe, step: int, out: Path) -> None:
-    """Refuse a recipe under which the first `step` steps would have gone otherwise."""
+    """Refuse a recipe that would have changed the first `step` steps."""
     old, new = before.to_dict(), now.to_dict()
     changed = sorted(key for key in new if new[key] != old[key])
     fixed = [key for key in changed if key not in now.adjustable]
@@ -116,5 +116,5 @@ def _check_same_course(before: Recipe, now: Recipe, step: int, out: Path) -> Non
     if changed and any(before.course(s) != now.course(s) for s in range(step)):
         raise TrainingError(
             f"the checkpoint in {out} is at step {step}, too late for another {' and '.join(changed)}",
-            "the steps behind it would have gone otherwise",
+            "it would have changed the earlier steps",
         )

@@ -1,4 +1,4 @@
-"""The parts of a drafting method that training, measuring and publishing use. Runs use nothing else of it."""
+"""The only parts of a drafting method that training, measuring and publishing use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DrafterObjective(Objective, Protocol):
 
     @property
     def drafter(self) -> nn.Module:
-        """The module that is trained."""
+        """The module to train."""
 
     @property
     def verifier(self) -> Any:
@@ -32,8 +32,8 @@ class DrafterObjective(Objective, Protocol):
     def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
         """Return the verifier's logits [B, T + lookahead, V] of tokens [B, T + lookahead], and drafts' logits by depth.
 
-        Depth d gives [B, T, V]: row p is a draft that starts at position p, and predicts token p + d + 1 from the
-        tokens before it.
+        Depth d gives [B, T, V]: the draft of row p starts at position p, and predicts token p + d + 1 from the tokens
+        before it.
         """
 
 
@@ -42,9 +42,9 @@ class Method:
     """A drafting method.
 
     recipe:     class of its recipes.   config: class of its drafter's configuration.
-    module:     a configuration to a fresh drafter.
-    configure:  a recipe and a verifier to the configuration.
-    objective:  model, configuration, recipe and a flag to compile -> the objective, initialised by torch's generator.
+    module:     configuration -> fresh drafter.
+    configure:  recipe, verifier -> configuration.
+    objective:  model, configuration, recipe, flag to compile -> objective, initialised by torch's generator.
     warm_start: fills a fresh drafter from the verifier's multi-token-prediction module.
     """
 

@@ -26,13 +26,13 @@ MTP_KEY = "redraft_mtp"
 
 
 class MtpModule(nn.Module):
-    """Predicts the token after next; embedding and head belong to the verifier and are not parameters here."""
+    """Predicts the token after next. Embedding and head belong to the verifier, so they are not parameters here."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        """Shapes are the verifier's own."""
+        """`config` is the verifier's."""
         super().__init__()
         config = copy.deepcopy(config)
-        config._attn_implementation = "sdpa"  # causal without a mask, which eager attention is not
+        config._attn_implementation = "sdpa"  # causal without a mask, unlike eager attention
         n = config.hidden_size
         self.hidden_norm = LlamaRMSNorm(n, eps=config.rms_norm_eps)
         self.embedding_norm = LlamaRMSNorm(n, eps=config.rms_norm_eps)
@@ -42,7 +42,7 @@ class MtpModule(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, hidden: torch.Tensor, next_embeddings: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, T, n] of x_t and embeddings [B, T, n] of x_{t+1} to hidden states [B, T, n] for x_{t+2}."""
+        """Return hidden states for x_{t+2}, from hidden states of x_t and embeddings of x_{t+1}, [B, T, n] each."""
         joined = torch.cat([self.hidden_norm(hidden), self.embedding_norm(next_embeddings)], dim=-1)  # [B, T, 2n]
         states = self.projection(joined)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -12,23 +12,23 @@ from redraft.train.batches import Batch
 
 
 class Objective(Protocol):
-    """A method's loss; the loop knows nothing else of the method."""
+    """A method's loss, the only part of the method that the loop uses."""
 
     @property
     def lookahead(self) -> int:
-        """Tokens that a row needs beyond its inputs."""
+        """Tokens that a row needs after its inputs."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to train."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Everything a checkpoint must hold."""
+        """Return everything that a checkpoint must hold."""
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> object:
-        """The inverse of `state_dict`."""
+        """Load the result of `state_dict`."""
 
     def prepare(self, step: int) -> bool:
-        """Called before every step; True when the parameters are new ones, so that optimisers must be made anew."""
+        """Prepare the next step. Returns True if the parameters are new, so that new optimisers are needed."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Scalar loss with a gradient, and metrics in nats a token (a kind's name, `mtp` …) to report."""
+        """Return a scalar loss with a gradient, and metrics in nats a token (a kind's name, `mtp` …) to report."""

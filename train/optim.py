@@ -1,8 +1,8 @@
 """Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or plain Adam for all.
 
-Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, found by a quintic
-Newton-Schulz iteration. torch has one, which iterates matrix by matrix in bf16; CPUs without bf16 instructions are
-several times faster here, in fp32 and with all matrices of a shape in one batched product.
+Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, which a quintic
+Newton-Schulz iteration finds. torch's Muon iterates matrix by matrix in bf16. This one uses fp32 and one batched
+product for all matrices of a shape, several times faster on CPUs without bf16 instructions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ITERATIONS = 5
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """Nearest (semi-)orthogonal matrices [N, R, C]; singular values come out between about 0.7 and 1.2."""
+    """Return the nearest (semi-)orthogonal matrices [N, R, C], with singular values between about 0.7 and 1.2."""
     dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient once."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for parameter in group["params"]:
@@ -88,11 +88,11 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """State of every part."""
+        """Return the state of every part."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """The inverse of `state_dict`."""
+        """Load the result of `state_dict`."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
 
@@ -101,7 +101,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def optimizers_for(named: Named, recipe: Recipe) -> Optimizers:
-    """The recipe's optimisers over parameters with their names."""
+    """Return the recipe's optimisers over parameters with their names."""
     if recipe.optimizer == "adam":
         parameters = [parameter for _, parameter in named]
         return Optimizers([(torch.optim.Adam(parameters, recipe.lr), recipe.lr)], parameters, recipe.grad_clip)
@@ -109,7 +109,7 @@ def optimizers_for(named: Named, recipe: Recipe) -> Optimizers:
 
 
 def _muon(named: Named, recipe: Recipe) -> Optimizers:
-    """Muon and AdamW; only AdamW's gradients are clipped, Muon's step does not depend on the gradient's length."""
+    """Return Muon and AdamW. Clip only AdamW's gradients: Muon's step does not depend on the gradient's length."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named:

@@ -1,4 +1,4 @@
-"""Reporting: a bar on a terminal, else one plain line every few seconds."""
+"""Progress of a run: a bar on a terminal, else one plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SPEED_WINDOW = 20
 
 
 class ProgressReport:
-    """Callable on each StepReport; losses are means since the last line, speed is over the last 20 steps."""
+    """Callable on each StepReport. Losses are means since the last line; speed is over the last 20 steps."""
 
     def __init__(self, console: Console, seconds_a_line: float = 20.0) -> None:
-        """`console` decides: a terminal gets a bar and no lines."""
+        """A terminal `console` gets a bar instead of lines."""
         self._console = console
         self._every = seconds_a_line
         self._last_line = 0.0
@@ -56,7 +56,7 @@ class ProgressReport:
             self._last_line = now
 
     def writing(self, name: str, done: int, rows: int) -> None:
-        """Show how much of a text the verifier has written."""
+        """Show the verifier's progress in writing a text."""
         now = time.monotonic()
         if now - self._last_line > self._every or done == rows:
             self._console.print(f"writing {name}: {done}/{rows} rows", soft_wrap=True)

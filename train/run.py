@@ -21,10 +21,10 @@ DATA = "data.json"
 
 
 def load_corpora(sources: Mapping[str, str], recipe: Recipe) -> dict[str, Corpus]:
-    """Every kind's corpus; raises UsageError when the kinds are not those of the recipe's weights."""
+    """Return every kind's corpus. Raises UsageError if the kinds differ from the recipe's weights."""
     if set(sources) != set(recipe.weights):
         raise UsageError(
-            f"--data gives {sorted(sources)}, the recipe's weights want {sorted(recipe.weights)}",
+            f"--data gives {sorted(sources)}, the recipe has weights for {sorted(recipe.weights)}",
             "give one --data KIND=SOURCE for each",
         )
     return {kind: load_corpus(kind, sources[kind], recipe.held_out_every) for kind in sorted(sources)}
@@ -33,11 +33,11 @@ def load_corpora(sources: Mapping[str, str], recipe: Recipe) -> dict[str, Corpus
 def refuse_run(out: Path) -> None:
     """Raise UsageError if a run's checkpoint would be overwritten."""
     if (out / NAME).exists():
-        raise UsageError(f"{out} holds a run already", "give --resume or another --out")
+        raise UsageError(f"{out} already holds a run", "give --resume or another --out")
 
 
 def data_digest(corpora: Mapping[str, Corpus]) -> str:
-    """SHA-256 over every kind's corpus."""
+    """Return the SHA-256 over every kind's corpus."""
     return hashlib.sha256("".join(f"{k}:{c.digest()}" for k, c in corpora.items()).encode()).hexdigest()
 
 
@@ -60,7 +60,7 @@ def data_facts(out: Path) -> dict[str, Any]:
 def token_stream(
     tokenizer: Tokenizer, documents: Sequence[Document], seed: int, eos: int | None, dtype: type[np.integer[Any]]
 ) -> NDArray[Any]:
-    """Tokens of all documents, one after the other in an order drawn by `seed`."""
+    """Return the tokens of all documents, one after the other, in a random order by `seed`."""
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(documents))
     encoded = encode_documents(tokenizer, [documents[i] for i in order], eos)
     return np.concatenate([np.array(document, dtype) for document in encoded])

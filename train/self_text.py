@@ -1,6 +1,6 @@
-"""Text that a verifier writes itself. A drafter will have to predict such text, so it learns from it.
+"""Text that a verifier writes itself. A drafter learns from this text, since it must predict it later.
 
-Rows begin with stretches of a corpus. The verifier continues many at once, greedily or by sampling.
+Rows begin with parts of a corpus. The verifier continues many at once, greedily or by sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write_rows(
 ) -> NDArray[np.int64]:
     """Continue every row of `prompts` [R, P] by `new_tokens` tokens: int64 [R, P + new_tokens].
 
-    Temperature 0 takes the likeliest token. End-of-text tokens do not end a row: the model goes on after them.
+    Temperature 0 takes the most probable token. End-of-text tokens do not end a row: the model continues after them.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     rows = []
@@ -53,7 +53,7 @@ def _continue(
 
 
 def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """One token a row, int64 [R, 1]."""
+    """Sample one token for each row, int64 [R, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
@@ -63,9 +63,9 @@ def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
 def continue_greedily(
     model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
 ) -> list[list[int]]:
-    """Whole texts of prompts of any lengths, each continued by the likeliest tokens, up to `eos`.
+    """Continue prompts of any lengths greedily, up to `eos`. Returns prompts with their continuations.
 
-    Rows begin together at the shortest prompt's end; the others take their own prompt's tokens until it is over.
+    Rows begin together at the shortest prompt's end. Longer prompts use their own tokens until they end.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     texts: list[list[int]] = [[]] * len(prompts)
@@ -95,7 +95,7 @@ def _continue_ragged(model: Any, prompts: Sequence[Sequence[int]], new_tokens: i
 
 
 def prompts_from(stream: NDArray[np.integer[Any]], rows: int, length: int, seed: int) -> NDArray[np.int64]:
-    """`rows` stretches of `length` tokens from random places of a token stream, int64 [rows, length]."""
+    """Return `rows` parts of `length` tokens from random places of a token stream, int64 [rows, length]."""
     if len(stream) <= length:
         raise DataError(f"the corpus has {len(stream)} tokens, too few for prompts of {length}")
     starts = np.random.Generator(np.random.PCG64(seed)).integers(0, len(stream) - length, rows)

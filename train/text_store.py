@@ -1,6 +1,6 @@
-"""The texts of a drafter's run, made once and stored in its folder: documents, the verifier's texts, held-out rows.
+"""The texts of a drafter's run, stored in its folder: documents, the verifier's texts, held-out rows.
 
-Every array is written under another name and then renamed, so every file is whole and an interrupted run can go on.
+Every array is written under another name and then renamed, so every file is whole and an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = NDArray[np.integer[Any]]
 Progress = Callable[[str, int, int], None]
 """Name of the stream, rows written, rows in all."""
 SELF = "self"
-"""The only kind of a run without documents: text that the verifier writes from its first token on."""
+"""The only kind in a run without documents: text that the verifier writes from the first token on."""
 
 
 def cached(path: Path, make: Callable[[], Array]) -> Array:
@@ -34,7 +34,7 @@ def cached(path: Path, make: Callable[[], Array]) -> Array:
         try:
             found: Array = np.load(path)
         except ValueError:
-            raise DataError(f"{path} is damaged", "remove it; it is made again") from None
+            raise DataError(f"{path} is damaged", "remove it; the next run writes it again") from None
         return found
     path.parent.mkdir(parents=True, exist_ok=True)
     array = make()
@@ -56,7 +56,7 @@ class TextStore:
         corpora: Mapping[str, Corpus],
         progress: Progress = lambda name, done, rows: None,
     ) -> None:
-        """`corpora` may be empty: then all text is the verifier's. Raises UsageError if no such run can begin."""
+        """If `corpora` is empty, all text is the verifier's. Raises UsageError if that is impossible."""
         self._folder, self._verifier, self._recipe, self._corpora = folder, verifier, recipe, corpora
         self._progress = progress
         self._dtype: type[np.integer[Any]] = np.uint16 if verifier.vocab_size <= 1 << 16 else np.uint32
@@ -68,7 +68,7 @@ class TextStore:
             )
 
     def streams(self, lookahead: int) -> dict[str, Array]:
-        """Every stream that the recipe draws from. Raises DataError before writing text if a corpus is too short."""
+        """Return every stream of the recipe. Raises DataError before writing text if a corpus is too short."""
         recipe = self._recipe
         length = max(recipe.seq_len, recipe.decay_seq_len)
         for kind in self._corpora:
@@ -80,7 +80,7 @@ class TextStore:
         }
 
     def held_out(self) -> dict[str, Array]:
-        """Greedy rows of every kind, [rows, prompt_tokens + new_tokens], from prompts of held-out documents."""
+        """Return greedy rows of every kind, [rows, prompt_tokens + new_tokens], from prompts of held-out documents."""
         rows = self._recipe.self_text.held_out_rows
         return {kind: self._rows(kind, "held_out", rows, 0.0) for kind in self._recipe.weights}
 
@@ -96,7 +96,7 @@ class TextStore:
         )
 
     def _written(self, kind: str, source: str) -> Array:
-        """A stream that the verifier wrote, row after row."""
+        """Return a stream that the verifier wrote, row after row."""
         spec = self._recipe.self_text
         rows = [self._rows(kind, "train", spec.rows, t) for t in spec.temperatures_of(source)]
         return np.concatenate(rows).reshape(-1)
@@ -117,7 +117,7 @@ class TextStore:
         return cached(self._folder / f"{name}.rows.npy", make)
 
     def _prompts(self, kind: str, side: str, rows: int, seed: int) -> Array:
-        """Stretches of documents; without documents, beginnings that the verifier samples."""
+        """Return parts of documents; without documents, beginnings that the verifier samples."""
         length = self._recipe.self_text.prompt_tokens
         if self._corpora:
             return prompts_from(self._stream(kind, side), rows, length, seed)

@@ -1,4 +1,4 @@
-"""A verifier as drafters are trained for it: any causal language model of transformers, frozen, with its tokenizer."""
+"""A verifier for training drafters: any causal language model of transformers, frozen, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VerifierModel:
 
     @cached_property
     def identity(self) -> Identity:
-        """Digests of weights and tokenizer: reads the whole checkpoint once."""
+        """Digests of weights and tokenizer. Reads the whole checkpoint once."""
         return Identity.of(self.checkpoint)
 
     @property
@@ -51,12 +51,12 @@ class VerifierModel:
 
     @property
     def bos(self) -> int | None:
-        """The token that begins a text, if there is one."""
+        """The token that begins a text, or None."""
         return _first(self.config.bos_token_id)
 
     @property
     def eos(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """The token that ends a text, or None."""
         return _first(self.config.eos_token_id)
 
     @property
@@ -68,11 +68,11 @@ class VerifierModel:
 def open_verifier(path: Path, device: str) -> VerifierModel:
     """Load a checkpoint folder, fp32 on the CPU and bf16 on CUDA, in evaluation mode, its parameters frozen.
 
-    Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, UnsupportedModelError
+    Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, and UnsupportedModelError
     if logits are not its LM head's product with its features times a constant.
     """
     checkpoint = Checkpoint.open(path)
-    support.load_config(checkpoint)  # refuses models that cannot be exported anyway
+    support.load_config(checkpoint)  # refuses models that redraft cannot export
     tokenizer = _tokenizer(path)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
@@ -88,13 +88,13 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
 
 
 def check_device(device: str) -> None:
-    """Raise UsageError if the device is not usable here."""
+    """Raise UsageError if the device is not usable on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here", "use --device cpu")
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    """The verifier's tokenizer, without truncation and padding that may be left in its file."""
+    """Return the verifier's tokenizer, without truncation and padding that its file may hold."""
     try:
         tokenizer = Tokenizer.from_file(str(path / TOKENIZER_FILE))
     except Exception as error:  # tokenizers raises plain exceptions  # noqa: BLE001
@@ -112,7 +112,7 @@ def autocast_of(verifier: Any) -> torch.autocast:
 
 
 def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
+    """Return features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
     kept: list[torch.Tensor] = []
     hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     try:
@@ -123,7 +123,7 @@ def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _check_head(verifier: VerifierModel) -> None:
-    """Drafters put the verifier's head on their own states, so nothing else may lie between them and logits."""
+    """Check that logits are the head's product times a constant: drafters apply the verifier's head to their states."""
     kind, head = verifier.config.model_type, verifier.model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError(

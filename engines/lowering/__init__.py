@@ -1,9 +1,9 @@
 """The portable graphs lowered to ONNX Runtime's CPU kernels, so that a row's bits depend on its own sequence only.
 
-order.py    rows in the order of their positions: what makes a tree's numbers those of a chain
+order.py    rows in the order of their positions, which gives a tree a chain's numbers
 batch.py    redraft::TreeAttention -> products and a softmax, any batch
 single.py   redraft::TreeAttention -> com.microsoft.GroupQueryAttention, one sequence, rotation inside it
-graphs.py   whole graphs: the attentions above, and Add with RMSNormalization fused
+graphs.py   whole graphs: the attentions above, and fused Add with RMSNormalization
 """
 
 from redraft.engines.lowering.graphs import lower_batch, lower_chain, lower_single

@@ -1,7 +1,7 @@
 """`redraft::TreeAttention` by products and a softmax, for any number of sequences.
 
-The heads that share a key head are the rows of one product: keys are packed once for all of them, and a single token
-gives several rows.
+The heads that share a key head are the rows of one product. The product packs keys once for all of them, and a single
+token gives several rows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from redraft.engines.lowering.order import RowOrder
 from redraft.engines.lowering.single import attribute, head_dim, packed_rotary
 
 _LARGEST_PART = 128
-"""Numbers of a head that are multiplied at once: the kernels' own parts of more depend on the keys and the threads."""
+"""Numbers of a head to multiply at once. With more, the kernels' own blocks depend on the keys and the threads."""
 
 
 def block_keys(size: int) -> int:
-    """Keys whose values, of heads of so many numbers, the kernels add up before they begin anew.
+    """Return the keys of one block of the kernels' sums of values, for heads of `head_dim` numbers.
 
-    So many of a single thread: 128, and twice as many each time the numbers halve. Where several threads share a
-    product each has fewer columns and so longer blocks, which is why no product here has more keys than this.
+    A single thread has blocks of 128 keys, and twice as many each time the numbers halve. If several threads share a
+    product, each has fewer columns and so longer blocks. Products here therefore have at most this number of keys.
     """
     keys, columns = 128, 128
     while columns > 16 and columns // 2 >= size:
@@ -42,7 +42,7 @@ class BatchAttention:
         self._longer: dict[int, list[ir.Value]] = {}
 
     def lower(self, node: ir.Node) -> None:
-        """Put products in the place of a TreeAttention node."""
+        """Replace a TreeAttention node by products."""
         make, order, size = self._nodes.node, self._order, head_dim(node)
         q_heads, kv_heads, window, chunk = (
             attribute(node, name, 0) for name in ("q_heads", "kv_heads", "window", "chunk")
@@ -65,9 +65,9 @@ class BatchAttention:
         replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
 
     def _heads(self, node: ir.Node, q_heads: int, kv_heads: int) -> list[ir.Value]:
-        """Rotated queries and keys, and values, [B, heads, T, D] each.
+        """Return rotated queries, rotated keys, and values, [B, heads, T, D] each.
 
-        Queries and keys that nothing else reads are rotated here, in one node.
+        One node here rotates queries and keys that have no other reader.
         """
         packed = packed_rotary(node)
         if packed is None:
@@ -84,11 +84,11 @@ class BatchAttention:
         return [*self._nodes.split(turned, 1, q_heads, kv_heads), v]
 
     def _written(self, cache: ir.Value, new: ir.Value) -> ir.Value:
-        """The cache with the new rows [B, Hkv, T, D] written in place."""
+        """Return the cache with the new rows [B, Hkv, T, D], written in place."""
         return self._nodes.node("TensorScatter", [cache, new, self._nodes.inputs[names.CACHE_LEN]], axis=2)
 
     def _summed(self, shares: ir.Value, values: ir.Value, size: int) -> ir.Value:
-        """Products of probabilities [B, Hkv, rows, S] and the first S values, a block of keys after the other."""
+        """Return products of probabilities [B, Hkv, rows, S] and the first S values, block by block of keys."""
         nodes, make, width = self._nodes, self._nodes.node, block_keys(size)
         if width not in self._longer:
             kv_len = make("Squeeze", [self._kv_len])
@@ -122,18 +122,18 @@ class BatchAttention:
         return summed
 
     def _scores(self, node: ir.Node, rows: ir.Value, keys: ir.Value) -> ir.Value:
-        """Scaled and capped products of rows and the first S keys."""
+        """Return scaled and capped products of rows and the first S keys."""
         make = self._nodes.node
         scale, softcap = (node.attributes[name].as_float() for name in ("scale", "softcap"))
-        live = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
-        scores = self._products(rows, live, scale, head_dim(node))
+        cached_keys = make("Slice", [keys, self._ints(0), self._kv_len, self._ints(2)])
+        scores = self._products(rows, cached_keys, scale, head_dim(node))
         if not softcap:
             return scores
         cap = self._nodes.constant(np.float32(softcap))
         return make("Mul", [make("Tanh", [make("Div", [scores, cap])]), cap])
 
     def _products(self, rows: ir.Value, keys: ir.Value, scale: float, size: int) -> ir.Value:
-        """Scaled products of rows and keys, a part of their numbers after the other."""
+        """Return scaled products of rows and keys, one part of their numbers after the other."""
         make, total = self._nodes.node, None
         for start in range(0, size, _LARGEST_PART):
             parts = (rows, keys)
@@ -146,9 +146,9 @@ class BatchAttention:
         return total
 
     def _shares(self, scores: ir.Value, q_heads: int, kv_heads: int, sinks: ir.Value | None = None) -> ir.Value:
-        """Softmax of scores [B, Hkv, g * U, S].
+        """Return the softmax of scores [B, Hkv, g * U, S].
 
-        sinks: [Hq], scores of a key without a value: a first column, which is left out again.
+        sinks: [Hq], scores of a key without a value, which are a first column until the softmax is done.
         """
         make = self._nodes.node
         if sinks is None:

@@ -33,9 +33,9 @@ from redraft.engines.manifest import GraphRecord
 
 
 def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
-    """Write `folder`/verifier.batch.onnx, the lowered form of the graph `portable` there, for any batch.
+    """Write `folder`/verifier.batch.onnx, the lowered form of its graph `portable`, for any batch.
 
-    Returns its record, or None, with nothing written, where the graph has no attention.
+    Returns its record. Writes nothing and returns None if the graph has no attention.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -48,11 +48,11 @@ def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
 
 
 def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> GraphRecord | None:
-    """Write `folder`/verifier.single.onnx, the lowered form of the graph `portable` there, for chains of one sequence.
+    """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
 
-    exact: True if its logits are those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
-    trees too, and is faster for both. Returns its record, or None, with nothing written, if a layer of the model does
-    not fit the kernel.
+    exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
+    trees too and is faster for both. Returns its record. Writes nothing and returns None if a layer does not fit the
+    kernel.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -71,10 +71,10 @@ def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> Gra
 
 
 def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
-    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph; otherwise as `lower_single`.
+    """Write `folder`/`name`.onnx, the lowered form of a drafter's graph, like `lower_single`.
 
-    Its rows are a causal chain. Every node after the first writes to the buffers where they are: an output of its own,
-    in place of the same input.
+    Its rows are a causal chain. Every node writes to the buffers in place: nodes after the first have their own outputs
+    over the same inputs.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -114,9 +114,9 @@ def _fix_batch(graph: ir.Graph) -> None:
 
 
 def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) -> None:
-    """Let a node of a chain of updates read the graph's own buffers and give what it wrote as an output over them.
+    """Let a node of a chain of updates read the graph's own buffers and output its updates in place.
 
-    A chain of in-place updates through inner values would be copies: only the graph's inputs and outputs are bound.
+    In-place updates through inner values would be copies, since only the graph's inputs and outputs are bound.
     """
     caches = {value.name: value for value in graph.inputs}
     for place, name in ((3, names.key_cache(0)), (4, names.value_cache(0))):
@@ -130,9 +130,9 @@ def _write_in_place(graph: ir.Graph, fused: ir.Node, number: int, last: bool) ->
 
 
 def _fuse_residual(graph: ir.Graph, norm: ir.Node) -> None:
-    """Add, then RMSNormalization over the last axis: one node that gives the sum and its norm.
+    """Fuse Add and RMSNormalization over the last axis into one node that outputs the sum and its norm.
 
-    A bias or a scalar in place of a whole summand is left alone: the kernel takes summands of [B, T, n] only.
+    The kernel takes only summands of [B, T, n], so a bias or a scalar summand is not fused.
     """
     total = norm.inputs[0]
     add = total.producer() if total is not None else None

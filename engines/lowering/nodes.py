@@ -1,4 +1,4 @@
-"""Nodes and constants added to a graph, or to a branch of an If. They are sorted afterwards."""
+"""Adds nodes and constants to a graph or to a branch of an If, which the caller sorts afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Nodes:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
     def constant(self, values: object) -> ir.Value:
-        """An initializer; equal values share one. Integers are int64."""
+        """Return an initializer, the same for equal values. Integers are int64."""
         array = np.asarray(values)
         key = (str(array.dtype), array.shape, array.tobytes())
         if key not in self._constants:
@@ -36,18 +36,18 @@ class Nodes:
         return self._constants[key]
 
     def node(self, op: str, inputs: list[ir.Value], domain: str = "", **attributes: Any) -> ir.Value:
-        """The only output of a new node."""
+        """Add a node. Returns its only output."""
         return self._added(ir.node(op, inputs, attributes, domain=domain))[0]
 
     def split(self, value: ir.Value, axis: int, *sizes: int) -> list[ir.Value]:
-        """Parts of these sizes along an axis."""
+        """Return parts of these sizes along an axis."""
         node = ir.node("Split", [value, self.constant(list(sizes))], {"axis": axis}, num_outputs=len(sizes))
         return self._added(node)
 
     def choose(
         self, condition: ir.Value, then: Callable[[], list[ir.Value]], otherwise: Callable[[], list[ir.Value]]
     ) -> list[ir.Value]:
-        """The values that `then` makes where `condition`, a bool scalar, holds, else those of `otherwise`.
+        """Return the values of `then` if `condition`, a bool scalar, is true, else those of `otherwise`.
 
         Both return values of nodes that they add here, which become the branches of an If.
         """
@@ -57,7 +57,7 @@ class Nodes:
     def loop(
         self, first: ir.Value, last: ir.Value, carried: ir.Value, body: Callable[[ir.Value, ir.Value], ir.Value]
     ) -> ir.Value:
-        """`carried` after body(number, carried) for each number first … last - 1, int64 scalars."""
+        """Return `carried` after body(number, carried) for each number first … last - 1, int64 scalars."""
         self._count += 1
         names_of = [f"{self._prefix}.loop.{self._count}.{name}" for name in ("turn", "go_on", "carried")]
         turn, go_on, inside = (ir.Value(name=name) for name in names_of)
@@ -71,8 +71,8 @@ class Nodes:
         count = self.node("Sub", [last, first])
         return self._added(ir.node("Loop", [count, self.constant(np.array(True)), carried], {"body": graph}))[0]
 
-    def capacity(self) -> ir.Value:
-        """Rows of a KV buffer, int64 [1]."""
+    def kv_rows(self) -> ir.Value:
+        """Return the number of rows of a KV buffer, int64 [1]."""
         return self.node("Shape", [self.inputs[names.key_cache(0)]], start=2, end=3)
 
     def _branch(self, make: Callable[[], list[ir.Value]]) -> ir.Graph:

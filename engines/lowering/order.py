@@ -1,16 +1,16 @@
-"""Rows in the order of their positions: why a tree's numbers are those of a chain, to the bit.
+"""Rows in the order of their positions, so that a tree's numbers equal those of a chain, to the bit.
 
-A row of an attention is a sum of exponentials and a sum of values. In the order of its keys both depend on where hidden
-keys lie between those that a node sees: the first sum runs in as many lanes as a vector register has. A chain's keys
-lie in the order of their positions. A tree's do not, so its scores are put into that order before the softmax, and the
-probabilities back into the order of the rows before they meet the values.
+An attention computes a sum of exponentials and a sum of values for each row. Both depend on the places of hidden keys
+between visible ones, since the first sum runs in the lanes of a vector register. A chain's keys are in the order of
+their positions, but a tree's are not. Its scores are therefore put into that order before the softmax. The
+probabilities return to the order of the rows before they multiply the values.
 
-The sum of values is one chain of additions that a hidden key leaves alone, within each block of keys that the kernels
-multiply at a time (`redraft.engines.lowering.batch.block_keys`, a multiple of 128). A tree whose rows lie in two blocks
-is the one case left: the runtime verifies none (`redraft.runtime.tree.exact_part`).
+The sum of values is one chain of additions within each block of keys that the kernels multiply at once
+(`redraft.engines.lowering.batch.block_keys`, a multiple of 128). Hidden keys do not change it. The remaining case is a
+tree with rows in two blocks, which the runtime never verifies (`redraft.runtime.tree.exact_part`).
 
-ONNX Runtime multiplies the probabilities of a single row by another kernel, which rounds otherwise. So no product here
-has one row: a single query is taken twice.
+ONNX Runtime multiplies the probabilities of a single row by another kernel, which rounds differently. No product here
+has only one row: a single query is computed twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from redraft import names
 from redraft.engines.lowering.nodes import Nodes
 
 HIDDEN = np.float32(-1e30)
-"""The score of a key that a node must not see. Finite, so that a sum with it stays a number."""
+"""The score of a key that a node must not see. It is finite, so that sums with it stay numbers."""
 
 
 def numbers(nodes: Nodes, count: ir.Value) -> ir.Value:
@@ -40,7 +40,7 @@ class Columns:
         """0 … S - 1, int64 [S]."""
 
     def visible(self, positions: ir.Value, window: int, chunk: int) -> ir.Value:
-        """Columns that nodes at these positions [B, T] see: bool [B, 1, T, S]."""
+        """Return the columns that nodes at these positions [B, T] see: bool [B, 1, T, S]."""
         nodes = self._nodes
         queries = nodes.node("Unsqueeze", [positions, nodes.constant([1, 3])])  # [B, 1, T, 1]
         seen = nodes.node("LessOrEqual", [self.numbers, queries])
@@ -54,10 +54,10 @@ class Columns:
 
 
 class RowOrder:
-    """What all layers of a call share: which keys its nodes see, and the order of positions against that of rows.
+    """Values that all layers of a call share: visible keys, and the mapping between orders of positions and rows.
 
-    The two orders differ in the columns of the new rows only, so no more is moved. A product has g rows for each node,
-    one for each head that shares a key head. If g is 1, a single node is taken twice: U = 2 nodes, otherwise U = T.
+    The orders differ only in the columns of the new rows, so only these move. A product has g rows for each node, one
+    for each head that shares a key head. If g is 1, a single node is computed twice: U = 2 nodes, otherwise U = T.
     """
 
     def __init__(self, nodes: Nodes, count: ir.Value) -> None:
@@ -76,7 +76,7 @@ class RowOrder:
         self._of_heads: dict[tuple[int, int], list[ir.Value]] = {}
 
     def node_of(self, groups: int) -> ir.Value:
-        """The node that each row of a product belongs to, int64 [g * U]."""
+        """Return the node of each row of a product, int64 [g * U]."""
         if groups not in self._of:
             nodes = self._nodes
             rows = nodes.node("Max", [nodes.node("Mul", [self.tokens, nodes.constant([groups])]), nodes.constant([2])])
@@ -84,7 +84,7 @@ class RowOrder:
         return self._of[groups]
 
     def limit(self, groups: int, window: int, chunk: int) -> ir.Value:
-        """The most that a score may be, in the order of positions: infinity or HIDDEN, float32 [B, 1, g * U, S]."""
+        """Return upper bounds of scores in the order of positions: infinity or HIDDEN, float32 [B, 1, g * U, S]."""
         key = groups, window, chunk
         if key not in self._limits:
             node, constant = self._nodes.node, self._nodes.constant
@@ -94,11 +94,11 @@ class RowOrder:
         return self._limits[key]
 
     def by_position(self, scores: ir.Value, heads: int, groups: int) -> ir.Value:
-        """Scores [B, Hkv, g * U, S] with the columns of new rows in the order of positions."""
+        """Return scores [B, Hkv, g * U, S] with the columns of new rows in the order of positions."""
         return self._reordered(scores, self._indexes(heads, groups)[0])
 
     def by_row(self, shares: ir.Value, heads: int, groups: int) -> ir.Value:
-        """Probabilities [B, Hkv, g * U, S] with the columns of new rows in the order of rows again."""
+        """Return probabilities [B, Hkv, g * U, S] with the columns of new rows in the order of rows again."""
         return self._reordered(shares, self._indexes(heads, groups)[1])
 
     def _reordered(self, values: ir.Value, indexes: ir.Value) -> ir.Value:
@@ -106,7 +106,7 @@ class RowOrder:
         return self._nodes.node("TensorScatter", [values, block, self._past], axis=3)
 
     def _indexes(self, heads: int, groups: int) -> list[ir.Value]:
-        """The column of the scores for each new position, and the reverse: int64 [B, Hkv, g * U, W] both."""
+        """Return the column of the scores for each new position, and the reverse: int64 [B, Hkv, g * U, W] each."""
         if (heads, groups) not in self._of_heads:
             node, every = self._nodes.node, self._nodes.constant([1, heads, 1, 1])
             orders = [node("Add", [order, self._unsqueezed(self._past, 1, 2)]) for order in self._orders]
@@ -115,10 +115,10 @@ class RowOrder:
         return self._of_heads[heads, groups]
 
     def _both_orders(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The new row that holds each new position of a node's path, and the reverse, int64 [B, T, W] both.
+        """Return the new row of each new position of a node's path, and the reverse, int64 [B, T, W] each.
 
-        A row that a node does not see goes to the last position. A node at that position sees all rows. W is T for
-        trees. For chains, where the orders are one, it is 1.
+        A row that a node does not see gets the last position; a node at that position sees all rows. W is T for trees.
+        The orders of a chain are equal, so its W is 1.
         """
         node, constant = self._nodes.node, self._nodes.constant
         depths = node("Sub", [self._positions, self._unsqueezed(self._past, 1)])

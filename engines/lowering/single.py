@@ -1,12 +1,12 @@
 """`redraft::TreeAttention` by com.microsoft.GroupQueryAttention, for one sequence.
 
-The kernel reads the buffers where they are and rotates queries and keys itself, where nothing else reads them. It takes
-several new rows over a past in batches of one only, and its sums are in the order of the rows: for a chain the order of
-positions, for a tree that branches another (`redraft.engines.lowering.order`). So the exact graph takes chains only.
-The fast one takes trees too, as a bias of the scores.
+The kernel reads the buffers in place, and rotates queries and keys itself if they have no other reader. It takes
+several new rows over a past only for one sequence. Its sums are in the order of the rows, which is the order of
+positions for a chain but not for a tree that branches (`redraft.engines.lowering.order`). So the exact graph takes only
+chains. The fast graph takes trees too, as a bias of the scores.
 
-It has two ways to compute: tile by tile, and a plain one, which it takes where its scores are asked for. The plain one
-computes what `redraft.engines.lowering.batch` does, to the bit, if the products have more than one row.
+The kernel computes tile by tile, or plainly if a caller requests its scores. The plain computation equals
+`redraft.engines.lowering.batch`, to the bit, if the products have more than one row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _BEFORE_SOFTMAX = 1
 class SingleAttention:
     """Lowers the attentions of a verifier's graph: with `exact` for chains, otherwise for trees.
 
-    The kernel takes its own positions instead of ours where the total equals T, that is with no rows live; so the total
-    is one more than what is written, a column that nothing reads, except in a full buffer. With `exact` a single row is
-    taken twice, and its copy written behind it, so cache_len + max(T, 2) rows must fit.
+    If the total equals T, without committed rows, the kernel ignores the given positions. So the total is one more than
+    the written rows, with an unread column, except in a full buffer. With `exact`, a single row is computed twice and
+    its copy written after it, so cache_len + max(T, 2) rows must fit.
     """
 
     def __init__(self, graph: ir.Graph, exact: bool) -> None:
@@ -49,15 +49,15 @@ class SingleAttention:
             self._tokens = make("Shape", [self._positions], start=1, end=2)
             rows = make("Max", [self._tokens, nodes.constant([2])])
             self._positions = make("Expand", [self._positions, rows])
-            self._twice = make("Concat", [rows, one], axis=0)  # the shape that takes a single row twice
+            self._twice = make("Concat", [rows, one], axis=0)  # the shape that computes a single row twice
             written = make("Add", [self._past, rows])
-        total = make("Min", [make("Add", [written, one]), nodes.capacity()])
+        total = make("Min", [make("Add", [written, one]), nodes.kv_rows()])
         self._columns_count = total
         self._total = make("Cast", [total], to=ir.DataType.INT32)
         self._last = make("Cast", [make("Sub", [written, one])], to=ir.DataType.INT32)
 
     def lower(self, node: ir.Node) -> None:
-        """Put the kernel in the place of a TreeAttention node."""
+        """Replace a TreeAttention node by the kernel."""
         source, rotary, attributes = fused_inputs(node)
         tables: list[ir.Value | None] = [*rotary, self._positions] if rotary else [None, None, None]
         if self._exact:
@@ -79,7 +79,7 @@ class SingleAttention:
         replace_nodes_and_values(self._graph, node, [node], [], node.outputs, [out, keys, values])
 
     def _bias(self, node: ir.Node) -> ir.Value | None:
-        """Added to the scores, float32 [1, 1, U, total]: 0 for what a row sees. The kernel hides later rows."""
+        """Return the bias of the scores, float32 [1, 1, U, total]: 0 for visible rows. The kernel hides later rows."""
         key = attribute(node, "window", 0), attribute(node, "chunk", 0)
         if self._exact and not any(key):
             return None
@@ -88,12 +88,12 @@ class SingleAttention:
         return self._biases[key]
 
     def _near(self, window: int, chunk: int) -> ir.Value:
-        """A chain's rows within window and chunk."""
+        """Return a chain's rows within window and chunk."""
         visible = Columns(self._nodes, self._columns_count).visible(self._positions, window, chunk)
         return self._shown(visible)
 
     def _in_tree(self, window: int, chunk: int) -> ir.Value:
-        """A node's ancestors and all committed rows, within window and chunk."""
+        """Return a node's ancestors and all committed rows, within window and chunk."""
         make, constant = self._nodes.node, self._nodes.constant
         three = constant([0, 0, 0])
         tokens = make("Shape", [self._positions], start=1, end=2)
@@ -120,26 +120,26 @@ class SingleAttention:
         return bias
 
     def _shown(self, visible: ir.Value) -> ir.Value:
-        """0 for what is visible [1, 1, T, S], HIDDEN for the rest."""
+        """Return 0 for visible rows, HIDDEN for others, [1, 1, T, S]."""
         shown = self._nodes.constant(np.zeros((1, 1, 1, 1), np.float32))
         return self._nodes.node("Where", [visible, shown, self._nodes.constant(HIDDEN)])
 
 
 def fits_single(node: ir.Node) -> bool:
-    """Whether the kernel computes this layer, and what the graph for batches does, to the bit."""
+    """Return True if the kernel supports this layer with the results of the graph for batches, to the bit."""
     plain = not node.attributes["softcap"].as_float() and len(node.inputs) == names.TREE_ATTENTION_INPUTS
     return plain and head_dim(node) % _HEAD_MULTIPLE == 0 and head_dim(node) <= _LARGEST_HEAD
 
 
 class ChainAttention:
-    """Lowers the attentions of a drafter's chain, where row r of the KV holds position r: no mask, no positions."""
+    """Lowers the attentions of a drafter's chain. Row r of the KV holds position r: no mask, no positions."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._nodes = Nodes(graph, "single")
 
     def lower(self, node: ir.Node) -> ir.Node:
-        """Put the kernel in the place of a TreeAttention node, and return it."""
+        """Replace a TreeAttention node by the kernel. Returns the new node."""
         make, one = self._nodes.node, self._nodes.constant([1])
         past, positions = node.inputs[7], node.inputs[6]
         assert past is not None
@@ -165,12 +165,12 @@ class ChainAttention:
 
 
 def fits_chain(node: ir.Node) -> bool:
-    """Whether the kernel takes this layer."""
+    """Return True if the kernel supports this layer."""
     return head_dim(node) % _HEAD_MULTIPLE == 0
 
 
 def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.Value, ...], dict[str, Any]]:
-    """What the kernel reads in place of q, k and v, cosines and sines if it rotates, and its attributes."""
+    """Return the kernel's inputs: q, k and v, cosines and sines if it rotates, and its attributes."""
     attributes: dict[str, Any] = {
         "num_heads": attribute(node, "q_heads", 0),
         "kv_num_heads": attribute(node, "kv_heads", 0),
@@ -186,19 +186,19 @@ def fused_inputs(node: ir.Node) -> tuple[tuple[ir.Value | None, ...], tuple[ir.V
 
 
 def head_dim(node: ir.Node) -> int:
-    """Numbers of a head."""
+    """Return the numbers of a head."""
     cache = node.inputs[3]
     size = cache.shape[3] if cache is not None and cache.shape is not None else 0
     return size if isinstance(size, int) else 0
 
 
 def attribute(node: ir.Node, name: str, default: int) -> int:
-    """An integer attribute."""
+    """Return an integer attribute."""
     return node.attributes[name].as_int() if name in node.attributes else default
 
 
 def packed_rotary(node: ir.Node) -> tuple[ir.Value, ir.Node] | None:
-    """The packed q, k, v before Split, and q's rotation, where both rotations are the kernel's own and only for it."""
+    """Return packed q, k, v before Split and q's rotation, if the kernel can do both rotations and alone reads them."""
     q, k, v = node.inputs[:3]
     rotated = [value.producer() if value is not None else None for value in (q, k)]
     first, second = rotated

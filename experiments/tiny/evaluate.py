@@ -38,7 +38,7 @@ class KindFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a published verifier."""
+    """Figures of a published verifier."""
 
     parameters: int
     mtp_parameters: int
@@ -48,12 +48,12 @@ class Figures:
     python_parsed: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
-    """Load `folder` as any user would, on the CPU in fp32, and measure; raises CheckpointError when it is not whole."""
+    """Load `folder` with transformers, on the CPU in fp32, and measure. Raises CheckpointError if it is incomplete."""
     paths = sorted((folder / "heldout").glob("*.txt"))
     if not paths:
         raise CheckpointError(f"{folder} has no heldout/*.txt", "publish it again")
@@ -88,15 +88,15 @@ def evaluate(folder: Path, new_tokens: int = NEW_TOKENS) -> Figures:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The first turn of every line."""
+    """Return the first turn of every line."""
     return [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 @torch.inference_mode()
 def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
-    """Bits a byte over the documents of `text` (EOS counted, BOS given), and tokens a byte.
+    """Return bits a byte over the documents of `text` (EOS counted, BOS given), and tokens a byte.
 
-    Windows are as long as the model's positions and advance by half; a token is scored with its longest context.
+    Windows are as long as the model's positions and advance by half of it. A token is scored with its longest context.
     """
     window: int = model.config.max_position_embeddings
     nats, tokens, size = 0.0, 0, 0
@@ -108,7 +108,7 @@ def bits_per_byte(model: Any, tokenizer: Any, text: str) -> tuple[float, float]:
         for start in range(0, max(1, len(ids) - window // 2), window // 2):
             piece = ids[start : start + window]
             log_probs = F.log_softmax(model(piece[None]).logits[0, :-1].float(), dim=-1)
-            losses = -log_probs.gather(1, piece[1:, None])[:, 0]  # of tokens start + 1 ...
+            losses = -log_probs.gather(1, piece[1:, None])[:, 0]  # for tokens start + 1 ...
             nats += float(losses[scored - start - 1 :].sum())
             scored = start + len(piece)
     return nats / math.log(2) / size, tokens / size
@@ -137,7 +137,7 @@ def greedy(
 
 @torch.inference_mode()
 def mtp_matches(model: Any, mtp: Any, prompt: list[int], new: list[int]) -> tuple[int, int]:
-    """Return how many tokens of the completion the MTP module predicts greedily, and how many it tries.
+    """Return the numbers of the completion's tokens that the MTP module predicts, greedily, and that it tries.
 
     The completion's first token is left out.
     """

@@ -1,4 +1,4 @@
-"""Prompts and evaluation text from held-out documents, chosen without looking at any model."""
+"""Prompts and evaluation text from held-out documents, chosen without any model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTEMPTS = 200
 
 
 def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
-    """One JSON object a line: id, category, turns, and the document and the text that really follows."""
+    """Write one JSON object a line: id, category, turns, the document, and the text that really follows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, (document, start, cut, end) in enumerate(_cuts(corpus, tokenizer)):
@@ -37,7 +37,7 @@ def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _cuts(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[Document, int, int, int]]:
-    """(document, start, cut, end) of every prompt; documents in the order of their hashes, then random places."""
+    """Yield (document, start, cut, end) of every prompt: documents in the order of their hashes, then random places."""
     documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
     rng = random.Random(0)
     cuts: list[tuple[Document, int, int, int]] = []
@@ -50,13 +50,13 @@ def _cuts(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[Document, int, int
             cuts.append((document, *found))
     raise DataError(
         f"held-out {corpus.kind} gives {len(cuts)} prompts of {_MIN_TOKENS} to {_MAX_TOKENS} tokens, "
-        f"{PROMPTS_A_KIND} are wanted",
+        f"expected {PROMPTS_A_KIND}",
         "give more documents",
     )
 
 
 def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bool) -> tuple[int, int, int] | None:
-    """A stretch of the document whose first part is a prompt of 40 to 200 tokens, cut at a natural place."""
+    """Return a part of the document that begins with a prompt of 40 to 200 tokens, cut at a natural place."""
     text = document.text
     marker = text.find("\nAnswer:")
     if text.startswith("Question:") and marker > 0:
@@ -64,7 +64,7 @@ def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bo
             return None
         cut = marker + len("\nAnswer:")
         return (0, cut, len(text)) if len(tokenizer.encode(text[:cut]).ids) <= _MAX_TOKENS else None
-    # Code begins at a top-level definition, prose at a paragraph; both end at a line's end.
+    # Code begins at a top-level definition, prose at a paragraph. Both end at a line's end.
     separators = ("\ndef ", "\nclass ", "\n@") if document.name.endswith(".py") else ("\n\n",)
     begin = 0 if first and document.name.endswith(".py") else rng.randrange(len(text))
     if begin:
@@ -94,7 +94,7 @@ def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bo
 
 
 def write_held_out(corpus: Corpus, path: Path) -> None:
-    """About 80 KB of held-out text, every document's beginning, documents separated by `<|endoftext|>`."""
+    """Return about 80 KB of held-out text: the beginnings of documents, separated by `<|endoftext|>`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
     share = max(2000, HELD_OUT_BYTES // len(documents))

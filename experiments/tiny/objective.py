@@ -18,7 +18,7 @@ from redraft.train.mtp import MtpModule
 
 
 def llama_config(model: ModelConfig) -> LlamaConfig:
-    """The transformers configuration of the recipe's shape."""
+    """Return the transformers configuration of the recipe's shape."""
     return LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -41,10 +41,10 @@ class VerifierObjective(nn.Module):
     """A Llama verifier with its MTP module."""
 
     lookahead = 2
-    """The next token, and the one after for the MTP module."""
+    """Tokens that a row needs after its inputs: the next token, and one more for the MTP module."""
 
     def __init__(self, recipe: VerifierRecipe, compile_graph: bool = False) -> None:
-        """Initialises by torch's generator: seed it first. `compile_graph` runs the loss through torch.compile."""
+        """Initialise by torch's generator, so seed it first. `compile_graph` runs the loss through torch.compile."""
         super().__init__()
         config = llama_config(recipe.model)
         self.mtp = MtpModule(config)
@@ -57,7 +57,7 @@ class VerifierObjective(nn.Module):
         self._row_losses = torch.compile(self.row_losses, dynamic=False) if compile_graph else self.row_losses
 
     def prepare(self, step: int) -> bool:
-        """Grow the model when `step` wants more layers than it has."""
+        """Grow the model if `step` needs more layers than it has."""
         wanted = self._recipe.layers(step)
         if wanted == len(self.model.model.layers):
             return False
@@ -65,7 +65,7 @@ class VerifierObjective(nn.Module):
         return True
 
     def row_losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens i64[B, T + 2] to mean losses, nats a token: next token [B], and token after next [ceil(B / stride)].
+        """Return mean losses, nats a token, of tokens i64[B, T + 2]: next one [B], one after next [ceil(B / stride)].
 
         The MTP module sees every `mtp_row_stride`-th row, which bounds its cost.
         """
@@ -82,7 +82,7 @@ class VerifierObjective(nn.Module):
         return losses.view(targets.shape).mean(dim=1)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Mean next-token loss plus `mtp_weight` times the MTP loss; metrics a kind and `mtp`, nats a token."""
+        """Return mean next-token loss plus `mtp_weight` times MTP loss, and metrics by kind and `mtp`, nats a token."""
         device = self.model.device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             main, mtp = self._row_losses(batch.tokens.to(device))
@@ -97,8 +97,8 @@ class VerifierObjective(nn.Module):
 def grow(model: LlamaForCausalLM, layers: int) -> None:
     """Deepen `model` in place, to a multiple of its layers, without changing its results.
 
-    Every layer is followed by copies of itself whose writes to the residual stream are zeroed, so they start as the
-    identity (as in a fresh model) but read with trained projections.
+    Copies of each layer follow it. Their writes to the residual stream are zero, so they start as the identity (as in a
+    fresh model) but read with trained projections.
     """
     times, rest = divmod(layers, len(model.model.layers))
     if rest or times < 1:
@@ -112,13 +112,13 @@ def grow(model: LlamaForCausalLM, layers: int) -> None:
             nn.init.zeros_(duplicate.mlp.down_proj.weight)
             grown.append(duplicate)
     for index, layer in enumerate(grown):
-        layer.self_attn.layer_idx = index  # names the layer's row in a key-value cache
+        layer.self_attn.layer_idx = index  # the layer's index in a KV cache
     model.model.layers = nn.ModuleList(grown)
     model.config.num_hidden_layers = layers
 
 
 def _initialise(module: nn.Module) -> None:
-    """Normal weights with variance 1 / fan-in, small embeddings, and zeros in what is added to the residual."""
+    """Set normal weights with variance 1 / fan-in, small embeddings, and zero projections into the residual stream."""
     for name, parameter in module.named_parameters():
         if parameter.dim() < 2:
             nn.init.ones_(parameter)

@@ -1,6 +1,6 @@
 """Publish a run folder as a Hugging Face checkpoint with prompts and held-out text.
 
-The verifier's own file loads anywhere. The MTP module has a file of its own, `mtp.safetensors`, since a loader of the
+The verifier's file loads anywhere. The MTP module has a separate file, `mtp.safetensors`, since a loader of the
 verifier would report its tensors as surplus. `redraft_mtp` in config.json names the file.
 """
 
@@ -26,7 +26,7 @@ from redraft.train.mtp import MTP_FILE, MTP_KEY
 
 
 def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
-    """The trained modules of a run folder, their recipe and the step they are at."""
+    """Return the trained modules of a run folder, their recipe and their step."""
     state = load_checkpoint(run)
     recipe = VerifierRecipe.from_dict(state["recipe"], str(run))
     objective = VerifierObjective(recipe)
@@ -39,7 +39,7 @@ def load_run(run: Path) -> tuple[VerifierObjective, VerifierRecipe, int]:
 def publish(run: Path, out: Path, corpora: Mapping[str, Corpus]) -> None:
     """Write the checkpoint folder `out` (bf16), with prompts and text from the held-out documents of `corpora`."""
     objective, recipe, _ = load_run(run)
-    objective.prepare(recipe.steps)  # a run that has not grown yet is published at its full depth
+    objective.prepare(recipe.steps)  # publish the full depth even if the run has not grown yet
     out.mkdir(parents=True, exist_ok=True)
     _save_model(objective, out)
     tokenizer = Tokenizer.from_file(str(run / TOKENIZER_FILE))
@@ -57,7 +57,7 @@ def _save_model(objective: VerifierObjective, out: Path) -> None:
     tensors = {name: t.detach().to(torch.bfloat16).contiguous() for name, t in objective.mtp.state_dict().items()}
     save_file(tensors, str(out / MTP_FILE), metadata={"format": "pt"})
     for path in out.glob("*.safetensors"):
-        path.chmod(0o644)  # safetensors writes them for the owner alone
+        path.chmod(0o644)  # safetensors makes the files readable for their owner only
     config_path = out / "config.json"
     config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8"))
     config[MTP_KEY] = {"file": MTP_FILE, "depth": 1}

@@ -1,4 +1,4 @@
-"""Check that text is Python, finished or not."""
+"""Checks that text is Python, finished or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNFINISHED: int = (
 
 
 def has_no_error(text: str) -> bool:
-    """No syntax error up to the end of `text`, which may be unfinished."""
+    """Return True if `text`, which may be unfinished, has no syntax error."""
     try:
         compile(text, "<text>", "exec", _UNFINISHED)
     except SyntaxError as error:
@@ -25,7 +25,7 @@ def has_no_error(text: str) -> bool:
 
 
 def parses(text: str) -> bool:
-    """`ast.parse` accepts the text as it is."""
+    """Return True if `ast.parse` accepts the text."""
     try:
         ast.parse(text)
     except (SyntaxError, ValueError):
@@ -34,7 +34,7 @@ def parses(text: str) -> bool:
 
 
 def syntax_checks(prompt: str, completion: str) -> tuple[bool, bool]:
-    """Two readings of "the completion parses", of prompt and completion cut at the last line's end.
+    """Apply two definitions of "the completion parses" to prompt and completion, cut at the last line's end.
 
     First: CPython finds no syntax error, though the text may be unfinished. Second, stricter: `ast.parse` also accepts
     the prompt with at least half of the completion's lines, so the completion began a statement and ended it.

@@ -1,4 +1,4 @@
-"""The verifier's tokenizer: byte-level BPE whose digits stand alone and whose indentation is one token."""
+"""The verifier's tokenizer: byte-level BPE with one token a digit and one token for an indentation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from redraft.train.data import Document
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 BOS_ID, EOS_ID, PAD_ID = 0, 1, 2
-# GPT-2's pattern with digits one by one. A line break and the indentation after it are one piece (less its last
-# space, which goes with the word), so Python's indentation costs one token a line.
+# GPT-2's pattern with separate digits. A line break and the indentation after it are one piece, so Python's
+# indentation costs one token a line. The last space belongs to the word.
 _PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CHARS_A_KIND = 3_000_000
 CHAT_TEMPLATE = (
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(kinds: Sequence[Sequence[Document]], vocab_size: int, seed: int) -> Tokenizer:
-    """Train on the same number of characters of every kind; documents are drawn by `seed`, without repetition."""
+    """Train on equal numbers of characters of every kind, in random documents by `seed`, without repetition."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -78,7 +78,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
         chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(str(folder))
-    # transformers 5 names a class of its own here, which transformers 4 does not know; both know this one.
+    # both transformers 4 and 5 know this class; transformers 5 would write one that 4 does not know
     path = folder / "tokenizer_config.json"
     config = {**json.loads(path.read_text(encoding="utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}
     config.pop("backend", None)

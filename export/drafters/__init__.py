@@ -1,4 +1,4 @@
-"""Drafters as torch modules and graphs, one file a method. They share `layer`."""
+"""Drafters as torch modules and graphs, one file for each method. They share `layer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redraft.names import WeightRef, drafter_graph
 
 @dataclass(frozen=True)
 class ExportedDrafter:
-    """One drafter written next to its verifier: its shape, and the places of weights and tables.
+    """One drafter in its verifier's folder: its shape, and the places of weights and tables.
 
     The file of each graph is `graph_file`.
     """
@@ -30,7 +30,7 @@ class Exporter:
 
     trained: (id, DrafterCheckpoint, VerifierExport, Identity, folder, options, progress).
     random:  (id, the verifier's transformers configuration, VerifierExport, folder, options, progress).
-    Both raise CheckpointError for a drafter that does not fit, UsageError for options that do not.
+    Both raise CheckpointError for a drafter that does not fit, and UsageError for options that do not.
     """
 
     trained: Callable[..., ExportedDrafter]

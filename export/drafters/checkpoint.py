@@ -1,7 +1,7 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
-config.json        method, config (the method's own), verifier (digests), training (what made it; not read here)
-model.safetensors  the module's parameters, and `token_counts` int64 [V], how often training saw each token
+config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here)
+model.safetensors  the module's parameters, and `token_counts` int64 [V], each token's count in training
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Identity:
 
     @classmethod
     def of(cls, verifier: AnyCheckpoint) -> Identity:
-        """The identity of a Hugging Face checkpoint: reads all of it once."""
+        """Return the identity of a Hugging Face checkpoint. Reads all of it once."""
         files = (name for name in (*verifier.files, TOKENIZER_FILE) if (verifier.path / name).is_file())
         return cls.from_digests(verifier, {name: _digest(verifier.path / name) for name in files})
 
     @classmethod
     def from_digests(cls, verifier: AnyCheckpoint, digests: Mapping[str, str]) -> Identity:
-        """The same from SHA-256 digests of its files, by name."""
+        """Return the identity of a checkpoint from SHA-256 digests of its files, by name."""
         return cls(tuple(digests[name] for name in sorted(verifier.files)), digests.get(TOKENIZER_FILE, ""))
 
 
@@ -78,7 +78,7 @@ class DrafterCheckpoint:
             return cls(path, values.method, values.config, values.verifier)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is no drafter: {file.name} cannot be read ({error.strerror})",
+                f"{path} is not a drafter: {file.name} cannot be read ({error.strerror})",
                 "give a folder that `redraft train publish` wrote",
             ) from None
         except (ValueError, UsageError) as error:
@@ -88,7 +88,7 @@ class DrafterCheckpoint:
             ) from None
 
     def configure(self, cls: type[C]) -> C:
-        """The method's configuration. Raises CheckpointError naming a key or value that does not fit."""
+        """Return the method's configuration. Raises CheckpointError naming a key or value that does not fit."""
         try:
             return from_plain(cls, self.config, str(self.path / CONFIG_FILE))
         except UsageError as error:
@@ -114,14 +114,14 @@ class DrafterCheckpoint:
             )
 
     def load(self, module: torch.nn.Module) -> torch.Tensor:
-        """Fill `module` in fp32 from the weights; returns the token counts, int64 [V]. Raises as `open_weights`."""
+        """Fill `module` in fp32 from the weights. Returns the token counts, int64 [V]. Raises like `open_weights`."""
         source, counts = self.open_weights({name: tuple(t.shape) for name, t in module.state_dict().items()})
         for name, tensor in module.state_dict().items():
             fill(tensor, source, name)
         return counts
 
     def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
-        """Return a source of the parameters of these shapes, with their names behind `stem`, and the token counts [V].
+        """Return a source of parameters of these shapes, with names that begin with `stem`, and token counts [V].
 
         Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
         shape or number that does not fit.
@@ -168,11 +168,11 @@ def save_drafter(
     path: Path, method: str, config: LayerConfig, verifier: Identity, module: torch.nn.Module, counts: torch.Tensor,
     training: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write a drafter's folder, its weights in bf16. `training` is kept as it is."""
+    """Write a drafter's folder, its weights in bf16 and `training` unchanged."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
     save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
-    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors writes it for the owner alone
+    (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file readable for its owner only
     values = _ConfigFile(method, asdict(config), verifier, training)
     (path / CONFIG_FILE).write_text(json.dumps(asdict(values), indent=2) + "\n", encoding="utf-8")
 

@@ -26,7 +26,7 @@ from redraft.export.weights import place
 from redraft.names import Dtype, TensorSpec, WeightRef
 
 _TRACED_ROWS = 3
-_TRACED_CAPACITY = 16
+_TRACED_KV_ROWS = 16
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -40,7 +40,7 @@ def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: Verif
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
     if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
         raise CheckpointError(
-            f"the verifier's graph gives out no hidden state {hidden_state!r}",
+            f"the verifier's graph does not output hidden state {hidden_state!r}",
             f'add "{hidden_state}" to hidden_states in its recipe',
         )
 
@@ -54,7 +54,7 @@ def empty_module(make: Callable[[], M], dtype: Dtype) -> M:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters by name."""
+    """Return the shapes of all parameters by name."""
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
@@ -93,7 +93,7 @@ class GraphRotary(nn.Module):
 
 
 class ChainAttention:
-    """Attention of a draft: of all rows to catch up on, then of one row a step. All are written to the KV buffers."""
+    """Attention of a draft: all rows to catch up on, then one row a step. Each writes its rows to the KV buffers."""
 
     def __init__(
         self, config: LayerConfig, positions: torch.Tensor, pending: torch.Tensor, cache_len: torch.Tensor,
@@ -103,39 +103,39 @@ class ChainAttention:
         self._config = config
         self._positions, self._cache_len, self._kv_len = positions, cache_len, kv_len
         self._last = (pending - 1)[:, None]
-        self._place, self._past = positions.gather(1, self._last), cache_len + pending
+        self._place, self._step_cache_len = positions.gather(1, self._last), cache_len + pending
         self._alone = torch.ones_like(self._last, dtype=torch.bool)[:, :, None]
 
     def last(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the last pending one of the rows [B, M, n], as [B, 1, n]."""
+        """Return the last pending row of [B, M, n], as [B, 1, n]."""
         last: torch.Tensor = tracing.gather_rows(rows, self._last)
         return last
 
     def last_token(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last pending one of the tokens [B, M], as [B, 1]."""
+        """Return the last pending token of [B, M], as [B, 1]."""
         return tokens.gather(1, self._last)
 
     def catch_up(self) -> Attend:
-        """Attend for all rows, each of which sees those before it."""
+        """Attend for all rows. Each row sees the rows before it."""
         batch, rows = self._positions.shape
         causal = torch.ones(rows, rows, dtype=torch.bool).tril()[None].expand(batch, -1, -1)
         return self._at(self._positions, causal, self._cache_len)
 
     def next_step(self) -> tuple[torch.Tensor, Attend]:
-        """Return the position [B, 1] of the next step's row, and attend for it: it sees all rows before it."""
+        """Return the position [B, 1] of the next step's row, and attend for that row, which sees all rows before it."""
         self._place, self._kv_len = self._place + 1, self._kv_len + 1
-        attend = self._at(self._place, self._alone, self._past)
-        self._past = self._past + 1
+        attend = self._at(self._place, self._alone, self._step_cache_len)
+        self._step_cache_len = self._step_cache_len + 1
         return self._place, attend
 
-    def _at(self, places: torch.Tensor, mask: torch.Tensor, past: torch.Tensor) -> Attend:
-        """Attend for rows at `places` [B, T] behind `past` [B] rows, which see each other by `mask` [B, T, T]."""
+    def _at(self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor) -> Attend:
+        """Attend for rows at `places` [B, T] after `cache_len` [B] rows. Rows see each other by `mask` [B, T, T]."""
         config, kv_len = self._config, self._kv_len
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor
             out, self.caches[0], self.caches[1] = tree_attention(
-                q, k, v, *self.caches, mask, places, past, kv_len, None, config.head_dim**-0.5, 0.0, 0, 0,
+                q, k, v, *self.caches, mask, places, cache_len, kv_len, None, config.head_dim**-0.5, 0.0, 0, 0,
                 config.heads, config.kv_heads,
             )  # fmt: skip
             return out
@@ -146,7 +146,7 @@ class ChainAttention:
 class DraftGraph(nn.Module, Generic[M]):
     """A drafter with the verifier's embedding and head. A subclass computes the draft.
 
-    It takes `drafter` over and changes it: rotation is one operator, over as many positions as a draft can reach.
+    It changes the drafter that it wraps: rotation becomes one operator over every position that a draft can reach.
     """
 
     def __init__(self, drafter: M, config: LayerConfig, shape: Any, max_positions: int) -> None:
@@ -176,13 +176,13 @@ def write_draft(
     progress: Progress, signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]],
     tables: list[torch.Tensor] | None = None, translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "",
 ) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Trace and write a draft graph, and place its weights; the head and the embedding are the verifier's own bytes.
+    """Trace and write a draft graph, and place its weights. Head and embedding are the verifier's own bytes.
 
     graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value and, if there are any, tables.
-    logits: the output that a product with the head gives, whose precision is the verifier's; "" for none.
+    logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     dtype = tracing.TORCH[shape.dtype]
-    cache = torch.zeros(2, shape.kv_heads, _TRACED_CAPACITY, shape.head_dim, dtype=dtype)
+    cache = torch.zeros(2, shape.kv_heads, _TRACED_KV_ROWS, shape.head_dim, dtype=dtype)
     rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
     b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
     args: tuple[Any, ...] = (
@@ -205,7 +205,7 @@ def write_draft(
 
 
 def rename(model: ir.Model, new_names: dict[str, str]) -> None:
-    """Give initializers new names; two that get the same one become one."""
+    """Rename initializers. Two that get the same name become one."""
     initializers = model.graph.initializers
     for old, new in new_names.items():
         value = initializers.get(old)

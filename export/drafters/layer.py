@@ -1,7 +1,7 @@
-"""The decoder layer that drafters share: Llama's form, with attention and rotation left to the caller.
+"""The decoder layer that drafters share: Llama's form, with attention and rotation given by the caller.
 
-Training attends in torch over many drafts at once, an exported graph through `redraft::TreeAttention`; the weights and
-everything between are the same.
+Training attends in torch over many drafts at once. An exported graph attends through `redraft::TreeAttention`. The
+weights and all other operations are the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, T, Hq * D], k and v [B, T, Hkv * D], q and k rotated -> [B, T, Hq * D]."""
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [B, T, n] -> the rows that are wanted, [B, R, n]."""
+"""Rows [B, T, n] -> the selected rows, [B, R, n]."""
 
 
 def all_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Keeps all."""
+    """Return all rows."""
     return rows
 
 
@@ -34,8 +34,8 @@ def all_rows(rows: torch.Tensor) -> torch.Tensor:
 class LayerConfig:
     """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's.
 
-    draft_logit_scale: factor on the drafter's logits when trees are built for a greedy verifier, measured after
-                       training.
+    draft_logit_scale: factor on the drafter's logits when it builds trees for a greedy verifier, measured after
+    training.
     logit_scale:       the verifier multiplies its logits by this.
     """
 
@@ -86,13 +86,13 @@ class Rotary(nn.Module):
         self.head_dim, self.theta = config.head_dim, config.rope_theta
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of `positions` [...], each [..., D / 2]."""
+        """Return cosines and sines of `positions` [...], each [..., D / 2]."""
         exponents = torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
         angles = positions[..., None].float() * self.theta**-exponents
         return angles.cos(), angles.sin()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, heads: int) -> torch.Tensor:
-        """x [B, T, heads * D] at `positions` [B, T] or [T]."""
+        """Rotate x [B, T, heads * D] at `positions` [B, T] or [T]."""
         cos, sin = (t.unsqueeze(-2) for t in self.tables(positions))  # [.., T, 1, D / 2]
         first, second = x.unflatten(-1, (heads, self.head_dim)).chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
@@ -118,7 +118,7 @@ class DrafterLayer(nn.Module):
         self.rotary = Rotary(config)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows) -> torch.Tensor:
-        """Compute the layer. Every row is a key. Only the rows that `keep` picks go on after attention."""
+        """Compute the layer. Every row is a key. Only the rows that `keep` selects continue after attention."""
         normed = self.input_norm(x)
         q = self.rotary(self.q_proj(normed), positions, self.config.heads)
         k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)

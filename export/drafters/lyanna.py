@@ -7,8 +7,8 @@ its final norm, E its embedding and M its head:
     l_i = M h_i                                                     §4.2, one product for the whole chain
     l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
 
-The paper leaves ⊕ open. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ; RMSNorm(E(t_1))].
-The chain's states are normalized on their way in and out, so that h_i has the scale of f.
+The paper does not define ⊕. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ;
+RMSNorm(E(t_1))]. The chain normalizes its states before and after each step, so that h_i has the scale of f.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfi
 
 @dataclass(frozen=True)
 class LyannaConfig(LayerConfig):
-    """Shape of the layer, and:
+    """Configuration of a drafter: the layer's shape, and these fields.
 
     rank:         d of W1 [n, d] and W2 [d, V].   steps: hidden states of a chain, N.
-    first_token, token_info: without them, the ablations of Table 1.
+    first_token, token_info: False for the ablations of Table 1.
     """
 
     rank: int = 64
@@ -52,7 +52,7 @@ def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig
 
 
 class TokenInfo(nn.Module):
-    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the logits of the next one."""
+    """RMSNorm(W2 W1 E(t)): the numbers that a token adds to the next token's logits."""
 
     def __init__(self, config: LyannaConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class TokenInfo(nn.Module):
 
 
 class LyannaDrafter(nn.Module):
-    """The trained part. Embedding and head are the verifier's own and no parameters here."""
+    """The trained parameters. Embedding and head belong to the verifier."""
 
     def __init__(self, config: LyannaConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class LyannaDrafter(nn.Module):
         self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
         keep: Keep = all_rows,
     ) -> torch.Tensor:  # fmt: skip
-        """h_1 of the rows that `keep` picks: features [B, T, n] at `positions` and embeddings of the tokens after."""
+        """Return h_1 of rows that `keep` selects: features [B, T, n] at `positions`, embeddings of the next tokens."""
         parts = [self.hidden_norm(features)]
         if self.embedding_norm is not None:
             parts.append(self.embedding_norm(embeddings))
@@ -95,6 +95,6 @@ class LyannaDrafter(nn.Module):
         return out
 
     def following(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """h_{i+1} from h_i [B, T, n]; `positions` are those of the predicted features h_i stands for."""
+        """Return h_{i+1} from h_i [B, T, n]. `positions` are those of the features that h_i predicts."""
         out: torch.Tensor = self.norm(self.layer(self.chain_norm(hidden), positions, attend))
         return out

@@ -1,8 +1,8 @@
 """Lyanna's two graphs and its table of token information.
 
-    draft            catches up on the rows since the last draft, unrolls the chain, one product with the head for its
-                     states, the tree of their logits: one call
-    resample         the tree of the logits that are left after a verification: no weights but the table
+    draft            one call: catches up on the rows since the last draft, unrolls the chain, multiplies its states by
+    the head in one product, and builds the tree of their logits
+    resample         builds a tree of the logits that a verification left unused; its only weights are the table
 
 The head and the embedding are the verifier's own bytes.
 """
@@ -74,13 +74,13 @@ def export_random_lyanna(
     name: str, settings: LyannaConfig, verifier: VerifierExport, out: Path, options: LyannaBuild,
     progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    """Write the graphs of a drafter of this shape with random weights, every token as frequent, for latency work."""
+    """Write the graphs of a drafter with random weights and equal token counts, for latency work."""
     module = empty_drafter(settings, verifier.shape.dtype)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
     return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
 
 
-def export_random_beside(
+def export_random_for(
     name: str, configuration: Any, verifier: VerifierExport, out: Path, options: LyannaBuild, progress: Progress
 ) -> ExportedDrafter:
     """Write the graphs of a random drafter for a verifier of this transformers configuration."""
@@ -89,7 +89,7 @@ def export_random_beside(
     return export_random_lyanna(name, settings, verifier, out, options, progress)
 
 
-EXPORTER = Exporter(export_lyanna, export_random_beside)
+EXPORTER = Exporter(export_lyanna, export_random_for)
 
 
 def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
@@ -131,7 +131,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
     if steps > config.steps:
         raise CheckpointError(
             f"the drafter was trained for {config.steps} steps, not {steps}",
-            f"build it with steps={config.steps} at most",
+            f"build it with at most steps={config.steps}",
         )
     hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
     return LyannaShape(
@@ -149,7 +149,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
 
 
 class _Draft(DraftGraph[LyannaDrafter]):
-    """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them."""
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
@@ -169,7 +169,7 @@ class _Draft(DraftGraph[LyannaDrafter]):
 
 
 class _Resample(nn.Module):
-    """The resample graph's computation; inputs and outputs in the order of `resample_inputs`."""
+    """The resample graph's computation, with inputs in the order of `resample_inputs`."""
 
     def __init__(self, shape: LyannaShape) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Resample(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         steps, nodes = self.shape.steps, resample_nodes(self.shape)
         wanted = first_step[:, None] + torch.arange(steps - 1)
-        wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # ONNX's Clip is for floats only in TensorRT
+        wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
         tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
         sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]

@@ -1,7 +1,7 @@
 """Token information as engines read it: E·W1·W2, normalized, pruned to hot tokens, in fp16, int8, fp8 or two factors.
 
-Lyanna §5.1 (the collapsed table) and §6.1 (hot tokens). The RMS of a row is taken over the whole vocabulary, before its
-columns are pruned; the gain and the draft logit scale are folded in.
+Lyanna §5.1 (the collapsed table) and §6.1 (hot tokens). The RMS of a row covers the whole vocabulary, before its
+columns are pruned. The values include the gain and the draft logit scale.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STORED = {"float16": "F16", "float32": "F32", "int8": "I8", "uint8": "U8", "int
 
 def make_tables(
     drafter: LyannaDrafter, embedding: Slabs, counts: torch.Tensor, shape: LyannaShape
-) -> tuple[weight_files.Made, ...]:
-    """The tensors of `token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
+) -> tuple[weight_files.NewTensor, ...]:
+    """Return the tensors of `token_info_tables`, for embeddings [V, n] in slabs of rows and token counts [V].
 
-    Memory follows neither V·n nor H·H: of the embedding the factors are kept, a table comes in slabs as it is written.
-    A drafter without token information adds zeros.
+    Memory does not grow with V·n or H·H: only the embedding's factors are kept, and a table is written in slabs. A
+    drafter without token information adds zeros.
     """
     hot = hot_tokens(counts, shape.hot)
     forms = _forms(drafter, embedding, hot, shape)
@@ -45,13 +45,13 @@ def make_tables(
         index[hot] = np.arange(shape.hot)
         forms.append(partial(iter, [index]))
     return tuple(
-        weight_files.Made(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), slabs)
+        weight_files.NewTensor(spec.name, _STORED[spec.dtype], tuple(map(int, spec.shape)), slabs)
         for spec, slabs in zip(token_info_tables(shape), forms, strict=True)
     )
 
 
 def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
-    """The `hot` most frequent tokens in the order of their ids; of equally frequent ones the lower id."""
+    """Return the `hot` most frequent tokens, sorted by id. Among equally frequent tokens, lower ids come first."""
     order = torch.argsort(counts, descending=True, stable=True)[:hot]
     return np.asarray(order.sort().values.numpy(), dtype=np.int64)
 
@@ -59,7 +59,7 @@ def hot_tokens(counts: torch.Tensor, hot: int) -> NDArray[np.int64]:
 def _forms(
     drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
 ) -> list[Callable[[], Slabs]]:
-    """The tensors that hold the values, as `token_info_tables` orders them, cold row and column appended."""
+    """Return the tensors of values in the order of `token_info_tables`, with the cold row and column appended."""
     left, right = _factors(drafter, embedding, hot, shape)
     if shape.hot < shape.vocabulary:
         left, right = np.pad(left, ((0, 1), (0, 0))), np.pad(right, ((0, 0), (0, 1)))
@@ -78,7 +78,7 @@ def _forms(
 def _factors(
     drafter: LyannaDrafter, embedding: Slabs, hot: NDArray[np.int64], shape: LyannaShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Two factors of the hot part of the normalized table: [H, d] and [d, H]."""
+    """Return two factors of the hot part of the normalized table: [H, d] and [d, H]."""
     info = drafter.token_info
     if info is None:
         return np.zeros((shape.hot, shape.rank), np.float32), np.zeros((shape.rank, shape.hot), np.float32)
@@ -91,7 +91,7 @@ def _factors(
 
 
 def _hot_rows(embedding: Slabs, hot: NDArray[np.int64]) -> Slabs:
-    """The rows of each slab whose tokens are hot; `hot` is in order."""
+    """Yield the rows of each slab whose tokens are hot. `hot` is sorted."""
     begin = 0
     for slab in embedding:
         first, last = np.searchsorted(hot, (begin, begin + len(slab)))
@@ -100,7 +100,7 @@ def _hot_rows(embedding: Slabs, hot: NDArray[np.int64]) -> Slabs:
 
 
 def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[Any], ...]:
-    """Rows of the table in their type. A short type has a scale for each row."""
+    """Rows of the table in their type. Rows of int8 and fp8 have a scale each."""
     if shape.token_info == "fp16":
         return (values.astype(np.float16),)
     largest = _INT8_MAX if shape.token_info == "int8" else _FP8_MAX
@@ -112,7 +112,7 @@ def _stored(values: NDArray[np.float32], shape: LyannaShape) -> tuple[NDArray[An
 
 
 def examples(shape: LyannaShape) -> list[torch.Tensor]:
-    """Zeros of the right shapes and types, to trace a graph with; they take no memory."""
+    """Return zeros of the right shapes and types, which take no memory, to trace a graph with."""
     return [_example(spec) for spec in token_info_tables(shape)]
 
 
@@ -125,7 +125,7 @@ def token_info_file(drafter: str) -> str:
     return f"{weight_files.FOLDER}/{drafter}.token_info.safetensors"
 
 
-def write(tables: Sequence[weight_files.Made], folder: Path, file: str) -> tuple[WeightRef, ...]:
-    """Write the tables to `folder`/`file`; returns their places in it."""
+def write(tables: Sequence[weight_files.NewTensor], folder: Path, file: str) -> tuple[WeightRef, ...]:
+    """Write the tables to `folder`/`file`. Returns their places in it."""
     (folder / weight_files.FOLDER).mkdir(parents=True, exist_ok=True)
     return tuple(weight_files.write(list(tables), folder, file))

@@ -1,15 +1,15 @@
-"""Token-info sampling and resampling (Lyanna, Algorithms 1 and 2): their meaning in NumPy, and in ONNX.
+"""Token-info sampling and resampling (Lyanna, Algorithms 1 and 2): a reference in NumPy, and the ONNX translation.
 
     tokens, parents, log_probs = token_tree(step_logits, used, roots, tables)
 
     step_logits [B, S, V]     logits of the steps of a tree, without token information
-    used        int64 [B]     how many of the last steps do not count (0 in a fresh draft)
+    used        int64 [B]     how many of the last steps to leave out (0 in a fresh draft)
     roots       int64 [B]     the last verified token
-    tables                    as `methods.lyanna.token_info_tables`
-    tokens, parents, log_probs [B, K]: the K likeliest nodes, likeliest first, the root before all; a node's parent
+    tables                    those of `methods.lyanna.token_info_tables`
+    tokens, parents, log_probs [B, K]: the root, then the most probable nodes in order; a node's parent
     comes before it; nodes that do not exist have log probability -inf and come last
 
-A level has the `width` likeliest children of each node that goes on; the `width` likeliest nodes of a level go on.
+A level has the `width` most probable children of each expanded node. The `width` most probable nodes of a level expand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redraft.methods.lyanna import tree_size
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
-"""Returns the numbers that a token adds to the logits of the next one, [V]."""
+"""Returns the numbers that a token adds to the next token's logits, [V]."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Tree:
     parents: list[int]
     log_probs: list[float]
 
-    def likeliest(self, nodes: int) -> Tree:
-        """The `nodes` likeliest ones, root included, likeliest first (ties: the earlier), parents renumbered."""
+    def top_nodes(self, nodes: int) -> Tree:
+        """Return the `nodes` most probable nodes in order, root included (ties: the earlier), parents renumbered."""
         order = sorted(range(len(self.tokens)), key=lambda node: -self.log_probs[node])[:nodes]
         place = {node: index for index, node in enumerate(order)} | {-1: -1}
         return Tree(
@@ -52,7 +52,7 @@ class Tree:
 
 
 def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> Tree:
-    """Algorithm 1 in full: step_logits [S, V] to a tree of `tree_size(S, width)` nodes."""
+    """Build the whole tree of Algorithm 1: step_logits [S, V] to `tree_size(S, width)` nodes."""
     tree = Tree([root], [-1], [0.0])
     going_on = [0]
     for logits in step_logits:
@@ -69,7 +69,7 @@ def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> T
 
 
 def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
-    """Algorithm 2: a tree of the steps after `first_step` of chain_logits [N, V], or its root if too few remain."""
+    """Build Algorithm 2's tree of the steps after `first_step` of chain_logits [N, V], or a root if too few remain."""
     remaining = chain_logits[first_step:]
     return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
 
@@ -100,11 +100,11 @@ def token_tree(
     step_logits: torch.Tensor, used: torch.Tensor, roots: torch.Tensor, tables: list[torch.Tensor], width: int,
     nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The operator's meaning: the references above, a sequence at a time. `whole`: all steps count, `used` is 0."""
+    """Compute the operator by the references above, one sequence at a time. `whole`: all steps count, `used` is 0."""
     trees = []
     for logits, gone, root in zip(step_logits.numpy(), used.tolist(), roots.tolist(), strict=True):
         kept = logits[: len(logits) - gone]
-        tree = build_subtree(kept, root, lambda token: lookup(tables, token), width).likeliest(nodes)
+        tree = build_subtree(kept, root, lambda token: lookup(tables, token), width).top_nodes(nodes)
         trees.append(tree)
     return (
         torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),
@@ -130,7 +130,7 @@ def _(
 def emit_token_tree(
     step_logits: Any, used: Any, roots: Any, tables: Sequence[Any], width: int, nodes: int, whole: bool
 ) -> tuple[Any, Any, Any]:
-    """Translation for `torch.onnx.export`: every level unrolled, all sequences at once."""
+    """Translate for `torch.onnx.export`: every level unrolled, all sequences at once."""
     steps = int(step_logits.shape[1])
     splits = op.Split(step_logits, axis=1, num_outputs=steps) if steps > 1 else (step_logits,)
     root_column = op.Unsqueeze(roots, _ints([1]))  # [B, 1]
@@ -153,7 +153,7 @@ def emit_token_tree(
     every = [op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)]
     if not whole:
         every[2] = op.Add(every[2], _beyond(used, steps, width))
-    return _emit_likeliest(every[0], every[1], every[2], nodes)
+    return _emit_top_nodes(every[0], every[1], every[2], nodes)
 
 
 def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
@@ -172,23 +172,23 @@ def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
 
 
 def _emit_decoded(codes: Any, table: Any) -> Any:
-    """Codes of int8, or bytes of float8 E4M3, which ONNX can only look up, as float32."""
+    """Return int8 codes, or bytes of float8 E4M3, as float32. ONNX cannot compute with such bytes."""
     if table.dtype != ir.DataType.UINT8:
         return op.Cast(codes, to=ir.DataType.FLOAT)
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    decoded = op.Constant(value_floats=np.nan_to_num(values).tolist())  # the two codes of NaN are never written
+    decoded = op.Constant(value_floats=np.nan_to_num(values).tolist())  # tables never hold the two codes of NaN
     return op.Gather(decoded, op.Cast(codes, to=ir.DataType.INT32))
 
 
 def _beyond(used: Any, steps: int, width: int) -> Any:
-    """0 if a node's step counts, -inf if it is one of the last `used`: float32 [B, nodes of the whole tree]."""
+    """Return 0 if a node's step counts, -inf if it is one of the last `used`: float32 [B, nodes of the whole tree]."""
     steps_left = [steps + 1] + [steps - step for step in range(steps) for _ in range(width if step == 0 else width**2)]
     counts = op.Less(op.Unsqueeze(used, _ints([1])), _ints(steps_left))
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
 
 
-def _emit_likeliest(tokens: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
-    """The likeliest nodes in order; a node of equal probability comes before its children, having a lower number."""
+def _emit_top_nodes(tokens: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
+    """Return the most probable nodes in order. Ties go to lower numbers, so that nodes come before their children."""
     best, order = op.TopK(joints, _ints([nodes]))  # [B, K]
     blank = op.Concat(
         op.Sub(tokens, tokens), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1

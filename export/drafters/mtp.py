@@ -15,7 +15,7 @@ from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfi
 
 
 class MtpDrafter(nn.Module):
-    """The module's own part. Embedding and head are the verifier's and no parameters here."""
+    """The module's own parameters. Embedding and head belong to the verifier."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MtpDrafter(nn.Module):
         self, hidden: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
         keep: Keep = all_rows,
     ) -> torch.Tensor:  # fmt: skip
-        """Hidden states [B, T, n] at `positions` and embeddings of the tokens after them -> the next hidden states."""
+        """Return the next hidden states from states [B, T, n] at `positions` and embeddings of the next tokens."""
         fused = self.projection(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embeddings)], dim=-1))
         out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out

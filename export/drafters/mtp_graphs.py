@@ -1,4 +1,4 @@
-"""The draft graph of a multi-token-prediction module: one call catches up on rows and unrolls the chain of tokens."""
+"""The draft graph of a multi-token-prediction module. One call catches up on rows and unrolls the chain of tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _export(
 
 
 class _Draft(DraftGraph[MtpDrafter]):
-    """The draft graph's computation; inputs and outputs as `draft_inputs` and `draft_outputs` order them."""
+    """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,

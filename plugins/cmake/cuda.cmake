@@ -1,6 +1,6 @@
-# Enables CUDA where nvcc is found; else CUDA_MISSING says what to install.
+# Enables CUDA if nvcc is found; else CUDA_MISSING names the package to install.
 
-# What is built for where nothing is said and no GPU is here.
+# Default architectures on a machine without a GPU.
 set(DEFAULT_ARCHITECTURES 80 86 89 90 100 110 120)
 
 if(DEFINED ENV{CUDACXX})
@@ -43,12 +43,12 @@ endif()
 foreach(architecture IN LISTS architectures)
   if(NOT "sm_${architecture}" IN_LIST known)
     list(JOIN known " " known)
-    message(FATAL_ERROR "ARCHITECTURES: expected some of what ${NVCC} compiles for (${known}, each without sm_), "
+    message(FATAL_ERROR "ARCHITECTURES: expected some of ${NVCC}'s architectures (${known}, each without sm_), "
                         "found \"${architecture}\"")
   endif()
 endforeach()
 
-# Machine code for each, and PTX of the last, from which drivers compile for what comes later.
+# Machine code for each, and PTX of the last, which drivers compile for later GPUs.
 list(POP_BACK architectures last)
 set(CMAKE_CUDA_ARCHITECTURES ${architectures})
 list(TRANSFORM CMAKE_CUDA_ARCHITECTURES APPEND -real)

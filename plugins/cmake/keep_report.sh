@@ -1,6 +1,6 @@
 #!/bin/sh
-# keep_report.sh FOLDER COMPILER ARGUMENT...: runs the compiler and keeps what ptxas says of each kernel (registers,
-# spills, shared memory) in FOLDER/SOURCE.txt, so that it is there after a build that had nothing left to compile.
+# keep_report.sh FOLDER COMPILER ARGUMENT...: runs the compiler and keeps ptxas's report on each kernel (registers,
+# spills, shared memory) in FOLDER/SOURCE.txt, so that a build with nothing to compile has the report too.
 folder=$1
 shift
 for object; do :; done  # CMake names the object last

@@ -1,12 +1,12 @@
-# One line for each library. Included while configuring it collects them; `cmake -P summary.cmake` in the build
+# One line for each library. Included while configuring, it collects them. `cmake -P summary.cmake` in the build
 # folder prints them once all is built.
 
-# built(TARGET WHAT): the library of TARGET will be there; WHAT says for which machines.
+# built(TARGET WHAT): the library of TARGET will be built; WHAT names its machines.
 function(built target what)
   set_property(GLOBAL APPEND_STRING PROPERTY REDRAFT_SUMMARY "line_built([[$<TARGET_FILE:${target}>]] [[${what}]])\n")
 endfunction()
 
-# skipped(FILE WHY): the library FILE will not be there; WHY ends with what to install.
+# skipped(FILE WHY): the library FILE will not be built; WHY ends with the package to install.
 function(skipped file why)
   set_property(GLOBAL APPEND_STRING PROPERTY REDRAFT_SUMMARY "message(NOTICE [[skipped  ${file}: ${why}]])\n")
 endfunction()

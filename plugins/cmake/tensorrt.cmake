@@ -1,5 +1,5 @@
-# TENSORRT_INCLUDE_DIR and TENSORRT_MAJOR where TensorRT's headers are found; else TENSORRT_MISSING says what to install.
-# The library itself is not needed: a plugin is given all that it calls.
+# TENSORRT_INCLUDE_DIR and TENSORRT_MAJOR if TensorRT's headers are found; else TENSORRT_MISSING names the package to
+# install. The library itself is not needed: TensorRT gives a plugin all objects that it calls.
 
 if(TENSORRT_ROOT)
   find_path(TENSORRT_INCLUDE_DIR NvInferRuntime.h PATHS "${TENSORRT_ROOT}" NO_DEFAULT_PATH NO_CACHE
@@ -17,7 +17,7 @@ file) and name their folder: make plugins TENSORRT_ROOT=dir")
   return()
 endif()
 
-# Either of the two, as the second is defined by the first in later versions.
+# Either of the two: in later versions, the first defines the second.
 file(STRINGS "${TENSORRT_INCLUDE_DIR}/NvInferVersion.h" version
      REGEX "^#define (TRT_MAJOR_ENTERPRISE|NV_TENSORRT_MAJOR) +[0-9]+" LIMIT_COUNT 1)
 string(REGEX MATCH "[0-9]+" TENSORRT_MAJOR "${version}")

@@ -24,8 +24,8 @@ namespace {
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kWarp = 32;
 constexpr size_t kGrantedBytes = 48 * 1024;
-// Below a float's last place, of the largest term: none, as on the first tensor cores (Fasi et al. 2021); later ones
-// keep some.
+// Bits kept below the last place of the largest term: none, like the first tensor cores (Fasi et al. 2021). Later
+// ones keep some.
 constexpr int kBitsMore = 0;
 
 struct Copy {
@@ -34,12 +34,12 @@ struct Copy {
   bool valid;
 };
 
-// The unit of shared memory, as it is aligned on a device.
+// The unit of shared memory, with a device's alignment.
 struct alignas(16) Chunk {
   unsigned char bytes[16];
 };
 
-// Threads that meet: `arrived` of this round, and how many rounds are over.
+// A barrier: threads that `arrived` in this round, and the number of finished rounds.
 struct Meeting {
   int arrived = 0;
   unsigned rounds = 0;
@@ -59,7 +59,7 @@ struct Fiber {
   std::vector<Copy> open;
 };
 
-// One block while it runs. A switch is a longjmp; only the first entry into a fiber takes a full context.
+// A running block. A switch is a longjmp; only the first entry into a fiber needs a full context.
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -90,7 +90,7 @@ void yield() {
   if (_setjmp(block.running->resume) == 0) _longjmp(block.scheduler, 1);
 }
 
-// Stands still until `expected` threads have come. The last one goes straight on.
+// Waits until `expected` threads have arrived. The last one continues at once.
 void meet(Meeting &meeting, int expected) {
   block.progressed = true;
   if (++meeting.arrived == expected) {
@@ -114,7 +114,7 @@ void start(Fiber &fiber) {
   setcontext(&context);
 }
 
-// One turn of a fiber: until it yields or ends.
+// Runs a fiber until it yields or ends.
 void turn(Fiber &fiber, bool first) {
   block.running = &fiber;
   here = fiber.position;
@@ -158,7 +158,7 @@ void run_block(const Position &position, size_t shared_bytes, std::mt19937 &rand
   bool first = true;
   for (int left = position.threads; left > 0; first = false) {
     block.progressed = false;
-    const unsigned resting = chosen_order > 1 && !first ? random() : 0;  // a bit a warp
+    const unsigned resting = chosen_order > 1 && !first ? random() : 0;  // one bit for each warp
     for (const int thread : in_order(position.threads, random)) {
       Fiber &fiber = block.fibers[thread];
       if (fiber.done) continue;
@@ -309,11 +309,11 @@ uint16_t float_to_half(float value) {
   const float size = fabsf(value);
   if (value != value) return sign | 0x7fff;
   if (size >= 65520.f) return sign | 0x7c00;
-  int exponent = -13;                            // of the smallest normal number, and of all below it
+  int exponent = -13;                            // of the smallest normal number and all smaller ones
   if (size > 0x1p-14f) frexpf(size, &exponent);  // size = f 2^exponent with f in [0.5, 1)
-  const int unit = exponent - 11;                // the exponent of the last bit that is kept
+  const int unit = exponent - 11;                // the exponent of the last kept bit
   const int steps = static_cast<int>(nearbyintf(ldexpf(size, -unit)));
-  // Subnormals count up from zero, normals from 1024, and a carry runs on into the exponent.
+  // Subnormals count from zero, normals from 1024, and a carry goes into the exponent.
   return sign | static_cast<uint16_t>(steps + (unit + 24) * 1024);
 }
 

@@ -1,19 +1,19 @@
-// Runs CUDA kernels on a CPU, one thread block at a time, each CUDA thread a fiber: for tests of kernels where there is
-// no GPU. What it holds of the real thing:
+// Runs CUDA kernels on a CPU, one thread block at a time, each CUDA thread as a fiber: for kernel tests without a GPU.
+// It models:
 //
-//   barriers        a fiber runs until it reaches a barrier or an operation of its warp, in an order that the test
-//                   chooses, so that a barrier left out shows as a wrong result under some order;
-//   copies          cp.async writes at once or only when a wait covers it, as the test chooses: both are allowed, so that
-//                   a wait left out shows, and a copy over what another warp still reads;
-//   shared memory   starts as NaN in every block;
+//   barriers        a fiber runs until it reaches a barrier or a warp operation, in an order that the test chooses. A
+//                   missing barrier thus gives a wrong result under some order.
+//   copies          cp.async writes at once, or only when a wait covers it, as the test chooses. CUDA allows both.
+//                   Tests thus find a missing wait, and a copy over bytes that another warp still reads.
+//   shared memory   starts as NaN in every block.
 //   matrix products of 16-bit elements and of TF32, with the operand layout of the PTX ISA, summed in float32 to the
-//                   nearest or as tensor cores were found to (Sums), as the test chooses;
-//   divergence      a barrier or warp operation that some thread never reaches ends the process with a message;
+//                   nearest or like measured tensor cores (Sums), as the test chooses.
+//   divergence      a barrier or warp operation that some thread never reaches ends the process with a message.
 //   addresses       cp.async and ldmatrix of addresses that are not at multiples of 16 bytes, or outside of the block's
-//                   shared memory, end the process with a message;
-//   launches        of more than 48 KiB of shared memory without leave, or of grids past the limits, fail.
+//                   shared memory, end the process with a message.
+//   launches        fail with more than 48 KiB of shared memory that was not allowed, or with grids past the limits.
 //
-// It does not hold memory ordering between blocks, or speed.
+// It does not model memory ordering between blocks, or speed.
 
 #pragma once
 
@@ -37,32 +37,34 @@ struct Position {
   int threads;
 };
 
-// Where the running fiber is.
+// Block and thread of the running fiber.
 extern thread_local Position here;
 
-// Shared memory that a kernel at this address may ask for from now on, beyond the 48 KiB of every kernel.
+// Allows the kernel at this address more shared memory than the 48 KiB of every kernel.
 void allow_shared_memory(const void *kernel, size_t bytes);
 
-// Why a device would refuse such a launch of the kernel at this address, or null.
+// Returns a device's reason to refuse such a launch of the kernel at this address, or null.
 const char *refusal(const void *kernel, int64_t blocks_x, int64_t blocks_y, int threads, size_t shared_bytes);
 
 // Runs `kernel` once for every thread of a grid of blocks_x * blocks_y blocks.
 void launch(int blocks_x, int blocks_y, int threads, size_t shared_bytes, const std::function<void()> &kernel);
 
-// Order in which fibers take turns in launches of this OS thread: 0 ascending, 1 descending, else shuffled anew from
-// this seed at every round, in which half of the warps rest; blocks likewise. Odd orders copy at once, even ones late.
+// Sets the order in which fibers take turns in launches of this OS thread: 0 ascending, 1 descending. Any other value
+// is a seed: every round has a new random order, in which half of the warps pause. Blocks follow the same order. Odd
+// orders copy at once, even ones late.
 void set_order(unsigned order);
 
-// How matrix products are summed in launches of this OS thread.
-//   kNearest    in float32, to the nearest, a term after the other;
-//   kTruncated  as tensor cores do (Fasi et al. 2021): products exact; the sum so far and four products are aligned to
-//               the largest of them, cut off towards zero below a float's last place and added, and the total is cut
-//               off to a float. Later tensor cores add more products at once and keep a few bits more: this is coarser.
+// The way to sum matrix products in launches of this OS thread.
+//   kNearest    in float32, to the nearest, one term after the other.
+//   kTruncated  like tensor cores (Fasi et al. 2021): products are exact. The sum so far and four products are
+//               aligned to the largest, truncated towards zero below a float's last place, added, and the total is
+//               truncated to a float. Later tensor cores add more products at once and keep a few more bits, so this
+//               is coarser.
 enum class Sums { kNearest, kTruncated };
 void set_sums(Sums sums);
 Sums sums();
 
-// `terms[0]` the sum so far, then `count - 1` products; what kTruncated makes of them.
+// Adds `terms` like kTruncated: terms[0] is the sum so far, followed by `count - 1` products.
 float truncated_sum(const double *terms, int count);
 
 unsigned char *shared_memory();
@@ -76,7 +78,7 @@ struct Lanes {
   unsigned char bytes[32][kLaneBytes];
 };
 
-// Every lane of a warp gives `size` bytes; all see what all gave, until the warp's next but one exchange.
+// Every lane of a warp gives `size` bytes. All lanes see all bytes until the warp's next exchange but one.
 const Lanes &exchange(const void *given, size_t size);
 
 void copy_async(void *target, const void *source, bool valid);

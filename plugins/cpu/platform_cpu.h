@@ -33,7 +33,7 @@ void wait_copies() {
   cuda_on_cpu::wait_copies(kPending);
 }
 
-// Of each 8x8 matrix lane 4 g + t receives row g, columns 2 t and 2 t + 1.
+// Lane 4 g + t receives row g, columns 2 t and 2 t + 1 of each 8x8 matrix.
 inline void load_matrices(uint32_t (&to)[4], const void *row) {
   cuda_on_cpu::check_shared("ldmatrix's row", row);
   const cuda_on_cpu::Lanes &rows = cuda_on_cpu::exchange(&row, sizeof row);
@@ -44,7 +44,7 @@ inline void load_matrices(uint32_t (&to)[4], const void *row) {
   }
 }
 
-// Transposed: row and column change places.
+// Transposed: row and column are exchanged.
 inline void load_matrices_transposed(uint32_t (&to)[4], const void *row) {
   cuda_on_cpu::check_shared("ldmatrix's row", row);
   const cuda_on_cpu::Lanes &rows = cuda_on_cpu::exchange(&row, sizeof row);
@@ -86,14 +86,15 @@ inline float bits_to_float(uint32_t bits) {
   return value;
 }
 
-// What a lane holds of a matrix product's operands: a[0 .. 3], then b[0 .. 1].
+// A lane's words of a matrix product's operands: a[0 .. 3], then b[0 .. 1].
 struct Operands {
   uint32_t words[6];
 };
 
-// Adds a[row] . b[column] for the four sums of this lane. `word(row_or_column, k)` of an operand is held by lane
-// 4 g + t: of a 16-bit a in word (row >= 8) + 2 (k >= 8), half k % 2, t = k % 8 / 2; of a TF32 a in word
-// (row >= 8) + 2 (k >= 4), t = k % 4; of b in word 4 + the same choice by k.
+// Adds a[row] . b[column] for the four sums of this lane. Lane 4 g + t holds `word(row_or_column, k)` of an operand:
+//   a, 16-bit   word (row >= 8) + 2 (k >= 8), half k % 2, t = k % 8 / 2
+//   a, TF32     word (row >= 8) + 2 (k >= 4), t = k % 4
+//   b           word 4 + the same choice by k
 template <int kDepth, class Value>
 void add_products(float (&sum)[4], const cuda_on_cpu::Lanes &lanes, Value value) {
   constexpr int kBlock = 4;  // products that the first tensor cores add at once, and later ones of TF32

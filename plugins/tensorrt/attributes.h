@@ -1,4 +1,4 @@
-// The operator's attributes as a plugin keeps them, and their way through TensorRT's plugin fields.
+// The operator's attributes in a plugin, and their conversion to and from TensorRT's plugin fields.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace redraft {
 
-// What a plugin needs besides tensors. The first five are the attributes of redraft::TreeAttention
-// (export/tree_attention.py); the last two are where the engine was built, 0 where that is not known.
+// All that a plugin needs except tensors. The first five are the attributes of redraft::TreeAttention
+// (export/tree_attention.py). The last two describe the device that built the engine, 0 if unknown.
 struct Attributes {
   float scale = 1.f;
   float softcap = 0.f;
@@ -27,8 +27,8 @@ using Fields = std::array<nvinfer1::PluginField, kFields>;
 // Fields that point into `attributes`, in the order of the struct.
 Fields fields_of(const Attributes &attributes);
 
-// Reads fields of any order; integers may be of 32 or 64 bits. All of `needed` first ones must be there, and no other
-// names than those of kFields. Logs what is wrong and returns false.
+// Reads fields in any order; integers may have 32 or 64 bits. The first `needed` fields must exist, and all names must
+// be in kFields. Otherwise logs the reason and returns false.
 bool read_fields(const nvinfer1::PluginFieldCollection *collection, int needed, Attributes *attributes);
 
 }  // namespace redraft

@@ -1,13 +1,13 @@
 // redraft::TreeAttention as a TensorRT plugin (IPluginV3), over the C entries of the kernels.
 //
-// TensorRT's ONNX parser looks a node up by op_type and by its attributes plugin_version and plugin_namespace, "1" and ""
-// where it has none; from 10.10 on a node's domain is its namespace. The creator is registered as TreeAttention, version
-// 1, in the empty namespace, so that nodes given to the parser have no domain (engines/tensorrt/prepare.py). The parser
-// hands INT attributes over as int32.
+// TensorRT's ONNX parser looks a node up by op_type and by its attributes plugin_version and plugin_namespace, by
+// default "1" and "". From 10.10 on, a node's domain is its namespace. The creator is registered as TreeAttention,
+// version 1, in the empty namespace, so nodes for the parser have no domain (engines/tensorrt/prepare.py). The parser
+// passes INT attributes as int32.
 //
-// present_key and present_value are the caches themselves where both are bound to one address, as the caller does for the
-// network's inputs and outputs. Otherwise each call copies the caches first, which costs their whole capacity. TensorRT is
-// not told that they are one (IPluginV3OneBuildV2::getAliasedInput): it may then copy every cache itself.
+// The caller binds the network's inputs and outputs to one address, so that present_key and present_value are the
+// caches themselves. Otherwise each call first copies the caches with their whole capacity. The plugin does not
+// declare them as aliases (IPluginV3OneBuildV2::getAliasedInput), since TensorRT may then copy every cache itself.
 
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
@@ -31,7 +31,7 @@ constexpr const char *kVersion = "1";
 constexpr const char *kNamespace = "";
 constexpr int kFailed = 1;
 
-// Leaves both 0 where there is no device.
+// Leaves both 0 without a device.
 void find_device(int32_t *multiprocessors, int32_t *compute_capability) {
   int device = 0;
   int count = 0;
@@ -119,7 +119,7 @@ class TreeAttention final : public IPluginV3,
     return workspace_for_up_to(args);
   }
 
-  // The attributes; sizes and types are TensorRT's own part of the key.
+  // The attributes. TensorRT adds sizes and types to the key.
   const char *getTimingCacheID() noexcept override { return identity_; }
   const char *getMetadataString() noexcept override { return identity_; }
 
@@ -149,7 +149,7 @@ class TreeAttention final : public IPluginV3,
     args.value_cache = outputs[kPresentValue - kInputs];
     if (!copy_cache(args, args.key_cache, inputs[kKeyCache], stream)) return kFailed;
     if (!copy_cache(args, args.value_cache, inputs[kValueCache], stream)) return kFailed;
-    // TensorRT does not say how much it gives: what getWorkspaceSize asked for, which choose_blocks keeps to.
+    // TensorRT does not pass the size of the workspace. It is that of getWorkspaceSize, which choose_blocks respects.
     if (redraft_tree_attention(&args, workspace, SIZE_MAX, stream) == REDRAFT_OK) return 0;
     refuse("%s", redraft_last_error());
     return kFailed;
@@ -181,8 +181,8 @@ class TreeAttention final : public IPluginV3,
     return read_sizes(dims, inputs[kQ].desc.type, attributes_, args);
   }
 
-  // The scratch memory was measured where the engine was built. A device that may run more blocks at once, as TensorRT's
-  // hardware compatibility allows, gets one for each multiprocessor of the first: that many fitted with any kernel.
+  // The build device fixed the size of the scratch memory. TensorRT's hardware compatibility allows a device that runs
+  // more blocks at once. It gets one block for each multiprocessor of the build device, which fits with any kernel.
   void choose_blocks() {
     int32_t multiprocessors = 0;
     int32_t compute_capability = 0;
@@ -251,8 +251,8 @@ class Creator final : public IPluginCreatorV3One {
 
 }  // namespace redraft
 
-// Interfaces differ between major versions: the logger of 11 crashes a plugin of 10, and the other way round. So the
-// library registers nothing with another major version than the one that it was compiled for.
+// Interfaces differ between major versions: the logger of 11 crashes a plugin of 10, and vice versa. So the library
+// registers nothing with another major version than its own.
 extern "C" {
 
 REDRAFT_API void setLoggerFinder(nvinfer1::ILoggerFinder *finder) {
@@ -266,7 +266,7 @@ REDRAFT_API nvinfer1::IPluginCreatorInterface *const *getCreators(int32_t &count
   count = major == NV_TENSORRT_MAJOR ? 1 : 0;
   if (count == 0) {
     redraft::refuse(
-        "expected TensorRT %d, for which this library was built, found %d; build the other library: "
+        "expected TensorRT %d, for which this library was built, found %d; build another library: "
         "make plugins TENSORRT_ROOT=dir",
         NV_TENSORRT_MAJOR, major);
   }

@@ -14,12 +14,12 @@ using nvinfer1::Dims;
 
 constexpr const char *kNames[kTensors] = {"q",           "k",         "v",           "key_cache",
                                           "value_cache", "tree_mask", "positions",   "cache_len",
-                                          "live",        "out",       "present_key", "present_value"};
+                                          "kv_len",      "out",       "present_key", "present_value"};
 constexpr int kRanks[kInputs] = {3, 3, 3, 4, 4, 3, 2, 1, 1};
 
-// Blocks that no device known exceeds with any of the kernels: 256 multiprocessors of eight.
+// No known device runs more blocks with any of the kernels: 256 multiprocessors of eight.
 constexpr int kMostBlocks = 2048;
-// Query rows of the largest tile but one. With more nodes than this the tile, and so the partial results, stay the same.
+// Query rows of the second largest tile. More nodes than this change neither the tile nor the partial results.
 constexpr int kMiddleRows = 32;
 
 int element_code(DataType type) {
@@ -61,7 +61,7 @@ bool supported_type(int tensor, DataType type, DataType q_type) {
     case kTreeMask: return type == DataType::kBOOL;
     case kPositions:
     case kPastLen:
-    case kLive: return type == DataType::kINT64;
+    case kKvLen: return type == DataType::kINT64;
     default: return type == q_type;
   }
 }
@@ -107,7 +107,7 @@ bool read_sizes(const Dims *dims, DataType type, const Attributes &attributes, r
   args->window = attributes.window;
   args->scale = attributes.scale;
   args->softcap = attributes.softcap;
-  // With its blocks given, the entry asks no device: it checks the sizes.
+  // With given blocks, the entry needs no device and checks the sizes.
   size_t bytes = 0;
   const bool fits = scratch_bytes(*args, 1, &bytes) == REDRAFT_OK;
   return fits || refuse("%s", redraft_last_error());

@@ -1,4 +1,4 @@
-// Shapes and types of the operator's tensors, as TensorRT describes them.
+// Shapes and types of the operator's tensors in TensorRT's terms.
 
 #pragma once
 
@@ -19,7 +19,7 @@ enum Tensor {
   kTreeMask,
   kPositions,
   kPastLen,
-  kLive,
+  kKvLen,
   kOut,
   kPresentKey,
   kPresentValue,
@@ -28,15 +28,15 @@ enum Tensor {
 constexpr int kInputs = kOut;
 constexpr int kOutputs = kTensors - kInputs;
 
-// Whether the tensor number `tensor` may have this type, where q has type `q_type`.
+// Returns true if tensor number `tensor` may have this type with q of type `q_type`.
 bool supported_type(int tensor, nvinfer1::DataType type, nvinfer1::DataType q_type);
 
-// Sizes and element type of a call, all pointers null. Sizes are read from `dims` of the kInputs inputs and checked
-// against each other and against what the kernels take; -1 agrees with all. Logs what is wrong and returns false.
+// Reads sizes and element type of a call from `dims` of the kInputs inputs, with all pointers null. Checks them against
+// each other and against the kernels' limits; -1 agrees with all. Otherwise logs the reason and returns false.
 bool read_sizes(const nvinfer1::Dims *dims, nvinfer1::DataType type, const Attributes &attributes,
                 redraft_tree_attention_args *args);
 
-// Scratch bytes that suffice for 1 to `args.nodes` nodes on this device, or, where there is none, on any. Fewer nodes can
+// Scratch bytes that suffice for 1 to `args.nodes` nodes on this device or, without a device, on any. Fewer nodes can
 // need more: their tiles are smaller, and more blocks run at once.
 size_t workspace_for_up_to(redraft_tree_attention_args args);
 

@@ -1,14 +1,14 @@
-// The attention kernel. One block works through its share of key tiles (problem.cuh), a unit after the other.
+// The attention kernel. One block processes its share of key tiles (problem.cuh), one unit after the other.
 //
-//   for each tile of kTile rows, while the next one is on its way to shared memory (cp.async, two stages):
+//   for each tile of kTile rows, while cp.async copies the next one to shared memory (two stages):
 //     s = q k^T scale          tensor cores, float32 sums
-//     s = -inf where hidden    only in tiles that reach the tree, a window's edge or the live end
+//     s = -inf where hidden    only in tiles that reach the tree, a window's edge or the last row
 //     online softmax           Milakov and Gimelshein 2018, arXiv:1805.02867, in powers of two
-//     o = o alpha + p v        tensor cores; p is rounded to the element type as it is fed to them
+//     o = o alpha + p v        tensor cores, with p rounded to the element type
 //
 // All queries of a unit share each tile, so the cache is read once for all nodes of a tree and all heads of a group:
-// bytes moved are those of the live K and V, once per 64 query rows. Rows at or past the live end are zeroed on their
-// way in, so that what lies in them, NaN included, has no effect.
+// it moves all rows of K and V before `end` once per 64 query rows. Copies zero the rows from `end` on, so that their
+// content, NaN included, has no effect.
 
 #pragma once
 
@@ -27,12 +27,12 @@ struct Attend {
 
   const Problem &problem;
   Unit unit;
-  Tiles tiles;  // of the unit, those that this block takes
+  Tiles tiles;  // of the unit, for this block
   Extent extent;
   T *queries;  // [kRows, kStride]
   T *stages;   // [kStages][2: keys, values][kTile, kStride]
   float out[Product::kOutBlocks][4];
-  float highest[2];  // of rows g and g + 8 of this warp: the largest score so far, log2
+  float highest[2];  // the largest score so far, log2, of rows g and g + 8 of this warp
   float total[2];    // this lane's part of the sum of powers
 
   REDRAFT_DEVICE Attend(const Problem &given, const Unit &its, const Tiles &part, void *memory)
@@ -81,17 +81,17 @@ struct Attend {
     }
   }
 
-  // Whether some query may not see some row of the tile.
+  // Returns true if some query must not see some row of the tile.
   REDRAFT_DEVICE bool has_hidden(int tile) const {
     const int first = tile * Shape::kTile;
-    // What every query sees: committed rows, and in a causal chunk the nodes up to the unit's first.
+    // Every query sees the committed rows, and in a causal chunk the nodes up to the unit's first.
     const int seen = problem.mask ? extent.past : smaller(extent.past + first_row() / problem.group + 1, extent.end);
-    // No position is past + nodes or more.
+    // Every position is below past + nodes.
     const bool near = problem.window <= 0 || extent.past + problem.nodes - 1 - first < problem.window;
     return !(first + Shape::kTile <= seen && near);
   }
 
-  // Scores become exponents of two; hidden ones minus infinity.
+  // Turns scores into exponents of two, hidden ones into minus infinity.
   REDRAFT_DEVICE void scale_and_hide(float (&scores)[Product::kBlocks][4], int tile) const {
     const bool capped = problem.softcap > 0.f;
     const float factor = capped ? problem.scale / problem.softcap : problem.scale * kLog2E;
@@ -130,7 +130,7 @@ struct Attend {
     }
   }
 
-  // Scores become weights relative to the highest so far; what was summed before is brought down to it.
+  // Turns scores into weights relative to the highest score so far, and rescales the earlier sums.
   REDRAFT_DEVICE void soften(float (&scores)[Product::kBlocks][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -185,7 +185,7 @@ struct Attend {
     }
   }
 
-  // Lays this warp's rows down as floats: [kWarps][16][kSumStride], then highest and total of each row.
+  // Stores this warp's rows as floats: [kWarps][16][kSumStride], then highest and total of each row.
   REDRAFT_DEVICE void lay_down(float *sums, float *rows) {
     const int g = lane_of() / 4;
     const int t = lane_of() % 4;
@@ -207,7 +207,8 @@ struct Attend {
     }
   }
 
-  // Merges the key slices of each row, then writes the output, or the part of a unit that other blocks work on too.
+  // Merges the key slices of each row. Then writes the output, or the partial result of a unit shared with other
+  // blocks.
   REDRAFT_DEVICE void finish(float *memory, float *partial) {
     float *sums = memory;
     float *rows = memory + kWarps * 16 * Shape::kSumStride;
@@ -245,7 +246,7 @@ struct Attend {
   }
 };
 
-// q [B, T, Hq D], caches [B, Hkv, C, D] -> out [B, T, Hq D], but for the units at the seams: see merge.cuh.
+// q [B, T, Hq D], caches [B, Hkv, C, D] -> out [B, T, Hq D], except for units shared between blocks: see merge.cuh.
 template <class Shape>
 REDRAFT_GLOBAL(kThreads) attend(Problem problem) {
   const int64_t total = all_tiles<Shape>(problem);

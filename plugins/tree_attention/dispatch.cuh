@@ -1,4 +1,4 @@
-// From sizes known at run time to one of the compiled kernels. Each element type is compiled in a file of its own.
+// Chooses one of the compiled kernels by sizes at run time. Each element type has its own source file.
 
 #pragma once
 
@@ -15,7 +15,7 @@ template <class Shape>
 int attend_with(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   static std::atomic<int> resident[kMostDevices];
   static std::atomic<bool> allowed[kMostDevices];
-  // A plan of given blocks asks no device: it can be made where there is none.
+  // A plan with given blocks needs no device.
   if (blocks == 0 || action == Action::kRun) {
     int device = 0;
     if (const int status = current_device(&device)) return status;
@@ -41,7 +41,7 @@ int attend_with(const Problem &problem, int blocks, Action action, redraft_atten
   return launch(merge<Shape>, Grid{blocks - 1, Shape::kRows / kMergeRows}, kThreads, 0, stream, problem, blocks);
 }
 
-// The fewest query rows that hold all of a unit's, or the most there are.
+// The smallest tile that holds all query rows of a unit, or else the largest tile.
 template <class T, int kHeadDim>
 int attend_rows(const Problem &problem, int blocks, Action action, redraft_attention_plan &plan, Stream stream) {
   using Narrow = AttentionShape<T, kHeadDim, 1>;

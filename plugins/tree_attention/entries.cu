@@ -1,4 +1,4 @@
-// The C entries: arguments checked by name, work laid out in the scratch memory, kernels launched.
+// The C entries. They check arguments by name, divide the scratch memory and launch the kernels.
 
 #include "dispatch.cuh"
 #include "rows.cuh"
@@ -53,7 +53,7 @@ int check_shapes(const redraft_tree_attention_args &args) {
     return failed(REDRAFT_INVALID, "nodes: expected at most capacity = %d, found %d", args.capacity, args.nodes);
   }
   if (args.capacity > INT32_MAX - args.nodes) {
-    return failed(REDRAFT_INVALID, "capacity: expected at most %d beside %d nodes, found %d", INT32_MAX - args.nodes,
+    return failed(REDRAFT_INVALID, "capacity: expected at most %d with %d nodes, found %d", INT32_MAX - args.nodes,
                   args.nodes, args.capacity);
   }
   if (static_cast<int64_t>(args.nodes) * args.q_heads > INT32_MAX / 2) {
@@ -145,7 +145,7 @@ int attend_any(const redraft_tree_attention_args &args, const Problem &problem, 
   }
 }
 
-// Blocks for `items` threads, not more than keep a device busy.
+// Blocks for `items` threads, at most as many as keep a device busy.
 int copy_blocks(int64_t items) {
   constexpr int64_t kMost = 1024;
   const int64_t blocks = (items + kCopyThreads - 1) / kCopyThreads;

@@ -1,4 +1,4 @@
-// Launching of kernels, on a device or by the CPU build, and the one place where a failure is put into words.
+// Launches kernels on a device or in the CPU build, and words all failures.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace redraft {
 
-// Keeps a line for redraft_last_error and returns `code`.
+// Stores a line for redraft_last_error and returns `code`.
 int failed(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 constexpr int kMostDevices = 64;
@@ -33,8 +33,8 @@ inline int current_device(int *device) {
   return failed(REDRAFT_DEVICE_ERROR, "device: expected at most number %d, found %d", kMostDevices - 1, *device);
 }
 
-// Lets a kernel use more shared memory than the 48 KiB that every block may, and as many blocks at once as there is
-// shared memory for.
+// Allows a kernel more shared memory than the default of 48 KiB a block, and as many blocks at once as shared memory
+// allows.
 template <class Kernel>
 int allow_shared_memory(Kernel *kernel, int shared_bytes) {
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -47,7 +47,7 @@ int allow_shared_memory(Kernel *kernel, int shared_bytes) {
                 shared_bytes, cudaGetErrorString(status));
 }
 
-// Blocks of a kernel that the device runs at once, or 0 and a failure. After allow_shared_memory.
+// Returns the blocks of a kernel that the device runs at once, or 0 with a failure. Call allow_shared_memory first.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, int device, int threads, int shared_bytes) {
   int processors = 0;

@@ -1,8 +1,8 @@
-// Writing of results, and the kernel that joins the units that several blocks worked on.
+// Writes results, and merges the partial results of units that several blocks share.
 //
-// A row's parts i come as sums o_i of p v, the highest score m_i (log2) and the sum l_i of powers, so with
+// A row's partial result i has the sums o_i of p v, the highest score m_i (log2) and the sum l_i of powers. With
 // M = max m_i:  out = sum o_i 2^(m_i - M) / sum l_i 2^(m_i - M).
-// Bytes moved: kRows * (D + 2) floats written and read once a part, two parts a block at most.
+// Bytes moved: kRows * (D + 2) floats written and read once a partial result, at most two of them a block.
 
 #pragma once
 
@@ -24,7 +24,8 @@ REDRAFT_DEVICE void store_four<float>(float *to, const float (&values)[4]) {
   for (int i = 0; i < 4; ++i) to[i] = values[i];
 }
 
-// Four columns of one row of a unit, which must exist; nodes past a tree's count, and rows that see nothing, are zero.
+// Writes four columns of one row of a unit, which must exist. Nodes past a tree's count and rows that see nothing get
+// zeros.
 template <class Shape>
 REDRAFT_DEVICE void write_out(const Problem &problem, const Extent &extent, const Unit &unit, int row, int column,
                               const float (&sum)[4], float weight) {
@@ -51,7 +52,7 @@ REDRAFT_DEVICE void store_sums(float *to, const float (&sum)[4]) {
 
 constexpr int kMergeRows = 4;
 
-// The parts of one row: where the first lies, those after it at the front of the blocks that follow.
+// The partial results of one row: the place of the first one. The next blocks store the others in slot 0.
 template <class Shape>
 struct Parts {
   const Problem &problem;
@@ -68,10 +69,10 @@ struct Parts {
   }
 };
 
-// Grid: a block for each block of the attention kernel, by every kMergeRows rows. Block b joins the unit that goes on
-// after the share of block b, if it began there; so there is one for every seam, and most units need none. A warp takes a
-// row: first all its peaks and weights, a part a lane, then the sums, four columns a lane, parts one after the other but
-// their loads independent.
+// Grid: one block for each block of the attention kernel, times groups of kMergeRows rows. Block b merges the unit that
+// begins in the share of block b and continues after it, if any; most units need no merge. One warp processes a row:
+// first all its maxima and weights, one partial result a lane. Then the sums, four columns a lane, one partial result
+// after the other with independent loads.
 template <class Shape>
 REDRAFT_GLOBAL(kThreads) merge(Problem problem, int blocks) {
   const int64_t total = all_tiles<Shape>(problem);

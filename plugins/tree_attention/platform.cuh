@@ -1,5 +1,5 @@
-// What the kernels ask of the machine: index of a thread, barriers, asynchronous copies, matrix products of a warp.
-// Two homes: PTX here, and cpu/cuda_on_cpu.h, which runs the same kernels thread by thread on a CPU.
+// Operations of the machine that the kernels use: thread index, barriers, asynchronous copies, matrix products of a
+// warp. Two implementations: PTX here, and cpu/cuda_on_cpu.h, which runs the same kernels thread by thread on a CPU.
 
 #pragma once
 
@@ -33,7 +33,7 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
-// Sixteen bytes, the unit in which memory is read and written.
+// Sixteen bytes, the unit of memory accesses.
 struct alignas(16) Chunk {
   uint32_t words[4];
 };
@@ -58,7 +58,7 @@ REDRAFT_DEVICE uint32_t shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes to shared memory, or zeroes them where `valid` is false; nothing is read then.
+// Copies 16 bytes to shared memory, or zeroes them without reading if `valid` is false.
 REDRAFT_DEVICE void copy_async(void *target, const void *source, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared_address(target)), "l"(source),
@@ -68,7 +68,7 @@ REDRAFT_DEVICE void copy_async(void *target, const void *source, bool valid) {
 
 REDRAFT_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most `kPending` of the groups that this thread committed are under way.
+// Waits until at most `kPending` of this thread's committed groups are unfinished.
 template <int kPending>
 REDRAFT_DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");

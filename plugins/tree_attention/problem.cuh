@@ -1,11 +1,11 @@
-// What every kernel of one attention call is given, and how its work is divided among blocks.
+// Arguments of every kernel of one attention call, and the division of its work among blocks.
 //
 // A unit is one sequence, one key/value head and up to `kRows` of the queries that read this head: all nodes, times the
-// query heads of the group, node-major. Its keys come in tiles of `kTile` rows. The tiles of all units, counted through
-// (sequence, head, queries), are shared out evenly: block i takes the tiles from i * share on. So sequences of any
-// lengths keep all blocks equally busy, the launch does not depend on the lengths (one CUDA graph serves all), and each
-// block leaves at most two units unfinished, at its seams, for merge.cuh. The idea is Stream-K (Osama et al. 2023,
-// arXiv:2301.03598) on flash-decoding's split over the keys (Dao et al. 2023).
+// query heads of the group, node-major. Its keys come in tiles of `kTile` rows. The tiles of all units have one
+// numbering (sequence, head, queries), and blocks get equal shares: block i processes the tiles from i * share on.
+// Sequences of any lengths thus keep all blocks equally busy. The launch does not depend on the lengths, so one CUDA
+// graph serves all. Each block leaves at most two units unfinished, its first and its last, for merge.cuh. The idea
+// is Stream-K (Osama et al. 2023, arXiv:2301.03598) on flash-decoding's split over the keys (Dao et al. 2023).
 
 #pragma once
 
@@ -35,13 +35,13 @@ struct Problem {
   float softcap;
 };
 
-// The least work worth a block: fewer tiles each would cost more at the seams than they gain.
+// The least work for a block: with fewer tiles, merging costs more than the block gains.
 constexpr int kLeastShare = 2;
 
 REDRAFT_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 REDRAFT_DEVICE int larger(int a, int b) { return a < b ? b : a; }
 
-// Rows of one sequence: [0, past) are committed, [past, end) belong to its first end - past nodes.
+// Rows of one sequence: [0, past) are committed; [past, end) are those of its first end - past nodes.
 struct Extent {
   int past;
   int end;
@@ -58,8 +58,8 @@ REDRAFT_DEVICE Extent extent_of(const Problem &problem, int sequence) {
   return extent;
 }
 
-// Tiles that the queries [first_row, last_row] of a sequence may see: [first, end). Never empty, so that every unit has
-// a block that writes its output.
+// Tiles that the queries [first_row, last_row] of a sequence may see: [first, end). It is never empty, so that some
+// block writes the output of every unit.
 struct Tiles {
   int first;
   int end;
@@ -70,7 +70,7 @@ REDRAFT_DEVICE Tiles tiles_of(const Problem &problem, const Extent &extent, int 
   const int first_node = row_block * Shape::kRows / problem.group;
   const int last_row = smaller((row_block + 1) * Shape::kRows, problem.nodes * problem.group) - 1;
   const int end = problem.mask ? extent.end : smaller(extent.past + last_row / problem.group + 1, extent.end);
-  // Every position of a query is at least past, and in a causal chunk past + its node.
+  // A query's position is at least past, and in a causal chunk past + its node.
   const int earliest = problem.mask ? extent.past : extent.past + first_node;
   const int begin = problem.window > 0 ? larger(earliest - problem.window + 1, 0) : 0;
   Tiles tiles;
@@ -84,7 +84,7 @@ REDRAFT_DEVICE int row_blocks_of(const Problem &problem) {
   return (problem.nodes * problem.group + Shape::kRows - 1) / Shape::kRows;
 }
 
-// Tiles of all row blocks of one head of a sequence. Under a mask they all have as many.
+// Tiles of all row blocks of one head of a sequence. Under a mask, all have the same number.
 template <class Shape>
 REDRAFT_DEVICE int64_t head_tiles(const Problem &problem, const Extent &extent) {
   const int blocks = row_blocks_of<Shape>(problem);
@@ -107,13 +107,13 @@ REDRAFT_DEVICE int64_t all_tiles(const Problem &problem) {
   return sum;
 }
 
-// Tiles that each block takes, out of `total`.
+// Tiles of each block, out of `total`.
 REDRAFT_DEVICE int64_t share_of(int64_t total, int blocks) {
   const int64_t even = (total + blocks - 1) / blocks;
   return even < kLeastShare ? kLeastShare : even;
 }
 
-// One unit: its tiles, and how many tiles of other units come before them.
+// One unit: its tiles, and the number of tiles of earlier units.
 struct Unit {
   int sequence;
   int head;
@@ -124,11 +124,11 @@ struct Unit {
   REDRAFT_DEVICE int64_t end() const { return start + (tiles.end - tiles.first); }
 };
 
-// The unit that holds tile `tile`, counted through all units; there must be one.
+// The unit that holds tile `tile` in the numbering over all units. It must exist.
 template <class Shape>
 REDRAFT_DEVICE Unit unit_at(const Problem &problem, int64_t tile) {
   Unit unit{};
-  int64_t left = tile;  // the offset of the tile within ever smaller parts
+  int64_t left = tile;  // the tile's offset, in smaller parts at each step
   Extent extent = extent_of(problem, 0);
   int64_t per_head = head_tiles<Shape>(problem, extent);
   while (left >= per_head * problem.kv_heads) {
@@ -157,13 +157,13 @@ REDRAFT_DEVICE int rows_of(const Problem &problem, const Unit &unit) {
   return smaller(Shape::kRows, problem.nodes * problem.group - unit.row_block * Shape::kRows);
 }
 
-// Where a block leaves its part of an unfinished unit: slot 0 if the unit holds the block's first tile, else slot 1.
+// The place of a block's partial result of an unfinished unit: slot 0 if the unit holds its first tile, else slot 1.
 template <class Shape>
 REDRAFT_DEVICE float *partial_at(const Problem &problem, int64_t block, int slot) {
   return problem.partials + (2 * block + slot) * Shape::kRows * (Shape::kHeadDim + 2);
 }
 
-// Which node and query head a row of a unit is.
+// Node and query head of a unit's row.
 struct Query {
   int node;
   int head;
@@ -181,9 +181,9 @@ REDRAFT_DEVICE int64_t query_offset(const Problem &problem, int sequence, const 
   return ((static_cast<int64_t>(sequence) * problem.nodes + query.node) * problem.q_heads + query.head) * head_dim;
 }
 
-// Whether node `node` sees row `row` of its sequence's cache.
+// Returns true if node `node` sees row `row` of its sequence's cache.
 REDRAFT_DEVICE bool visible(const Problem &problem, const Extent &extent, int sequence, int node, int row) {
-  const int seen = row - extent.past;  // the node that the row belongs to, negative where it is committed
+  const int seen = row - extent.past;  // the row's node, negative for a committed row
   const int64_t first_node = static_cast<int64_t>(sequence) * problem.nodes;
   bool sees = row < extent.end;
   if (sees && seen >= 0) {

@@ -1,10 +1,10 @@
 // Products of one warp on tensor cores: scores of 16 queries with the keys of its slice, and the weighted values.
 //
-// Sums lie as the instruction leaves them: of the 16 x 8 block n, lane 4 g + t holds rows g and g + 8, columns 2 t and
-// 2 t + 1, in sums[n][0 .. 1] and sums[n][2 .. 3]. 16-bit elements use m16n8k16. float uses m16n8k8 on TF32 halves:
-// x = big + small, and big*big + big*small + small*big leaves an error near float's own (Ootomo and
-// Yokota 2022, whose correction of the tensor cores' rounding is left out). A magnitude that rounds up to infinity in
-// TF32, from 3.4e38 on, gives NaN.
+// Sums have the instruction's layout: lane 4 g + t holds rows g and g + 8, columns 2 t and 2 t + 1 of the 16 x 8
+// block n, in sums[n][0 .. 1] and sums[n][2 .. 3]. 16-bit elements use m16n8k16. float uses m16n8k8 on TF32 halves:
+// x = big + small, and big*big + big*small + small*big has an error near float's own (Ootomo and Yokota 2022, without
+// their correction of the tensor cores' rounding). A magnitude that rounds up to infinity in TF32, from 3.4e38 on,
+// gives NaN.
 
 #pragma once
 
@@ -62,7 +62,8 @@ struct Products {
     }
   }
 
-  // out [16, D] += weights [16, kSlice] values [kSlice, D]; the weights are scores() sums, so they feed as they lie.
+  // out [16, D] += weights [16, kSlice] values [kSlice, D]; weights have the layout of scores() sums, which the
+  // product takes.
   static REDRAFT_DEVICE void values(float (&out)[kOutBlocks][4], const float (&weights)[kBlocks][4], const T *values) {
     const int lane = lane_of();
     const T *value_row = values + (lane / 8 % 2 * 8 + lane % 8) * Shape::kStride + lane / 16 * 8;
@@ -104,8 +105,8 @@ struct Products<Shape, float> {
     }
   }
 
-  // Lane 4 g + t holds the weights of keys 2 t and 2 t + 1 where the product wants keys t and t + 4: both operands take
-  // the keys in that order, which a sum does not mind.
+  // Lane 4 g + t holds the weights of keys 2 t and 2 t + 1, but the product takes keys t and t + 4. Both operands use
+  // the lane's order of keys, which does not change the sum.
   static REDRAFT_DEVICE void values(float (&out)[kOutBlocks][4], const float (&weights)[kBlocks][4],
                                     const float *values) {
     const int g = lane_of() / 4;

@@ -1,4 +1,4 @@
-// Kernels that move rows of the cache: new ones in, accepted ones together. Bytes are copied as they are, 16 at a time.
+// Kernels that write new rows into the cache and make accepted rows contiguous. They copy bytes, 16 at a time.
 
 #pragma once
 
@@ -68,9 +68,9 @@ struct Compact {
 
 constexpr int kRowsAtOnce = 8;
 
-// Each thread owns one chunk column of one head of one cache and moves its accepted rows in the order of the path: as
-// the path increases, paths[i] > i, and a row is read before another is written over it. kRowsAtOnce reads are under
-// way together. Moves 2 * cache_count * Hkv * D elements for each accepted row that is not in its place.
+// Each thread owns one chunk column of one head of one cache and moves its accepted rows in the order of the path.
+// Paths increase, so paths[i] > i, and each row is read before another overwrites it. kRowsAtOnce reads run together.
+// Moves 2 * cache_count * Hkv * D elements for each accepted row that is not in its place.
 REDRAFT_GLOBAL(kCopyThreads) compact(Compact work) {
   const int64_t columns = static_cast<int64_t>(work.cache_count) * work.batch * work.kv_heads * work.chunks;
   const int64_t stride = static_cast<int64_t>(block_count()) * kCopyThreads;

@@ -1,8 +1,8 @@
-// Sizes of the attention kernel's tiles for an element type, a head size and a way to place the four warps of a block.
+// Sizes of the attention kernel's tiles for an element type, a head size and an arrangement of a block's four warps.
 //
-// kRowWarps warps side by side take 16 query rows each; the warps left share each tile's keys between them, each with a
-// running softmax of its own, and merge at the end. Few queries (one node, a small tree) use one row of warps and four
-// key slices; 64 rows and more use four rows of warps.
+// kRowWarps rows of warps process 16 query rows each. The warps of a row divide each tile's keys, each with its own
+// running softmax, and merge at the end. Few queries (one node, a small tree) use one row of warps and four key slices; 64
+// rows and more use four rows of warps.
 
 #pragma once
 
@@ -25,14 +25,14 @@ struct AttentionShape {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kChunksPerRow = kRowBytes / 16;
   static constexpr int kTile = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
-  static constexpr int kSlice = kTile / kKeyWarps;  // keys of a tile that one warp takes
+  static constexpr int kSlice = kTile / kKeyWarps;  // keys of a tile for one warp
   static constexpr int kProductDepth = sizeof(T) == 2 ? 16 : 8;
-  // Sixteen bytes more than a row, so that eight rows one below the other lie in different banks.
+  // Sixteen bytes more than a row, so that eight consecutive rows are in different banks.
   static constexpr int kStride = kHeadDim + 16 / static_cast<int>(sizeof(T));
   static constexpr int kTileBytes = kTile * kStride * static_cast<int>(sizeof(T));
   static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
   static constexpr int kLoadBytes = kQueryBytes + 2 * kStages * kTileBytes;
-  // At the end each warp lays down its 16 rows as floats, a little apart for the same reason, and each row's two sums.
+  // At the end each warp stores its 16 rows as floats, with padding for the same reason, and each row's two sums.
   static constexpr int kSumStride = kHeadDim + 4;
   static constexpr int kMergeBytes = kWarps * 16 * (kSumStride + 2) * 4;
   static constexpr int kSharedBytes = kLoadBytes > kMergeBytes ? kLoadBytes : kMergeBytes;

@@ -22,7 +22,7 @@ METHODS = (
     "lyanna",
     "mtp",
 )
-"""One line a method."""
+"""One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]
 """Plain decoding, and the default lookup."""
 

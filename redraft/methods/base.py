@@ -1,7 +1,7 @@
 """The specification of a drafting method, which building, engines and inspection work from.
 
-A method's own file fills in a `Method`. Its functions take the method's shape: a frozen dataclass of the sizes that one
-drafter was built with. Symbols of sizes: B sequences, C rows of KV buffers, M rows to catch up on, W pending rows.
+A method's file defines a `Method`. Its functions take the method's shape: a frozen dataclass of one drafter's sizes.
+Symbols of sizes: B sequences, C rows of KV buffers, M rows to catch up on, W pending rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from redraft import names
 from redraft.names import TensorSpec
 from redraft.records import from_plain
-from redraft.signatures import Signature, move_inputs, move_outputs
+from redraft.signatures import Signature, copy_slot_inputs, copy_slot_outputs
 
 S = TypeVar("S")
 Rows = Literal["none", "last", "all"]
@@ -24,7 +24,7 @@ PREFILL, TOKEN, TREE = "prefill", "token", "tree"
 
 
 def no_sizes(shape: Any) -> Mapping[str, Any]:
-    """Return an empty mapping: the graph has nothing of the kind."""
+    """Return an empty mapping."""
     return {}
 
 
@@ -42,13 +42,13 @@ def no_tensors(shape: Any) -> tuple[TensorSpec, ...]:
 class GraphSpec(Generic[S]):
     """One graph of a drafter.
 
-    inputs, outputs: the signature by the shape. An output in place names the input whose buffer it updates.
+    inputs, outputs: the signature for a shape. An in-place output names the input whose buffer it updates.
     exists:      False if a drafter of this shape needs no such graph.
-    profiles:    sizes of the graph's symbols by TensorRT profile. B and C have ranges of their own and are left out.
+    profiles:    sizes of the graph's symbols by TensorRT profile, without B and C, whose ranges the backend sets.
     integers:    least and largest valid value of integer inputs that only this method has.
-    looked_up:   rows of a table that one call reads, by table; other tables are read whole.
-    chain_steps: steps of the causal chain that the graph unrolls, each of which updates the KV buffers. The CPU's form
-                 for one sequence is made of such a graph; None makes none.
+    looked_up:   rows of a table that one call reads, by table. A call reads other tables whole.
+    chain_steps: steps of the causal chain that the graph unrolls; each updates the KV buffers. None if there is no
+                 chain, and then no CPU graph for one sequence.
     """
 
     inputs: Callable[[S], tuple[TensorSpec, ...]]
@@ -75,15 +75,15 @@ class TreeLimits:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a method that has none."""
+    """Empty options, for a method without any."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """Options for building a drafter that every method has.
 
-    precision: of the drafter's products. None: int8, which is less to read between two verifications, and fp16 or bf16
-               with a verifier of that precision, whose features, embedding and head the drafter reads.
+    precision: of the drafter's products. None takes the verifier's fp16 or bf16, and int8 with any other verifier. An
+               int8 drafter reads fewer bytes between two verifications.
     """
 
     precision: Literal["fp32", "fp16", "bf16", "int8", "int4"] | None = None
@@ -93,14 +93,14 @@ class BuildOptions:
 class Method(Generic[S]):
     """A drafting method.
 
-    id:            the method's word in a drafter's configuration, in recipes and manifests.
+    id:            the method's name in a drafter's configuration, in recipes and manifests.
     summary:       one sentence for command lines.
-    hidden_states: the verifier's hidden states that it reads.   rows: all rows of a call, the last row, or none.
+    hidden_states: the verifier's hidden states that the drafter reads.   rows: all rows of a call, the last, or none.
     graphs:        by role. None for a method without engines.
     shape:         class of the shape; None for a method without engines.
-    state:         tensors of a slot, B first; allocated, moved and sized by their specs alone.
-    spare_rows:    largest number of rows of its KV buffers beyond the context.
-    tables:        inputs of its graphs that are bound once, from a file.
+    state:         tensors of a slot, B first; devices allocate and copy them by these specs alone.
+    spare_rows:    largest number of rows of the drafter's KV buffers beyond the context.
+    tables:        graph inputs that a device binds once, from a file.
     limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
     """
@@ -142,8 +142,8 @@ class Method(Generic[S]):
         return (role for role, graph in self.graphs.items() if graph.exists(shape))
 
     def signatures(self, shape: S) -> dict[str, Signature]:
-        """Return inputs and outputs by role, with those of the graph that copies the state to another slot."""
+        """Return inputs and outputs by role, including the graph that copies the state to another slot."""
         found = {role: self.graphs[role].signature(shape) for role in self.roles(shape)}
         if state := self.state(shape):
-            found[names.COPY_SLOT] = (move_inputs(state), move_outputs(state))
+            found[names.COPY_SLOT] = (copy_slot_inputs(state), copy_slot_outputs(state))
         return found

@@ -1,4 +1,4 @@
-"""Signatures that methods share whose draft graph catches up on feature rows and unrolls a causal chain.
+"""Shared signatures of methods whose draft graph catches up on feature rows and unrolls a causal chain.
 
 A shape here has `hidden`, `kv_heads`, `head_dim` and `dtype`. The drafter's KV has one layer.
 """
@@ -12,7 +12,7 @@ from redraft.methods.base import PREFILL, TREE
 from redraft.names import Dim, Dtype, TensorSpec
 
 DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (names.DRAFT_WIDTHS[0],) * 3}}
-"""TensorRT's profiles of a draft graph: many rows after a prompt, few in a step."""
+"""TensorRT profiles of a draft graph: many rows after a prompt, few in a step."""
 
 
 class ChainShape(Protocol):
@@ -62,12 +62,12 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
 
 def chain_state(shape: ChainShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, and feature rows that are pending."""
+    """Return the tensors of a slot: KV and pending feature rows."""
     return (*_caches(shape), TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)))
 
 
 def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
-    """Return the outputs that hold a tree. Nodes come likeliest first, the root before all, parents before children."""
+    """Return a tree's outputs. Nodes come in order of probability, the root first and parents before children."""
     return (
         TensorSpec(names.TREE_TOKENS, "int64", ("B", nodes)),
         TensorSpec(names.TREE_PARENTS, "int64", ("B", nodes)),

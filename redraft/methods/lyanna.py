@@ -1,11 +1,11 @@
-"""Lyanna: drafts from a chain of predicted hidden states, and resampling of the steps that a verification left over.
+"""Lyanna: drafts from a chain of predicted hidden states, and resampling of the steps that a verification left unused.
 
 Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". The draft graph catches up on the rows
-since the last draft, unrolls the chain and builds the tree (Algorithm 1); the resample graph builds a new tree from the
-logits that are left (Algorithm 2).
+since the last draft, unrolls the chain and builds the tree (Algorithm 1). The resample graph builds a new tree from the
+unused logits (Algorithm 2).
 
 Symbols: N steps of the chain, k children of a node, K nodes of the tree with its root, H hot tokens, d rank of the
-token information; the others are those of `redraft.signatures` and `redraft.methods.base`.
+token information. `redraft.signatures` and `redraft.methods.base` have the others.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
-"""Form of token information: a table of E·W1·W2, normalized, in one of three types, or its two factors."""
+"""Form of token information: a normalized table of E·W1·W2 in one of three types, or its two factors."""
 MOST_STEPS = 64
-"""Steps of a chain at most, whose rows lie beyond the context while a draft runs."""
+"""Largest number of steps of a chain. While a draft runs, their rows are beyond the context."""
 
 
 @dataclass(frozen=True)
 class LyannaBuild(BuildOptions):
     """Options for building a drafter.
 
-    steps:       hidden states of a chain; None takes those that it was trained for.
-    width:       children of a node, and nodes that go on at each level.
+    steps:       hidden states of a chain; None takes the number that the drafter was trained for.
+    width:       children of a node, and nodes expanded at each level.
     nodes:       largest tree of a draft, without its root.
     token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
     hot_tokens:  tokens that have token information if the vocabulary is larger than `prune_above` (§6.1).
@@ -49,8 +49,8 @@ class LyannaBuild(BuildOptions):
 class LyannaOptions:
     """Options at run time.
 
-    resample:  True if steps that a verification left are used.
-    threshold: r, they are used if more than r remain (Algorithm 2).
+    resample:  True to resample the steps that a verification left unused.
+    threshold: r; resample if more than r steps remain (Algorithm 2).
     """
 
     resample: bool = True
@@ -61,8 +61,8 @@ class LyannaOptions:
 class LyannaShape:
     """Sizes of the drafter's graphs and buffers.
 
-    steps: N.   width: k, children of a node and nodes that go on at each level.   nodes: K, root included.
-    hot:   H, tokens that have token information, the most frequent ones; the whole vocabulary if all have.
+    steps: N.   width: k, children of a node and nodes expanded at each level.   nodes: K, root included.
+    hot:   H, the most frequent tokens, which have token information; the vocabulary's size if all have.
     rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
     """
 
@@ -82,10 +82,10 @@ class LyannaShape:
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return the inputs that hold token information, bound once from a file.
 
-    Hot token i adds `table[i, j]` to the logit of hot token j, times `scales[i]` if the table's type is short (fp8 is
-    stored as bytes of float8 E4M3, which ONNX's Gather does not know). If not every token is hot, row H and column H of
-    the table are zero, and `index[t]` is token t's row, or H for a cold token. The low-rank form has the
-    normalization in its factors: row i of `left` times column j of `right` is `table[i, j]`.
+    Hot token i adds `table[i, j]` to the logit of hot token j, times `scales[i]` if the table is int8 or fp8. An fp8
+    table holds float8 E4M3 as bytes, since ONNX's Gather does not take that type. If not every token is hot, row H and
+    column H of the table are zero, and `index[t]` is token t's row, or H for a cold token. The factors of the low-rank
+    form include the normalization: row i of `left` times column j of `right` is `table[i, j]`.
     """
     rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
     specs: tuple[TensorSpec, ...]
@@ -116,14 +116,14 @@ def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the draft graph, in order.
 
-    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale, kept for
-    resampling.
+    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale.
+    Resampling reads them.
     """
     return (*tree_outputs(shape.nodes), _chain_logits(shape), *chain_updates(shape))
 
 
 def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of the resample graph: `tokens[b]` was verified last, `first_step[b]` counts used steps, from 1."""
+    """Return inputs of the resample graph. `tokens[b]` was verified last; `first_step[b]` counts used steps, from 1."""
     return (
         _chain_logits(shape),
         TensorSpec(names.FIRST_STEP, "int64", ("B",)),
@@ -138,7 +138,7 @@ def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 
 def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, logits of the chain, and feature rows that are pending."""
+    """Return the tensors of a slot: KV, logits of the chain, and pending feature rows."""
     *caches, pending = chain_state(shape)
     return (*caches, _chain_logits(shape), pending)
 
@@ -153,12 +153,12 @@ def tree_size(steps: int, width: int) -> int:
 
 
 def level_width(shape: LyannaShape) -> int:
-    """Return the nodes of a level at most: all levels but the first have `width` children of `width` nodes."""
+    """Return the most nodes of a level: after the first level, `width` nodes have `width` children each."""
     return min(shape.width if shape.steps == 1 else shape.width**2, max(shape.nodes - 1, 1))
 
 
 def resample_nodes(shape: LyannaShape) -> int:
-    """Return the nodes that a resampled tree is cut to: it has at least one step fewer than a fresh one."""
+    """Return the largest number of nodes of a resampled tree, which has at least one step fewer than a fresh one."""
     return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
 
 
@@ -167,7 +167,7 @@ def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
 
 
 def _looked_up(shape: LyannaShape, levels: int) -> Mapping[str, int]:
-    """Return rows of token information that a tree of so many levels reads: the root's, and k for each later level."""
+    """Return rows of token information that a tree of `levels` levels reads: the root's, and k for each later level."""
     rows = 1 + (levels - 1) * shape.width
     return {f"{names.TOKEN_INFO}{name}": rows for name in ("table", "scales", "left")}
 

@@ -1,10 +1,10 @@
 """Multi-token prediction: a module of the verifier, chained.
 
-DeepSeek-V3, section 2.2, equations 21 to 23, is a module of depth 1. Here it is applied again and again: step i takes
-the state of step i - 1 and the embedding of the likeliest token there, and its logits choose the next token. One engine
-call unrolls the chain; the tree is that chain.
+DeepSeek-V3, section 2.2, equations 21 to 23, defines a module of depth 1, which the chain repeats. Step i takes the
+state of step i - 1 and the embedding of its most probable token, and its logits choose the next token. One engine call
+unrolls the chain; the tree is that chain.
 
-Symbols: N steps, K = N + 1 nodes; the others are those of `redraft.signatures` and `redraft.methods.base`.
+Symbols: N steps, K = N + 1 nodes. `redraft.signatures` and `redraft.methods.base` have the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
 MOST_STEPS = 16
-"""Most steps of a chain."""
+"""Largest number of steps of a chain."""
 
 
 @dataclass(frozen=True)

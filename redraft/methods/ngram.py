@@ -8,7 +8,7 @@ from redraft.errors import UsageError
 from redraft.methods.base import Method
 
 LONGEST_MATCH = 16
-"""Contexts longer than this count as this long."""
+"""Longest context looked up, in tokens."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_a_specification_that_a_graph_does_not_fit(folder: Path, record: GraphRe
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (DrafterBuild("a", "random"), "drafter a: random weights of which method\\?; give method= one of "),
+        (DrafterBuild("a", "random"), "drafter a: random weights need a method; give method= one of "),
         (DrafterBuild("a", "random", "ngram"), "drafter a: method ngram needs no drafter"),
         (DrafterBuild("a", "random", "eagle"), "unknown drafting method 'eagle'; the methods are none, ngram"),
         (DrafterBuild("a", "random", "lyanna", {"depth": 3}), "drafter a: unknown key depth; known keys are"),

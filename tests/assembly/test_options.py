@@ -1,4 +1,4 @@
-"""Options of `redraft build`: the drafters that they name, those they refuse, and options that repeat a build."""
+"""Options of `redraft build`: the drafters that they name or refuse, and options that repeat a build."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from redraft.errors import RedraftError, UsageError
     [
         ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are hot_tokens, nodes"),
         ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
-        ("mine,method=lyanna,nodes", "'nodes' is no KEY=VALUE, or comes twice"),
-        ("mine,method=lyanna,nodes=", "'nodes=' is no KEY=VALUE, or comes twice"),
-        ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is no KEY=VALUE, or comes twice"),
+        ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
+        ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),
+        ("mine,method=lyanna,nodes=3,nodes=4", "'nodes=4' is not KEY=VALUE, or is repeated"),
         ("a=mine,method=lyanna,nodes=0", "--drafter a: nodes must be a positive number, not 0"),
         ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
         ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
         ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
         ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, lyanna"),
-        ("mine,method=ngram", "a bundle holds no drafter of the method ngram; methods with one are lyanna"),
-        ("random", "random weights of which method?; add method=, one of lyanna"),
+        ("mine,method=ngram", "the method ngram has no drafter in bundles; methods with a drafter are lyanna"),
+        ("random", "random weights need a method; add method=, one of lyanna"),
         ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
         ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
         ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
-        ("no/folder", "no/folder is no drafter: config.json cannot be read"),
+        ("no/folder", "no/folder is not a drafter: config.json cannot be read"),
     ],
 )
 def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
@@ -43,7 +43,7 @@ def test_a_drafter_option_that_does_not_fit(text: str, message: str) -> None:
 
 
 def test_two_drafters_of_one_id() -> None:
-    """Without ids both are called as their method."""
+    """Without ids, both have their method's id."""
     with pytest.raises(UsageError, match="two drafters have the id 'lyanna'; give each its own: --drafter ID=DIR"):
         choose_drafters(BuildConfig(), ["mine,method=lyanna", "yours,method=lyanna"])
     first, second = choose_drafters(BuildConfig(), ["mine,method=lyanna", "b=yours,method=lyanna,steps=2"])
@@ -52,7 +52,7 @@ def test_two_drafters_of_one_id() -> None:
 
 
 def test_none_goes_with_no_other_drafter() -> None:
-    with pytest.raises(UsageError, match="--drafter none builds no drafter, and others are given with it"):
+    with pytest.raises(UsageError, match="--drafter none cannot be used with other --drafter options"):
         choose_drafters(BuildConfig(), ["none", "mine,method=lyanna"])
 
 
@@ -79,7 +79,7 @@ RECIPE = BuildConfig(drafters=(OWN,))
         (BuildConfig(), BuildConfig(drafters=(drafter_of("random", "a", steps=2, token_info="lowrank"),))),
     ],
 )
-def test_the_options_told_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
+def test_listed_options_make_the_same_configuration_again(recipe: BuildConfig, config: BuildConfig) -> None:
     told = options_of(recipe, config)
     pairs = list(zip(told[::2], told[1::2], strict=True))
     values = dict(pairs)
@@ -107,11 +107,11 @@ def test_the_command_line_overrides_the_recipes_drafter() -> None:
     settings = BuildConfig(drafters=(drafter_of(None, steps=3),))
     assert choose_drafters(settings, []) == ()
     assert choose_drafters(settings, ["mine,method=lyanna"]) == (drafter_of("mine", steps=3),)
-    with pytest.raises(UsageError, match="has settings for the drafter 'lyanna' and no folder; give lyanna=DIR"):
+    with pytest.raises(UsageError, match="has no folder for the drafter 'lyanna'; give lyanna=DIR"):
         choose_drafters(settings, ["lyanna"])
 
 
-def test_a_recipes_drafter_is_random_beside_random_weights() -> None:
+def test_a_recipes_drafter_is_random_with_random_weights() -> None:
     recipe = replace(RECIPE, random_weights=True)
     assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)
     assert choose_drafters(recipe, ["none"]) == ()

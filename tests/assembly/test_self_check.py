@@ -1,4 +1,4 @@
-"""Every build ends with a comparison with transformers: faults that nothing else would notice do not reach a bundle."""
+"""Every build compares the engines with transformers, which finds faults that no other check finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redraft.runtime.tree import make_tree
 
 
 def build(checkpoint: Path, out: Path, check: bool = True, **config) -> list[str]:
-    """Build in this process; the lines that were reported."""
+    """Build in this process, and return the reported lines."""
     lines: list[str] = []
     model = Model("little", "little", checkpoint)
     build_bundle(model, BuildConfig(**config), out, {}, True, lambda line: lines.append(line), check)
@@ -27,14 +27,14 @@ def build(checkpoint: Path, out: Path, check: bool = True, **config) -> list[str
 
 @pytest.fixture
 def narrow_masks(monkeypatch):
-    """The planted fault: every layer is believed to see the last three tokens only."""
+    """Plant a fault: every layer sees only the last three tokens."""
     honest = attention.mask_of
     monkeypatch.setattr(attention, "mask_of", lambda *arguments: attention.Mask(3) if honest(*arguments) else None)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8", "bf16"])
 def test_a_wrong_export_is_refused(checkpoint, tmp_path, narrow_masks, precision):
-    with pytest.raises(UnsupportedModelError, match="the exported model is not the checkpoint's"):
+    with pytest.raises(UnsupportedModelError, match="the exported model differs from the checkpoint"):
         build(checkpoint, tmp_path / "engines", precision=precision)
     assert not list(tmp_path.iterdir())
 
@@ -52,8 +52,8 @@ def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redr
     assert "is already built" in redraft(*arguments).stdout
 
 
-def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypatch):
-    """A bundle that nobody compared is not put in place unless the user asks for it."""
+def test_too_little_memory_for_the_check_is_an_error(checkpoint, tmp_path, monkeypatch):
+    """A bundle without comparison is current only if the user asks for it."""
     monkeypatch.setattr("redraft.assembly.bundle.available_bytes", lambda: 1000)
     with pytest.raises(BackendError, match=r"checking 2 layers in fp32 takes .* or build with --skip-check"):
         build(checkpoint, tmp_path / "engines")
@@ -61,7 +61,7 @@ def test_too_little_memory_for_the_check_is_said(checkpoint, tmp_path, monkeypat
 
 
 def test_weights_of_another_tensor_are_noticed(checkpoint, tmp_path, monkeypatch):
-    """Two projections of equal shape exchanged: nothing but a comparison of numbers finds this."""
+    """Two projections of equal shape are exchanged, which only a comparison of numbers finds."""
     honest = verifier._tensors
 
     def exchanged(network, loaded):

@@ -1,4 +1,4 @@
-"""A bundle's text side is what transformers makes of all of a checkpoint's files, or the build says what is wrong."""
+"""A bundle's tokenizer equals transformers' for the checkpoint's files, or the build names the fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .tokenizer_files import (
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A `tokenizer.json` like Llama 2's; not to be changed."""
+    """A `tokenizer.json` like Llama 2's. Tests must not change it."""
     return metaspace(tmp_path_factory.mktemp("llama") / "source")
 
 
@@ -107,7 +107,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("settings", "files"), CHANGES.values(), ids=CHANGES)
-def test_what_transformers_changes_in_a_tokenizer_is_in_the_bundle(
+def test_changes_of_transformers_to_a_tokenizer_are_in_the_bundle(
     settings: dict[str, Any], files: dict[str, Any], llama: dict[str, Any], tmp_path: Path, bundle: Path
 ) -> None:
     folder = write_folder(tmp_path / "model", {"tokenizer.json": llama, **files}, **settings)
@@ -122,7 +122,7 @@ def test_class_of_the_tokenizer_changes_how_text_is_split(tmp_path: Path, bundle
 
 
 def assert_bundle_encodes_otherwise(folder: Path, bundle: Path) -> None:
-    """Than the checkpoint's own `tokenizer.json`: else a test of a setting proves nothing."""
+    """The result differs from the checkpoint's own `tokenizer.json`; otherwise the other tests prove nothing."""
     before, after = (tokenizers.Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, bundle))
     assert any(before.encode(text).ids != after.encode(text).ids for text in SAMPLES)
 
@@ -174,7 +174,7 @@ DAMAGED: dict[str, tuple[dict[str, str | bytes], dict[str, Any], str]] = {
     "empty": ({"tokenizer.model": b""}, {}, "tokenizer.model is empty"),
     "merges missing": ({"vocab.json": '{"a": 0}'}, {"tokenizer_class": "GPT2Tokenizer"}, "cannot convert .*vocab.json"),
     "class of another model": (
-        {"vocab.json": '{"a": 0}'}, {"tokenizer_class": "LlamaTokenizer"}, "finds no words in .*vocab.json",
+        {"vocab.json": '{"a": 0}'}, {"tokenizer_class": "LlamaTokenizer"}, "finds no tokens in .*vocab.json",
     ),
 }  # fmt: skip
 

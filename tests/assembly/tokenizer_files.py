@@ -1,4 +1,4 @@
-"""Small vocabularies in each format that checkpoints come with, trained on a text of a few lines."""
+"""Small vocabularies in each format of checkpoints, trained on a text of a few lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_folder(folder: Path, files: Files, model_type: str = "llama", **settin
 
 
 def sentencepiece_model(folder: Path, kind: str = "bpe") -> bytes:
-    """A sentencepiece model with byte fallback, as Llama's."""
+    """A sentencepiece model with byte fallback, like Llama's."""
     import sentencepiece
 
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
@@ -55,7 +55,7 @@ def sentencepiece_model(folder: Path, kind: str = "bpe") -> bytes:
 
 
 def byte_level() -> dict[str, Any]:
-    """A `tokenizer.json` of byte-level BPE, as GPT-2's."""
+    """A `tokenizer.json` of byte-level BPE, like GPT-2's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -71,7 +71,7 @@ def byte_level() -> dict[str, Any]:
 
 
 def vocabulary_and_merges() -> dict[str, str | Mapping[str, Any]]:
-    """The same as `vocab.json` and `merges.txt`."""
+    """The same tokenizer as `vocab.json` and `merges.txt`."""
     model = byte_level()["model"]
     merges = [" ".join(merge) for merge in model["merges"]]
     return {"vocab.json": model["vocab"], "merges.txt": "\n".join(["#version: 0.2", *merges, ""])}
@@ -83,12 +83,12 @@ def _ranks() -> dict[bytes, int]:
 
 
 def tiktoken_vocabulary() -> str:
-    """Lines of a word in base64 and its rank."""
+    """Lines with a word in base64 and its rank."""
     return "".join(f"{base64.b64encode(word).decode()} {rank}\n" for word, rank in _ranks().items())
 
 
 def tekken() -> dict[str, Any]:
-    """A `tekken.json`, as Mistral's."""
+    """A `tekken.json`, like Mistral's."""
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     sizes = {"num_vocab_tokens": 269, "default_vocab_size": 269, "default_num_special_tokens": len(special)}

@@ -135,7 +135,7 @@ def test_missing_tokenizer(refused: Refused, copy: Path, tmp_path: Path) -> None
 
 def test_output_that_is_no_bundle_is_left_alone(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
-    assert "no engine bundle" in refused("build", checkpoint, "-o", tmp_path, status=1)
+    assert "not an engine bundle" in refused("build", checkpoint, "-o", tmp_path, status=1)
     assert (tmp_path / "precious").read_text() == "mine"
 
 

@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_built_leaves_nothing(refused: Refused, tmp_path: 
         path.write_bytes(path.read_bytes()[:-1000])
     line = refused("build", path, "-o", tmp_path / "out", status=1)
     expected = {
-        "short": "is cut short",
+        "short": "is truncated",
         "tensor": "no tensor for",
         "tokenizer": "its tokenizer (rwkv) cannot be converted",
     }

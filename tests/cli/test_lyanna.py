@@ -263,7 +263,7 @@ def test_a_folder_that_is_no_drafter(refused: Refused, checkpoint: Path, tmp_pat
     (tmp_path / "empty").mkdir()
     line = refused("build", checkpoint, "-o", tmp_path / "out", "--drafter", tmp_path / folder, "--eval-text", "none",
                    status=1)  # fmt: skip
-    assert f"{tmp_path / folder} is no drafter: config.json cannot be read" in line
+    assert f"{tmp_path / folder} is not a drafter: config.json cannot be read" in line
     assert not (tmp_path / "out").exists()
 
 

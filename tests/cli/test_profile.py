@@ -242,7 +242,7 @@ def test_what_fails_under_nsight_is_told(
     install_nsys()
     arguments = ("profile", "--engines", bundle, "--prompt", "a", "--nsys")
     assert "this bundle has no drafter 'magic'" in refused(*arguments, "--method", "magic", status=2)
-    assert "no engine bundle" in refused("profile", "--engines", tmp_path, "--prompt", "a", "--nsys", status=1)
+    assert "not an engine bundle" in refused("profile", "--engines", tmp_path, "--prompt", "a", "--nsys", status=1)
     assert ".nsys-rep" in refused(*arguments, "--out", tmp_path / "trace.json", status=2)
 
 

@@ -99,7 +99,7 @@ def test_a_recipe_whose_checkpoint_cannot_be_had(refused: Refused, tmp_path: Pat
 
 
 def test_a_model_path_without_a_recipe(refused: Refused, checkpoint: Path) -> None:
-    assert "--model-path is for a recipe" in refused("build", checkpoint, "--model-path", checkpoint, status=2)
+    assert "--model-path needs a recipe" in refused("build", checkpoint, "--model-path", checkpoint, status=2)
 
 
 def test_bf16_engines_do_not_open_on_onnx_runtime(redraft: Redraft, refused: Refused, tmp_path: Path) -> None:

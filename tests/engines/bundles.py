@@ -1,4 +1,4 @@
-"""Small bundles: of random decoders, written the way a build writes them, and of the embedded model."""
+"""Small bundles of random decoders, in a build's form, and of the embedded model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_tiny(root: Path, out: Path, backend: Backend, precision: Precision, at
     Raises RedraftError: whatever is missing was asked before (`missing`).
     """
     source = root / "assets" / "tiny"
-    drafter = precision if backend == "onnxruntime" else None  # in TensorRT that of the carrier
+    drafter = precision if backend == "onnxruntime" else None  # in TensorRT, `compute_dtype`
     options = {"precision": drafter} if drafter else {}
     drafters = (lyanna_build(str(source / "lyanna"), **options),)
     config = BuildConfig(

@@ -1,4 +1,4 @@
-"""Calls of every graph of a bundle, over buffers whose rows that must not count are poisoned."""
+"""Calls of every graph of a bundle, over buffers with poisoned rows that must not count."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STALE: Mapping[Dtype, float] = {"float32": 1e3, "float16": 1e2, "bfloat16": 1e2}
-"""What rows hold that may be read but must not count. A masked row may be multiplied by zero, so these are finite;
-rows at or past `kv_len`, and of slots that the call does not use, are NaN."""
+"""Values of rows that a graph may read but must not count. A masked row may be multiplied by zero, so these are finite.
+Rows at or past `kv_len`, and of slots that the call does not use, are NaN."""
 SLOTS, NODES, CHUNK, MOST_CAPACITY = 3, 13, 32, 256
 _CACHES = "kv."
 
@@ -45,7 +45,7 @@ class Call:
 
 
 class Calls:
-    """Inputs for the graphs of a bundle, the same at every run."""
+    """Inputs for the graphs of a bundle, equal in every run."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -56,15 +56,16 @@ class Calls:
         self._random = np.random.default_rng(7)
 
     def of(self, graph: str, batches: Sequence[int]) -> Iterator[Call]:
-        """The calls that a graph is compared in."""
+        """The calls that compare a graph."""
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
-            names.STEP_PREPARE_TREE: self._layout, names.STEP_ACCEPT: self._accept, names.STEP_COMPACT_KV: self._keep,
-            names.STEP_GATHER_FEATURES: self._collect, names.STEP_STORE_TREES: self._store,
+            names.STEP_PREPARE_TREE: self._prepare_tree, names.STEP_ACCEPT: self._accept,
+            names.STEP_COMPACT_KV: self._compact_kv,
+            names.STEP_GATHER_FEATURES: self._gather_features, names.STEP_STORE_TREES: self._store_trees,
         }  # fmt: skip
         if graph in kinds:
             return kinds[graph](batches)
-        return self._move(graph)
+        return self._copy_slot(graph)
 
     def _verifier(self, batches: Sequence[int]) -> Iterator[Call]:
         """A prompt's first chunk and a later one, one token, trees, and a tree that fills the context."""
@@ -119,7 +120,7 @@ class Calls:
                 yield Call(f"{rows} rows", sizes, {**values, **poisoned}, clean, written, left)
 
     def _resample(self, batches: Sequence[int]) -> Iterator[Call]:
-        """After one step, and after as many as leave the last."""
+        """After one step, and after all steps but the last."""
         shape = self._lyanna
         assert shape is not None
         for batch in batches:
@@ -130,7 +131,7 @@ class Calls:
                     names.TOKENS: self._random.integers(0, shape.vocabulary, batch),
                 })  # fmt: skip
 
-    def _layout(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _prepare_tree(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             for nodes in (1, NODES):
                 for kind, on_device in (("the host's", [0, 1]), ("a drafter's", [1, 0])):
@@ -145,7 +146,7 @@ class Calls:
                     yield Call(f"{nodes} nodes, {kind}", {"B": batch, "T": nodes, "S": NODES}, values)
 
     def _accept(self, batches: Sequence[int]) -> Iterator[Call]:
-        """Logits that agree with some branches of each tree; a tree of fewer nodes than the call has room for."""
+        """Logits that agree with some branches of each tree; a tree of fewer nodes than the call's width."""
         for batch in batches:
             for nodes in (1, NODES):
                 parents = np.stack([self._parents(nodes) for _ in range(batch)])
@@ -161,8 +162,8 @@ class Calls:
                 sizes = {"B": batch, "T": nodes, "1 + 2 T": 1 + 2 * nodes}
                 yield Call(f"{nodes} nodes", sizes, values)
 
-    def _keep(self, batches: Sequence[int]) -> Iterator[Call]:
-        """An accepted path with gaps, one that is in place already, in buffers of numbers."""
+    def _compact_kv(self, batches: Sequence[int]) -> Iterator[Call]:
+        """An accepted path with gaps, and one that is in place already, in buffers of numbers."""
         for batch in batches:
             paths = np.tile(np.arange(NODES), (batch, 1))
             paths[0, 1:4] = (2, 5, 11)
@@ -172,7 +173,7 @@ class Calls:
             sizes = {"B": batch, "T": NODES}
             yield Call("path", sizes, {names.PATH: paths, names.CACHE_LEN: np.array(past), **values})
 
-    def _collect(self, batches: Sequence[int]) -> Iterator[Call]:
+    def _gather_features(self, batches: Sequence[int]) -> Iterator[Call]:
         for batch in batches:
             hidden, dtype = self._shape.hidden, self._shape.dtype
             paths = np.tile(np.arange(NODES), (batch, 1))
@@ -184,8 +185,8 @@ class Calls:
                 names.PENDING_OFFSET: np.array([5, 17][:batch]),
             })  # fmt: skip
 
-    def _store(self, batches: Sequence[int]) -> Iterator[Call]:
-        """Trees of the last sequence only, and of all."""
+    def _store_trees(self, batches: Sequence[int]) -> Iterator[Call]:
+        """Trees of only the last sequence, and of all."""
         for batch in batches:
             for kind, drafted in (("the last", [0] * (batch - 1) + [3]), ("all", [2] * batch)):
                 values = {names.DRAFTED: np.array(drafted)}
@@ -196,7 +197,7 @@ class Calls:
                     values[parents] = np.stack([self._parents(nodes) for _ in range(batch)])
                 yield Call(f"trees of {kind}", {"B": batch, "K": 7, "S": NODES}, values)
 
-    def _move(self, graph: str) -> Iterator[Call]:
+    def _copy_slot(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
         state = signatures.verifier_state(self._shape) if verifier else slot_state(self._lyanna)  # type: ignore[arg-type]
@@ -207,7 +208,7 @@ class Calls:
             yield Call(f"{source} to {target}", sizes, {**slots, **values})
 
     def _lengths(self, batch: int) -> list[int]:
-        """Rows live before a call, the longest sequence first."""
+        """Rows committed before a call, the longest sequence first."""
         return [self._capacity // (2 + slot * 3) for slot in range(batch)]
 
     def _parents(self, nodes: int) -> Array:

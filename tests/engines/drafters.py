@@ -1,4 +1,4 @@
-"""The drafter that most tests draft with: names of its graphs, and records without files."""
+"""The drafter of most tests: names of its graphs, and records without files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def symbols_of(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str, Size
 
 
 def with_graphs(manifest: Manifest, graphs: Mapping[str, GraphRecord]) -> Manifest:
-    """The manifest with these graphs, those of its drafters among them."""
+    """The manifest with these graphs, including those of its drafters."""
     drafters = {
         drafter: replace(
             record,
@@ -41,7 +41,7 @@ def with_graphs(manifest: Manifest, graphs: Mapping[str, GraphRecord]) -> Manife
 
 
 def lyanna_build(source: str, **options: object) -> DrafterBuild:
-    """A drafter in this folder, called as its method."""
+    """A drafter in this folder, with its method's id."""
     return DrafterBuild(METHOD.id, source, METHOD.id, options)
 
 

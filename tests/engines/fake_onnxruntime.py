@@ -1,4 +1,4 @@
-"""ONNX Runtime's sessions for a GPU on the fake CUDA: computed by its CPU provider when the stream gets to them."""
+"""ONNX Runtime's GPU sessions on the fake CUDA, computed by its CPU provider when the stream runs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.standins.cuda import FakeCuda
 
 
 class QueuedSession:
-    """A session on a GPU, which reads `host` on the host."""
+    """A session on a GPU that reads the inputs `host` on the host."""
 
     def __init__(self, session: ort.InferenceSession, cuda: FakeCuda, host: Sequence[str] = (names.KV_LEN,)) -> None:
         self.get_inputs, self.get_outputs = session.get_inputs, session.get_outputs
@@ -59,7 +59,7 @@ class QueuedSession:
 def onnxruntime_cuda(
     bundle: Bundle, patch: pytest.MonkeyPatch, cuda: FakeCuda | None = None, kernels: Compact | None = None
 ) -> OnnxRuntimeCuda:
-    """A device over the fakes, for as long as the patch lasts."""
+    """A device over the fakes, while the patch lasts."""
     fake = cuda or FakeCuda()
 
     def load(

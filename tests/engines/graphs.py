@@ -1,4 +1,4 @@
-"""A small random decoder as a verifier graph, node for node what the exporter writes, built without transformers."""
+"""A small random decoder as a verifier graph, equal to the exporter's node for node, built without transformers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Decoder:
 
 
 class _Graph:
-    """Nodes and initializers as they are added; values are named by the caller."""
+    """Nodes and initializers in the order of their addition. The caller names values."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

@@ -1,4 +1,4 @@
-"""What the graphs of a bundle give on one device against another, and which rows of its buffers they write.
+"""Compares the outputs of a bundle's graphs on two devices, and the buffer rows that they write.
 
 `compare_outputs` knows devices by their protocol only.
 """
@@ -20,22 +20,22 @@ from tests.engines.drafters import LYANNA_COPY_SLOT, LYANNA_DRAFT, LYANNA_RESAMP
 from .calls import Array, Call, Calls, as_float, from_float, sized
 
 TOLERANCES: Mapping[Dtype, float] = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
-"""Largest error of an output, of the largest value of that output, by the element type that the graph computes in.
+"""Largest error of an output, relative to its largest value, by the graph's element type.
 
-The reference computes in fp32 by the weights as they are stored (`exact`), so what is left is what the device rounds.
+The reference computes in fp32 with the stored weights (`exact`), so the error is the device's rounding.
 Rounding every value of the embedded model's 12 layers and of its drafter moves outputs by at most 1.8e-3 in fp16 and
-1.5e-2 in bf16 (`exact` with `rounded`), 3.8 of the types' unit roundoffs u = 4.9e-4 and 3.9e-3. Three times that leaves
-room for deeper models, other orders of sums and halves inside attention. In fp32 (u = 6e-8) the order of sums over K up
-to 11008 products counts, sqrt(K) u = 6e-6, and much room. TF32's products (u = 4.9e-4) are beyond it, and should be: a
-bundle in fp32 asks for fp32.
+1.5e-2 in bf16 (`exact` with `rounded`), 3.8 of the types' unit roundoffs u = 4.9e-4 and 3.9e-3. Three times that allows
+deeper models, other orders of sums, and fp16 or bf16 inside attention. In fp32 (u = 6e-8), the order of sums over K up
+to 11008 products counts, sqrt(K) u = 6e-6, with a large margin. TF32's products (u = 4.9e-4) exceed it, as they should:
+a bundle in fp32 requires fp32.
 
-Weights in fewer bits have the tolerance of what carries them: both sides have the same codes and scales. Their products
-code * scale have more digits than a half, so a device may round each once, as halves are rounded: int8, int4 and fp8
-carried by fp16 move outputs by 1.8e-3 too. On ONNX Runtime they are carried by fp32 and nothing is rounded.
+Weights in fewer bits have the tolerance of `compute_dtype`: both sides have the same codes and scales. Their products
+code * scale have more digits than fp16, so a device may round each once, like other values. int8, int4 and fp8 in fp16
+move outputs by 1.8e-3 too. ONNX Runtime computes them in fp32, without rounding.
 """
 NATS = 20.0
-"""What errors of log-probabilities are held against, in place of the largest of them: they come of the logits, up to 50
-in these calls, not of what a tree's differences amount to. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
+"""Scale of errors of log-probabilities, instead of the largest one. They depend on the logits, up to 50 in these calls,
+not on a tree's differences. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
 GRAPHS = (
     names.VERIFIER, LYANNA_DRAFT, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
     names.STEP_COMPACT_KV,
@@ -73,7 +73,7 @@ def compare_outputs(
 def run(
     device: Device, program: Program, record: GraphRecord, values: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> dict[str, Array]:
-    """Every output of a call; of one in place the whole buffer, the slots that are not used included.
+    """Every output of a call. For an in-place output, the whole buffer with unused slots.
 
     Values have the element types of the bundle's `record`; the program may take and give others (`exact`).
     """
@@ -116,7 +116,7 @@ def _compare(
     for spec in specs:
         ours, theirs, name = found[spec.name], expected[spec.name], f"{where}: {spec.name}"
         if spec.name in _TREE[:2]:
-            continue  # with the log-probabilities, by which nodes are in order
+            continue  # with the log-probabilities, which order the nodes
         if spec.in_place_of in call.clean:
             assert spec.in_place_of is not None
             counting = ~_marked(call.left, ours)
@@ -152,7 +152,7 @@ def _error(name: str, ours: Array, theirs: Array, most: float, scale: float | No
 
 
 def _changed_rows(name: str, call: Call, after: Array, before: Array) -> Array:
-    """Rows of a KV buffer [slots, H, C, D] with other bits than before, bool [slots, C]; only the call's may be."""
+    """Rows of a KV buffer [slots, H, C, D] with changed bits, bool [slots, C]. Only the call's rows may change."""
     bits = f"u{after.dtype.itemsize}"
     changed: Array = (after.view(bits) != before.view(bits)).any(axis=(1, 3))
     wrong = np.argwhere(changed & ~_marked(call.rows, after))
@@ -161,7 +161,7 @@ def _changed_rows(name: str, call: Call, after: Array, before: Array) -> Array:
 
 
 def _marked(rows: Sequence[range], buffer: Array) -> Array:
-    """Rows of a KV buffer [slots, H, C, D] that are in the range of their slot, bool [slots, C]."""
+    """Rows of a KV buffer [slots, H, C, D] within the range of their slot, bool [slots, C]."""
     marked = np.zeros((buffer.shape[0], buffer.shape[2]), np.bool_)
     for slot, some in enumerate(rows):
         marked[slot, some.start : some.stop] = True
@@ -169,7 +169,7 @@ def _marked(rows: Sequence[range], buffer: Array) -> Array:
 
 
 def compare_trees(name: str, ours: Sequence[Array], theirs: Sequence[Array], most: float) -> None:
-    """The same nodes, each as likely, but where a tree was cut between nodes that rounding may have swapped.
+    """Compare nodes and their probabilities, except at a cut between nodes that rounding may have swapped.
 
     A tree is its tokens, parents and log-probabilities, likeliest first.
     """
@@ -194,7 +194,7 @@ def _likelihoods(name: str, tokens: Array, parents: Array, log_probs: Array) -> 
 
 
 def _lost(path: tuple[int, ...], has: _Likelihoods, other: _Likelihoods, near: float) -> bool:
-    """Whether what one tree has is as unlikely, up to rounding, as what the other has in its place.
+    """Return True if nodes of only one tree are as improbable, up to rounding, as the other tree's.
 
     That is the last of its siblings, as a node has so many children; where there are none the last node of all, or that
     of the level above which is the last to have any, as so many go on. What hangs from a lost node went with it.

@@ -1,4 +1,4 @@
-"""What a bundle's graphs give by their stored weights alone, without what a host or a device rounds besides."""
+"""Results of a bundle's graphs from only their stored weights, without more rounding of a host or device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLOAT, *_HALVES = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.Tensor
 
 
 def exact(bundle: Bundle, folder: Path, rounded: bool = False) -> Bundle:
-    """The bundle's graphs, written to the new `folder`, with the same weights but computing in fp32.
+    """Write the bundle's graphs to the new `folder`, with the same weights but in fp32 arithmetic.
 
     ONNX Runtime has no CPU kernels for bf16. Its products with weights in 8 and 4 bits round the other factor to eight
     bits as well, which no GPU does: `accuracy_level` of MatMulNBits asks for it, and so do DequantizeLinear and MatMul
@@ -47,7 +47,7 @@ def _in_fp32(spec: TensorSpec) -> TensorSpec:
 
 
 def _halves(graph: onnx.GraphProto) -> dict[str, int]:
-    """The type of every value that is a half."""
+    """The type of every fp16 or bf16 value."""
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.output, *graph.value_info)}
     return {name: dtype for name, dtype in types.items() if dtype in _HALVES}
 
@@ -76,7 +76,7 @@ def _widen_tensor(tensor: onnx.TensorProto) -> None:
 
 
 def _dequantize(graph: onnx.GraphProto) -> None:
-    """Put the numbers in place of the nodes that make them of codes and scales."""
+    """Replace nodes that compute numbers from codes and scales by the numbers."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     nodes = [node for node in graph.node if node.op_type == "DequantizeLinear"]
     for node in nodes:
@@ -88,7 +88,7 @@ def _dequantize(graph: onnx.GraphProto) -> None:
 
 
 def _round(graph: onnx.GraphProto, halves: Mapping[str, int]) -> None:
-    """Let every value that was a half be one again, of those that nodes make and of weights made of codes."""
+    """Round nodes' values and weights of codes to fp16 or bf16 again, if they had that type."""
     for tensor in graph.initializer:
         if tensor.name in halves:
             short = onnx.helper.tensor_dtype_to_np_dtype(halves[tensor.name])

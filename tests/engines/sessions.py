@@ -10,5 +10,5 @@ from redraft.engines.onnxruntime_backend import session_options
 
 
 def session_of(graph: Path) -> ort.InferenceSession:
-    """Load a graph on one thread, as engines are loaded."""
+    """Load a graph on one thread, like engines."""
     return ort.InferenceSession(str(graph), session_options(1, "error"), providers=["CPUExecutionProvider"])

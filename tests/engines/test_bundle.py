@@ -1,4 +1,4 @@
-"""Bundles on disk: what opening refuses, and that no failed build damages what is there."""
+"""Bundles on disk: opening refuses invalid ones, and a failed build never damages existing files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_flipped_byte_is_found(out, where):
 
 
 def test_any_flipped_byte_of_the_manifest_is_found(out):
-    """Token ids, offsets and sources are covered by no file's digest."""
+    """No file's digest covers token ids, offsets and sources."""
     data = (out / MANIFEST).read_bytes()
     for where in range(0, len(data), 7):
         (out / MANIFEST).write_bytes(data[:where] + bytes([data[where] ^ 1]) + data[where + 1 :])
@@ -176,7 +176,7 @@ def test_a_terminated_build_cleans_up(out):
     open_bundle(out)
 
 
-def test_what_a_killed_build_leaves_is_cleared_by_the_next(out):
+def test_files_of_a_killed_build_are_deleted_by_the_next(out):
     build = start_build(out)
     build.kill()
     build.wait(10)
@@ -227,7 +227,7 @@ def test_only_bundles_are_replaced(out, tmp_path):
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "chapter").write_text("one")
-    with pytest.raises(BundleError, match="is no engine bundle; give another -o"):
+    with pytest.raises(BundleError, match="is not an engine bundle; give another -o"):
         write_bundle(precious, force=True)
     assert (precious / "chapter").read_text() == "one"
     with pytest.raises(BundleError, match=r"holds the bundle 'small', not 'other'.*--force"):
@@ -237,7 +237,7 @@ def test_only_bundles_are_replaced(out, tmp_path):
 
 
 def test_a_bundle_of_an_older_schema_is_replaced_by_its_own_name_only(out):
-    """After an upgrade `make demo` must not ask for --force; what is not ours to judge stays."""
+    """After an upgrade, `make demo` must not need --force. Folders that are not bundles stay."""
     manifest = out / MANIFEST
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema_version": 1}))
     with pytest.raises(BundleError, match="holds the bundle 'small', not 'other'"):
@@ -250,7 +250,7 @@ def test_a_bundle_of_an_older_schema_is_replaced_by_its_own_name_only(out):
 
 
 def test_a_full_disk_is_one_line_and_damages_nothing(out, monkeypatch):
-    """A real refusal by the kernel: the process may write no file larger than this."""
+    """A real refusal of the kernel: the process may not write larger files."""
     before = (out / MANIFEST).read_bytes()
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -262,22 +262,22 @@ def test_a_full_disk_is_one_line_and_damages_nothing(out, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, previous)
         signal.signal(signal.SIGXFSZ, handler)
     assert f"no space for {out}: " in one_line(error)
-    assert " MB free; free some, or give an -o on another disk" in one_line(error)
+    assert " MB free; free space, or give an -o on another disk" in one_line(error)
     assert (out / MANIFEST).read_bytes() == before
     assert siblings(out) == ["small"]
     open_bundle(out)
 
 
-def test_too_little_space_is_said_before_anything_is_written(out):
+def test_too_little_space_is_an_error_before_any_write(out):
     message = r"no space for .*: 1,000,000,000,000\.0 MB needed, .* MB free"
     with pytest.raises(BundleError, match=message), BundleWriter(out, "small") as writer:
         writer.reserve(10**18)
     open_bundle(out)
 
 
-def test_a_folder_where_no_file_can_be_made_is_named():
-    """The lock is the first of them, and no business of the user's."""
-    with pytest.raises(BundleError, match=r"cannot write /proc/engines: .*; give an -o that can be written"):
+def test_a_folder_that_is_not_writable_is_named():
+    """The lock is the first file, which the error must not name."""
+    with pytest.raises(BundleError, match=r"cannot write /proc/engines: .*; give a writable -o"):
         BundleWriter(Path("/proc/engines"), "small").__enter__()
 
 
@@ -289,8 +289,8 @@ def test_an_error_that_is_its_own_context_is_passed_on(out):
         raise error
 
 
-def test_a_model_makes_room_for_random_weights_only_where_told(out):
-    with pytest.raises(BundleError, match="holds engines of a model, whose place random weights would take"):
+def test_random_weights_replace_a_model_only_on_request(out):
+    with pytest.raises(BundleError, match="holds engines of a model, which random weights would replace"):
         BundleWriter(out, "small", random_weights=True).__enter__()
     with BundleWriter(out, "small", force=True, random_weights=True) as writer:
         save_verifier(Decoder(), writer.staging)

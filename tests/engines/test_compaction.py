@@ -1,4 +1,4 @@
-"""Accepted rows kept by our kernel are those that the graph keeps, byte for byte."""
+"""redraft's kernel and the graph make the same rows contiguous, byte for byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAPACITY = 40
 
 
 def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bundle:
-    """A bundle of the graphs of a step alone, which nobody checks."""
+    """A bundle with only the graphs of a step, without checks."""
     shape = VerifierShape(2, 2, head_dim, 32, 11, CAPACITY, dtype)
     files = export_step_graphs(shape, folder, gathers=False)
     of_graphs = signatures.step_signatures(shape, gathers=False)
@@ -39,7 +39,7 @@ def bundle_of(folder: Path, head_dim: int = 64, dtype: Dtype = "float32") -> Bun
 
 
 def kept(device: Device, dtype: Dtype, paths: np.ndarray, cache_len: np.ndarray, slots: int = 3) -> list[np.ndarray]:
-    """The KV buffers after keeping, bound to the slots that `paths` has."""
+    """The KV buffers after compaction, bound to the slots of `paths`."""
     program = device.program(names.STEP_COMPACT_KV)
     rng, buffers = np.random.default_rng(5), dict[str, Buffer]()
     caches = []
@@ -50,7 +50,9 @@ def kept(device: Device, dtype: Dtype, paths: np.ndarray, cache_len: np.ndarray,
         buffers[spec.name] = buffers[names.present(spec.name)] = whole.part(len(paths), *whole.shape[1:])
     buffers[names.PATH], buffers[names.CACHE_LEN] = (device.empty("int64", *x.shape) for x in (paths, cache_len))
     run = device.chain([program.bind(buffers)])
-    for _ in range(3):  # of a chain, the first in order, the rest as a graph: moving again changes nothing that counts
+    for _ in range(
+        3
+    ):  # in a chain, the first run in order, the rest as a graph: another run changes no row that counts
         for cache, seed in zip(caches, range(len(caches)), strict=True):
             cache.write(np.random.default_rng(seed).standard_normal(cache.shape).astype(dtype))
         buffers[names.PATH].write(paths)
@@ -60,7 +62,7 @@ def kept(device: Device, dtype: Dtype, paths: np.ndarray, cache_len: np.ndarray,
 
 
 def path(nodes: int, *accepted: int) -> list[int]:
-    """As the accepting graph writes it: the root, what was accepted, then every entry its own place."""
+    """A path of `STEP_ACCEPT`: the root, the accepted nodes, then entries equal to their index."""
     return [0, *accepted, *range(1 + len(accepted), nodes)]
 
 
@@ -78,10 +80,10 @@ def path(nodes: int, *accepted: int) -> list[int]:
     ],
     ids=str,
 )
-def test_the_kernel_keeps_what_the_graph_keeps(
+def test_the_kernel_compacts_the_same_rows_as_the_graph(
     kernels: Kernels, tmp_path: Path, paths: list[list[int]], head_dim: int, dtype: Dtype
 ) -> None:
-    """The last row of the last path ends with its buffer; slots that are not in the batch stay as they are."""
+    """The last row of the last path ends with its buffer. Slots outside the batch do not change."""
     bundle = bundle_of(tmp_path, head_dim, dtype)
     cache_len = np.array([7, 0, CAPACITY - 12][: len(paths)])
     cuda = FakeCuda()
@@ -98,14 +100,14 @@ def test_the_kernel_keeps_what_the_graph_keeps(
     assert (queued.launched, cuda.launches) == (2, 2)
 
 
-def test_what_the_kernel_does_not_know_is_left_to_the_graph(kernels: Kernels, tmp_path: Path) -> None:
+def test_the_graph_handles_types_that_the_kernel_does_not(kernels: Kernels, tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, head_dim=16)
     assert not can_compact(bundle.graph(names.STEP_COMPACT_KV))
     assert isinstance(HostDevice(bundle, 1, kernels).program(names.STEP_COMPACT_KV), OnnxRuntimeProgram)
 
 
 def test_reads_of_paths_end_with_the_buffer(kernels: Kernels, tmp_path: Path) -> None:
-    """What follows the paths in memory would move rows if it were read."""
+    """Memory after the paths would move rows if it were read."""
     bundle = bundle_of(tmp_path)
     arguments = []
 

@@ -1,4 +1,4 @@
-"""Buffers and bindings, over ONNX Runtime and over TensorRT on fakes: what is refused, and what is copied when."""
+"""Buffers and bindings, over ONNX Runtime and over TensorRT on fakes: refusals, and the order of copies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def layout_buffers(device: Device, sequences: int = 2, nodes: int = 3) -> dict[s
 
 
 def test_a_copy_is_put_in_order_and_may_run_again(device: Device) -> None:
-    """From what `source` holds when the run comes, to all of `target`, which may say the same bytes otherwise."""
+    """The run copies the current `source` to all of `target`, which may describe the same bytes differently."""
     source, target = device.empty("int64", 40), device.empty("uint8", 4, 80)
     copy = device.copy(target, source)
     for first in (0, 1 << 40):
@@ -99,10 +99,10 @@ def test_fresh_memory_is_zero(device: Device) -> None:
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float32", "float16", "bfloat16", "uint8"])
 @pytest.mark.parametrize("shape", [(3,), (5, 40), (1, 2, 70)])
-def test_what_was_written_is_read_and_the_array_is_free_at_once(
+def test_written_values_are_read_and_the_array_is_free_at_once(
     device: Device, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    """Also of arrays larger than what is staged at a time, and of many small ones."""
+    """Also arrays larger than the staging memory, and many small ones."""
     kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
     buffers = [device.empty(dtype, *shape) for _ in range(4)]  # type: ignore[arg-type]
     values = (np.arange(np.prod(shape)).reshape(shape) % 7).astype(kind)
@@ -123,7 +123,7 @@ def test_a_strided_array_is_written_as_it_reads(device: Device) -> None:
     np.testing.assert_array_equal(buffer.read(), values)
 
 
-def test_what_was_read_does_not_change(device: Device) -> None:
+def test_read_values_do_not_change(device: Device) -> None:
     buffer = device.empty("int64", 2)
     buffer.write(np.array([1, 2]))
     found = buffer.read()
@@ -148,7 +148,7 @@ def test_a_part_is_within_the_whole(device: Device) -> None:
     assert part.read().tolist() == [[0, 1], [2, 3]]
     part.part(1, 3).write(np.array([[7, 8, 9]]))
     assert whole.read().tolist() == [[7, 8, 9], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    with pytest.raises(ValueError, match=r"\[5, 3\] is more than the \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"at most the buffer's \[4, 3\], found \[5, 3\]"):
         whole.part(5, 3)
     assert whole.part(4, 3).read().shape == (4, 3)
     assert whole.part(2, 2, start=5).read().tolist() == [[5, 6], [7, 8]]
@@ -156,11 +156,11 @@ def test_a_part_is_within_the_whole(device: Device) -> None:
     assert whole.read().tolist() == [[7, 8, 9], [0, 0, 0], [0, 0, 0], [9, 10, 11]]
     assert slots_of(whole, range(1, 2)).part(1, 1).address == whole.address + 3 * 8
     for start in (7, -1):
-        with pytest.raises(ValueError, match=rf"\[2, 3\] after {start} elements is more than the \[4, 3\]"):
+        with pytest.raises(ValueError, match=rf"at most the buffer's \[4, 3\], found \[2, 3\] after {start} elements"):
             whole.part(2, 3, start=start)
 
 
-def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device) -> None:
+def test_a_program_reads_written_values_and_its_outputs_are_read(device: Device) -> None:
     """Twice, and in a chain, which TensorRT replays as a captured graph."""
     buffers = layout_buffers(device)
     run = device.chain([device.program(names.STEP_PREPARE_TREE).bind(buffers)])
@@ -173,8 +173,8 @@ def test_a_program_reads_what_was_written_and_writes_what_is_read(device: Device
         assert buffers[names.TREE_MASK].read()[1, 2].tolist() == [True, False, True]
 
 
-def test_an_inbox_sends_what_was_filled_in_and_an_outbox_fetches(device: Device) -> None:
-    """Again and again, with one copy each way; what is not filled in again stays as it was."""
+def test_host_inputs_send_filled_values_and_host_outputs_fetch(device: Device) -> None:
+    """Repeatedly, with one copy each way. Fields that are not filled again keep their values."""
     host_inputs = device.host_inputs(cache_len=(2,), parents=(2, 3))
     sent = {names.CACHE_LEN: host_inputs.buffers["cache_len"], names.HOST_PARENTS: host_inputs.buffers["parents"]}
     buffers = {**layout_buffers(device), **sent}
@@ -191,8 +191,8 @@ def test_an_inbox_sends_what_was_filled_in_and_an_outbox_fetches(device: Device)
         assert work.seconds() > 0
 
 
-def test_what_is_still_on_its_way_is_not_written_over(device: Device) -> None:
-    """Filled in again before the device has taken the first values: they are waited for."""
+def test_values_of_a_running_copy_are_not_overwritten(device: Device) -> None:
+    """Filling again before the device has read the first values waits for it."""
     host_inputs, seen = device.host_inputs(cache_len=(2,)), []
     buffers = {**layout_buffers(device, nodes=1), names.CACHE_LEN: host_inputs.buffers["cache_len"]}
     host_outputs_made = [device.host_outputs(buffers[names.POSITIONS]) for _ in range(3)]
@@ -202,7 +202,7 @@ def test_what_is_still_on_its_way_is_not_written_over(device: Device) -> None:
         for place, chain in enumerate(chains):
             values = host_inputs.open()
             if place == 1:
-                device.wait()  # of which only what was sent before it knows
+                device.wait()  # which knows only values sent before it
             values["cache_len"][:] = [10 * turn + place, 1]
             chain()
         device.wait()
@@ -241,7 +241,7 @@ def test_bindings_that_do_not_fit_are_named(device: Device, change: Change, mess
 
 
 @pytest.mark.parametrize("graph", [names.STEP_COMPACT_KV, names.STEP_COPY_SLOT])
-def test_what_is_updated_in_place_is_one_buffer(device: Device, graph: str) -> None:
+def test_an_in_place_update_uses_one_buffer(device: Device, graph: str) -> None:
     buffers = state_buffers(device, graph)
     device.program(graph).bind(buffers)
     other = names.present(names.key_cache(0))
@@ -250,7 +250,7 @@ def test_what_is_updated_in_place_is_one_buffer(device: Device, graph: str) -> N
 
 
 def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) -> dict[str, Buffer]:
-    """Buffers of a graph over KV rows, which hold their own numbers."""
+    """Buffers of a graph over KV rows with distinct values."""
     buffers: dict[str, Buffer] = {}
     for spec in device.program(graph).inputs:
         if spec.name in (names.SOURCE_SLOT, names.TARGET_SLOT):
@@ -266,8 +266,8 @@ def state_buffers(device: Device, graph: str, slots: int = 2, nodes: int = 4) ->
     return {**buffers, **ends, **updated}
 
 
-def test_a_slot_moves_where_the_host_says(device: Device) -> None:
-    """The latest slots filled in count, though earlier moves may still be under way."""
+def test_a_slot_moves_to_the_slot_of_the_host(device: Device) -> None:
+    """The latest slots count, though earlier copies may still run."""
     buffers = state_buffers(device, names.STEP_COPY_SLOT, slots=4)
     before = buffers["kv.0.key"].read()
     state = {name: buffer for name, buffer in buffers.items() if name in ("kv.0.key", "kv.0.value")}

@@ -36,7 +36,7 @@ from .graphs import Decoder, save_verifier
 from .outputs import TOLERANCES, compare_outputs
 
 GRAPHS = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
-"""Those that TensorRT's own operators compute otherwise than plugin and kernels."""
+"""Graphs that TensorRT's own operators compute differently from plugin and kernels."""
 DECODERS = {"llama": Decoder(), "windows": Decoder(windows=(0, 3))}
 
 
@@ -59,9 +59,7 @@ def lowered(folder: Path, decoder: Decoder) -> tuple[Bundle, Bundle]:
 
 
 def devices(bundle: Bundle, own: Bundle, fakes: bool, folder: Path) -> tuple[Device, Device]:
-    """What runs the portable graphs, and what runs those in TensorRT's operators: `kv_len` is read on the host
-    there.
-    """
+    """Devices for the portable graphs, and for graphs in TensorRT's operators, which read `kv_len` on the host."""
     if not fakes:
         return HostDevice(bundle, 1), HostDevice(own, 1)
     (folder / "engines").mkdir()
@@ -84,7 +82,7 @@ def test_native_attention_reads_no_stale_row_and_writes_no_other(decoder: Decode
 
 @pytest.mark.parametrize("fakes", [False, True], ids=["onnxruntime", "fakes"])
 def test_native_attention_drafts_the_same(lyanna_bundle: Path, fakes: bool, tmp_path: Path) -> None:
-    """Over poisoned buffers, either way round; rows of the chain itself do not count, and are not written natively."""
+    """With poisoned buffers on each side. Rows of the chain do not count; native attention never writes them."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     body, own = devices(bundle, lower(bundle, tmp_path / "native"), fakes, tmp_path)
     for device, reference in ((own, body), (body, own)):
@@ -96,7 +94,7 @@ def test_native_attention_drafts_the_same(lyanna_bundle: Path, fakes: bool, tmp_
 
 
 def sees_all(to: Any, *inputs: Any) -> Any:
-    """Rows that each node sees, with those that are stale."""
+    """Rows that each node sees, including stale rows."""
     return to.node("Or", [visible(to, *inputs), to.constant(True, np.bool_)])
 
 
@@ -112,7 +110,7 @@ visible = native._visible
 
 @pytest.mark.parametrize("fault", [sees_all, beyond_kv_len])
 def test_a_stale_row_that_counts_is_seen(fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stale rows of the shorter of two sequences lie before `kv_len`: only their values tell that they were read."""
+    """Stale rows of the shorter sequence are before `kv_len`, so only their values show that they were read."""
     monkeypatch.setattr(native, "_visible", fault)
     bundle, spoiled = lowered(tmp_path, Decoder())
     with pytest.raises(AssertionError, match=r"verifier, .*: logits: off by"):
@@ -120,7 +118,7 @@ def test_a_stale_row_that_counts_is_seen(fault: Any, tmp_path: Path, monkeypatch
 
 
 def all_committed(to: Any, kv_len: Any, cache_len: Any) -> Any:
-    """Every row of the buffer, for those that follow in a chain."""
+    """Every row of the buffer, for later nodes in a chain."""
     return to.node("Or", [committed(to, kv_len, cache_len), to.constant(True, np.bool_)])
 
 
@@ -142,10 +140,10 @@ def test_a_stale_row_that_counts_in_a_chain_is_seen(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_the_plugin_gives_what_native_attention_does(
+def test_the_plugin_equals_native_attention(
     root: Path, tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either reads poisoned buffers while the other's are clean. Beside the plugin our kernel keeps rows.
+    """Each reads poisoned buffers while the other's are clean. With the plugin, redraft's kernel compacts rows.
 
     Attention is in a bundle's carrier, which is one of these three whatever weights are quantized to.
     """
@@ -162,7 +160,7 @@ def test_the_plugin_gives_what_native_attention_does(
 
 
 def native_missing(release: tuple[int, int], folder: Path) -> str | None:
-    """Why this TensorRT has no attention of its own to compare with, or None: what building with it says."""
+    """The reason why this TensorRT has no attention for the comparison, from a build's error, or None."""
     save_verifier(Decoder(layers=1), folder)
     try:
         prepare(folder, "verifier.onnx", names.VERIFIER, release, "native")
@@ -172,7 +170,7 @@ def native_missing(release: tuple[int, int], folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(("release", "said"), [((10, 14), "no KV update"), ((11, 1), "not live"), ((10, 15), None)])
-def test_native_attention_is_missing_where_it_would_not_be_built(
+def test_native_attention_is_missing_if_it_cannot_be_built(
     release: tuple[int, int], said: str | None, tmp_path: Path
 ) -> None:
     reason = native_missing(release, tmp_path)

@@ -1,4 +1,4 @@
-"""`compare_outputs` with faults planted that it must see; then, on a GPU, CUDA and real engines held by it.
+"""`compare_outputs` finds planted faults; on a GPU, it then compares CUDA and real engines.
 
 Here it holds TensorRT's programs on fakes, and ONNX Runtime, against ONNX Runtime on the CPU.
 """
@@ -43,7 +43,7 @@ def bundle(lyanna_bundle: Path) -> Bundle:
 
 @pytest.fixture
 def fakes(bundle: Bundle, tmp_path: Path) -> Device:
-    """Engines with the profiles that a build for two sequences gives them, so that every call must fit one."""
+    """Engines with the profiles of a build for two sequences, which must contain every call."""
     built, max_model_len = TensorRtBuild(batch=2), bundle.manifest.max_model_len
     limits = CallLimits(
         built.batch, min(built.tree_nodes, max_model_len), min(built.prefill, max_model_len), max_model_len
@@ -60,7 +60,7 @@ def fakes(bundle: Bundle, tmp_path: Path) -> Device:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
-def test_every_graph_gives_what_the_reference_does(bundle: Bundle, fakes: Device, kind: str) -> None:
+def test_every_graph_equals_the_reference(bundle: Bundle, fakes: Device, kind: str) -> None:
     device = fakes if kind == "tensorrt" else cpu_device(bundle)
     errors = compare_outputs(device, cpu_device(bundle), bundle)
     assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
@@ -71,7 +71,7 @@ def test_every_graph_gives_what_the_reference_does(bundle: Bundle, fakes: Device
 
 
 class Faulty:
-    """A device one of whose graphs is spoiled: `before` and `after` its run, with its buffers whole."""
+    """A device with one faulty graph: `before` and `after` its run change its buffers."""
 
     def __init__(self, device: Device, graph: str, before: Fault | None, after: Fault | None) -> None:
         self._device = device
@@ -139,21 +139,21 @@ def put(name: str, place: tuple[int, ...], value: float) -> Fault:
 
 
 def past_end(buffers: Mapping[str, Buffer]) -> None:
-    """A row behind what the call reads, which is NaN: written with other bits of the same meaning."""
+    """A NaN row after the call's rows, written with other bits of NaN."""
     values = buffers[KEY].read()
     values.view(np.uint32)[0, 0, -1, 0] ^= 1
     buffers[KEY].write(values)
 
 
 def unwritten(buffers: Mapping[str, Buffer]) -> None:
-    """The last of the new rows stays as it was."""
+    """The last of the new rows does not change."""
     values, last = buffers[KEY].read(), int(buffers[names.KV_LEN].read()[0]) - 1
     values[0, :, last] = STALE["float32"]
     buffers[KEY].write(values)
 
 
 def swapped(buffers: Mapping[str, Buffer]) -> None:
-    """The likeliest two children of a tree change places, their probabilities do not."""
+    """The two best children of a tree change places, but their probabilities do not."""
     values = buffers[names.TREE_TOKENS].read()
     values[:, [1, 2]] = values[:, [2, 1]]
     buffers[names.TREE_TOKENS].write(values)
@@ -207,7 +207,7 @@ def test_a_fault_is_seen(bundle: Bundle, graph: str, before: Fault | None, after
 
 
 SPACED = ([0, *range(1, 13)], [-1, *[0] * 12], [0.0, *(-1.2 - 0.2 * node for node in range(12))])
-"""A root and twelve children, each nearer to the next than bf16 rounds."""
+"""A root and twelve children, with smaller differences than bf16's rounding."""
 
 
 def with_tokens(tree: tuple[list[int], list[int], list[float]], changes: Mapping[int, int]) -> list[Array]:
@@ -232,7 +232,7 @@ def with_tokens(tree: tuple[list[int], list[int], list[float]], changes: Mapping
     ids=["same", "swapped", "another over the cut", "all wrong", "the likeliest wrong", "first and last", "one twice"],
 )
 def test_only_nodes_at_the_cut_may_be_others(changes: Mapping[int, int], message: str | None) -> None:
-    """Of bf16, which rounds by half of the way from the first to the last."""
+    """In bf16, which rounds by half of the distance from the first to the last."""
     ours, theirs = with_tokens(SPACED, changes), with_tokens(SPACED, {})
     if message is None:
         compare_trees("tree", ours, theirs, TOLERANCES["bfloat16"])
@@ -245,7 +245,7 @@ def test_only_nodes_at_the_cut_may_be_others(changes: Mapping[int, int], message
     ("second", "message"), [(-1.1, None), (-3.0, r"\(0, 1, 8\), which is -.*, should be in the tree")]
 )
 def test_another_node_may_have_gone_on_that_is_as_likely(second: float, message: str | None) -> None:
-    """Of 1, at -1, and 2 one has a child, which is likelier than the last node by far."""
+    """One of nodes 1, at -1, and 2 has a child that is much more probable than the last node."""
     ours, theirs = (
         with_tokens(([0, 1, 2, child, 3], [-1, 0, 0, parent, 0], [0, -1.0, second, -3.2, -6.0]), {})
         for child, parent in ((9, 2), (8, 1))
@@ -260,7 +260,7 @@ def test_another_node_may_have_gone_on_that_is_as_likely(second: float, message:
 def test_the_embedded_model_is_built_for_two_sequences(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests on a GPU build: with fewer, opening two slots is refused, and nothing would be tested."""
+    """The GPU tests build for two sequences: with fewer, opening two slots is refused, and nothing is tested."""
     asked: list[BuildConfig] = []
     monkeypatch.setattr("tests.engines.bundles.build_bundle", lambda model, config, *rest: asked.append(config))
     monkeypatch.setattr("tests.engines.bundles.open_bundle", lambda path, verify: None)
@@ -280,7 +280,7 @@ def test_the_embedded_model_is_built_for_two_sequences(
 
 
 def refused(precision: Precision) -> str | None:
-    """Why this GPU has no kernels for a precision, or None."""
+    """The reason why this GPU has no kernels for a precision, or None."""
     try:
         check_precision(precision, find_gpu())
     except BackendError as error:
@@ -301,8 +301,8 @@ def test_only_fp8_is_refused_and_by_old_gpus_only(
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
-def test_a_gpu_gives_what_the_cpu_does(root: Path, tmp_path: Path, backend: Backend, precision: Precision) -> None:
-    """CUDA, and TensorRT's engines with the plugin, against the same bundle's stored weights computed on the CPU."""
+def test_a_gpu_equals_the_cpu(root: Path, tmp_path: Path, backend: Backend, precision: Precision) -> None:
+    """CUDA, and TensorRT's engines with the plugin, agree with the bundle's stored weights computed on the CPU."""
     if backend == "onnxruntime" and precision == "fp8":
         pytest.skip("fp8 weights are for TensorRT")
     if reason := missing(backend) or refused(precision):

@@ -1,4 +1,4 @@
-"""Weights that the host has no memory for are refused before they are loaded."""
+"""Weights that do not fit in the host's memory are refused before they are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bundle(lyanna_bundle: Path) -> Bundle:
 
 
 def has(patch: pytest.MonkeyPatch, folder: Path, size: int) -> None:
-    """Let so many bytes be available."""
+    """Set the number of available bytes."""
     file = folder / "meminfo"
     file.write_text(f"MemTotal:  99999999 kB\nMemAvailable:   {size // 1024} kB\nBuffers: 1 kB\n")
     patch.setattr(host_memory, "MEMINFO", file)
@@ -54,7 +54,7 @@ def test_more_than_there_is_is_refused_in_one_line(
     assert (", 0.0 in fp16" in str(error.value)) == (precision == "fp16")
 
 
-def test_where_nobody_says_what_there_is_nothing_is_refused(
+def test_without_known_memory_nothing_is_refused(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in (None, "MemTotal: 1 kB\n"):
@@ -65,7 +65,7 @@ def test_where_nobody_says_what_there_is_nothing_is_refused(
         open_calls(bundle, threads=1)
 
 
-def test_this_machine_says_what_there_is() -> None:
+def test_this_machine_reports_its_memory() -> None:
     if not host_memory.MEMINFO.exists():
         pytest.skip("no /proc/meminfo here")
     assert (available_bytes() or 0) > 1 << 20

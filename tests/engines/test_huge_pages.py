@@ -1,4 +1,4 @@
-"""Which memory counts as new, and that asking for large pages leaves its content alone."""
+"""Detection of new memory, and requests for large pages that keep its content."""
 
 from __future__ import annotations
 

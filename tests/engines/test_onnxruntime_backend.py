@@ -51,7 +51,7 @@ def bound_engine(bundle: Bundle, slots: int = 1, log: str = "error") -> tuple[Ca
 
 
 def run_chain(engine, tokens, past, batch=1):
-    """Logits of every row of a chain that follows `past` live rows."""
+    """Logits of every row of a chain after `past` committed rows."""
     count = len(tokens)
     call = engine.prepare(B=batch, T=count, R=count)
     call.inputs[names.TOKEN_IDS][:] = tokens
@@ -82,7 +82,7 @@ def test_cache_is_written_in_place_and_nowhere_else(bundle, capfd):
 
 
 def test_runtime_warns_of_a_cache_that_is_not_updated_in_place(bundle, capfd):
-    """The check above can fail: without the aliasing, ONNX Runtime does say so."""
+    """The check above can fail: without the aliasing, ONNX Runtime reports it."""
     record = bundle.graph(names.VERIFIER)
     outputs = tuple(replace(spec, in_place_of=None) for spec in record.outputs)
     session = load_session(bundle, names.VERIFIER, 1, log="warning")
@@ -137,7 +137,7 @@ def test_a_call_may_be_over_any_slot_and_share_another_ones_arrays(bundle):
     assert first.outputs[names.LOGITS].tobytes() == logits.tobytes()
     assert key[2].tobytes() == key[0].tobytes()
     assert (key[1] == 7.0).all()
-    with pytest.raises(ValueError, match="B=4 is more than the 3"):
+    with pytest.raises(ValueError, match=r"expected B of at most 3, .* found 4"):
         engine.make(sizes, 3)
 
 
@@ -157,11 +157,11 @@ def test_wrong_buffers_and_sizes_are_refused_by_name(bundle):
     engine, _ = bound_engine(bundle)
     with pytest.raises(ValueError, match="B, R, T"):
         engine.prepare(B=1, T=1)
-    with pytest.raises(ValueError, match="more than the 1"):
+    with pytest.raises(ValueError, match="expected B of at most 1"):
         engine.prepare(B=2, T=1, R=1)
 
 
-def test_a_graph_that_is_not_what_the_manifest_says_is_refused(bundle):
+def test_a_graph_that_differs_from_the_manifest_is_refused(bundle):
     record = bundle.manifest.graphs[names.VERIFIER]
 
     def with_graph(**changes):
@@ -187,7 +187,7 @@ def test_an_older_onnxruntime_is_refused(bundle):
 
 @pytest.fixture
 def gpu_build(monkeypatch):
-    """ONNX Runtime as its build for CUDA 13 looks, until a session is made; returns what preloading is to print."""
+    """Simulate ONNX Runtime's build for CUDA 13 until a session is made. Returns lines that preloading will print."""
     prints = []
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(ort, "cuda_version", "13.0")
@@ -200,7 +200,7 @@ def gpu_build(monkeypatch):
 
 
 def sessions(monkeypatch, make):
-    """Let `make` be what makes sessions; returns the arguments of each, by model."""
+    """Let `make` make sessions. Returns the arguments of each, by model."""
     made = []
 
     def session(model, options, **arguments):
@@ -218,13 +218,13 @@ def test_a_provider_that_this_build_lacks_is_refused_before_anything_is_loaded(b
         load_session(bundle, names.VERIFIER, provider=(CUDA, {}))
     assert str(caught.value) == (
         "this ONNX Runtime runs on CPUExecutionProvider, not on CUDAExecutionProvider; run `pip uninstall -y "
-        f"onnxruntime` and install onnxruntime-gpu[cuda,cudnn]=={ort.__version__} in its place"
+        f"onnxruntime` and install onnxruntime-gpu[cuda,cudnn]=={ort.__version__} instead"
     )
     assert made == []
 
 
 def test_a_session_that_fell_to_the_cpu_is_refused_before_weights_are_read(bundle, monkeypatch, gpu_build, capsys):
-    """What ONNX Runtime does where a library of the provider is missing: no error, but its log and the CPU."""
+    """If a library of the provider is missing, ONNX Runtime logs that and uses the CPU without an error."""
     gpu_build += ["Failed to load libcublas.so.13: not found", "Please follow https://onnxruntime.ai"]
     made = sessions(monkeypatch, lambda model: SimpleNamespace(get_providers=lambda: [CPU]))
     with pytest.raises(BackendError) as caught:
@@ -239,7 +239,7 @@ def test_a_session_that_fell_to_the_cpu_is_refused_before_weights_are_read(bundl
 
 @pytest.mark.parametrize("starts", [False, True])
 def test_a_provider_that_fails_is_named_with_its_reason(starts, bundle, monkeypatch, gpu_build):
-    """Also where it started once: a graph has errors of its own, whose types are no RuntimeError."""
+    """Also if it started once: errors of a graph have types that are not RuntimeError."""
 
     def fail(model):
         if starts and model == onnxruntime_backend._PROBE:

@@ -1,4 +1,4 @@
-"""What ONNX Runtime says of a session: which nodes its provider left to the CPU, which inputs it reads on the host."""
+"""ONNX Runtime's reports on a session: nodes that its provider left to the CPU, inputs that it reads on the host."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nodes_left_to_the_cpu_are_counted_but_for_those_that_make_sizes() -> No
     assert left_to_cpu(parts[:1]) == ""
 
 
-def test_a_real_session_says_which_nodes_the_cpu_has(bundle: Bundle) -> None:
+def test_a_real_session_reports_nodes_on_the_cpu(bundle: Bundle) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD_ASSIGNMENT, "1")
     session = ort.InferenceSession(bundle.path / "verifier.onnx", options, providers=["CPUExecutionProvider"])
@@ -94,8 +94,8 @@ def gpu(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeCuda:
     return onnxruntime_cuda(bundle, monkeypatch)
 
 
-def test_sizes_are_bound_where_the_host_keeps_them(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
-    """Bound on the GPU they would be copied once, when they are bound, and never again."""
+def test_sizes_are_bound_in_host_memory(bundle: Bundle, gpu: OnnxRuntimeCuda) -> None:
+    """If bound on the GPU, they would be copied only once, at binding."""
     program = gpu.program(names.VERIFIER)
     assert isinstance(program, OnnxRuntimeProgram)
     sizes = {"B": 1, "T": 2, "R": 2, "C": 8}
@@ -127,7 +127,7 @@ def test_sizes_that_the_host_does_not_send_are_refused(bundle: Bundle, gpu: Onnx
     for spec in (*program.inputs, *program.outputs):
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
         buffers[spec.name] = buffers[spec.in_place_of] if spec.in_place_of else gpu.empty(spec.dtype, *shape)
-    with pytest.raises(BackendError, match="reads kv_len on the host, which does not send it"):
+    with pytest.raises(BackendError, match="reads kv_len on the host, but the tensor is only on the GPU"):
         program.bind(buffers)
 
 

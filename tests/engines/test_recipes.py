@@ -1,4 +1,4 @@
-"""Recipes: the packaged ones load, and a file that does not fit is refused by name."""
+"""Recipes: the packaged ones load, and an invalid file is refused by name."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_packaged_recipes_load():
     assert tiny.build == BuildConfig(hidden_states=("last",), drafters=(drafter,))
 
 
-def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
+def test_a_users_recipe_finds_the_model_next_to_it(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "mine.toml"
     file.write_text('source = "model"\n[build]\nprecision = "int8"\nmax_model_len = 512\n')
@@ -38,7 +38,7 @@ def test_a_recipe_of_ones_own_finds_the_model_beside_it(tmp_path):
     assert load_recipe(str(file)).source == "someone/model-7b"
 
 
-def test_a_recipes_drafter_is_found_beside_it_too(tmp_path):
+def test_a_recipes_drafter_is_found_next_to_it_too(tmp_path):
     (tmp_path / "drafter").mkdir()
     file = tmp_path / "mine.toml"
     file.write_text('source = "x"\n[build.drafters.a]\nsource = "drafter"\nsteps = 2\ntoken_info = "fp8"\n')
@@ -113,7 +113,7 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
         load_recipe("huge")
 
 
-def test_the_embedded_model_is_missed_by_name_where_only_the_wheel_is_installed(tmp_path, monkeypatch):
+def test_the_embedded_model_is_named_as_missing_if_only_the_wheel_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "_ASSETS", tmp_path)
     with pytest.raises(UsageError, match="it comes with the repository, not with the wheel; work in a clone"):
         load_recipe("tiny")
@@ -143,7 +143,7 @@ def test_a_recipes_shape_has_the_published_number_of_parameters(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_budget_and_hot_tokens_are_the_papers(name):
-    """Three deep, four wide, twelve verified; of more than 40 K tokens, the 32 K most frequent are hot."""
+    """Depth three, width four, twelve nodes; with more than 40 K tokens, the 32 K most frequent are hot."""
     recipe = load_recipe(name)
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
     (drafter,) = recipe.build.drafters
@@ -154,7 +154,7 @@ def test_budget_and_hot_tokens_are_the_papers(name):
     assert drafter.source is None
 
 
-def test_without_tensorrt_its_backend_names_what_to_install(monkeypatch):
+def test_without_tensorrt_its_backend_names_the_package_to_install(monkeypatch):
     check_buildable(BuildConfig())
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     with pytest.raises(BackendError, match=f"not installed; {re.escape(INSTALL)}, or build with --backend"):

@@ -1,4 +1,4 @@
-"""What outputs are held against, in every precision that a GPU runs, on the embedded model.
+"""References of outputs in every precision of a GPU, on the embedded model.
 
 A device that rounds all halves is within the tolerance, one whose weights are others is not: here both are ONNX
 Runtime's CPU, over graphs that round as a device does (`exact` with `rounded`).
@@ -35,7 +35,7 @@ BUILDS: tuple[tuple[Backend, Precision], ...] = (
 
 @dataclass(frozen=True)
 class Built:
-    """A bundle, the same computed exactly, and rounded as a device does."""
+    """A bundle, the same bundle computed exactly, and rounded like a device."""
 
     bundle: Bundle
     reference: Bundle
@@ -44,7 +44,7 @@ class Built:
 
 @pytest.fixture(scope="module", params=BUILDS, ids="-".join)
 def built(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The embedded model; for TensorRT without engines, which only it could build."""
+    """The embedded model; for TensorRT without engines, which only TensorRT can build."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("redraft.assembly.bundle.find_tools", lambda config: None)
@@ -52,8 +52,8 @@ def built(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.T
     return Built(bundle, exact(bundle, folder / "exact"), exact(bundle, folder / "rounded", rounded=True))
 
 
-def test_what_a_device_rounds_is_within_the_tolerance(built: Built) -> None:
-    """A third of it, as the tolerance was chosen; nothing is rounded where weights are carried by fp32."""
+def test_a_devices_rounding_is_within_the_tolerance(built: Built) -> None:
+    """A third of the tolerance, by its choice. Weights in fp32 have no rounding."""
     bundle = built.bundle
     errors = compare_outputs(HostDevice(built.rounded), HostDevice(built.reference), bundle)
     assert {where.partition(",")[0] for where in errors} == set(GRAPHS)
@@ -62,19 +62,19 @@ def test_what_a_device_rounds_is_within_the_tolerance(built: Built) -> None:
 
 
 def other_rows(values: Array) -> Array:
-    """Each row of a weight, or of its scales, in its neighbour's place."""
+    """Exchange each row of a weight, or of its scales, with its neighbour."""
     return np.roll(values, 1, axis=0)
 
 
 def test_weights_that_are_read_otherwise_are_seen(built: Built, tmp_path: Path) -> None:
-    """One product of twelve layers takes the rows, or the scales, that come before its own."""
+    """One product of twelve layers uses the rows, or the scales, before its own."""
     spoiled = changed(built.rounded, tmp_path, "model.layers.6.mlp.down_proj.weight", other_rows)
     with pytest.raises(AssertionError, match=r"verifier, .*: off by"):
         compare_outputs(HostDevice(spoiled), HostDevice(built.reference), built.bundle, [names.VERIFIER])
 
 
 def changed(bundle: Bundle, folder: Path, weight: str, change: Callable[[Array], Array]) -> Bundle:
-    """The verifier with other numbers in place of a weight's, or of its scales."""
+    """The verifier with changed numbers of a weight, or of its scales."""
     record = bundle.graph(names.VERIFIER)
     model = onnx.load(bundle.path / record.file)
     (tensor,) = (
@@ -88,7 +88,7 @@ def changed(bundle: Bundle, folder: Path, weight: str, change: Callable[[Array],
 
 
 def test_the_hosts_own_kernels_do_not_do(built: Built) -> None:
-    """ONNX Runtime's CPU has none for bf16, and rounds what it multiplies with weights of 8 and 4 bits."""
+    """ONNX Runtime's CPU has no kernels for bf16, and rounds activations of products with 8-bit and 4-bit weights."""
     bundle, manifest = built.bundle, built.bundle.manifest
     if manifest.precision == "fp8":
         compare_outputs(HostDevice(bundle), HostDevice(built.reference), bundle, [names.VERIFIER])
@@ -98,7 +98,7 @@ def test_the_hosts_own_kernels_do_not_do(built: Built) -> None:
 
 
 def test_quantized_weights_are_codes_times_scales(built: Built, tmp_path: Path) -> None:
-    """Worked out here from what the bundle stores, and multiplied as any weights are."""
+    """Weights computed here from the stored bytes, and multiplied like any weights."""
     reference = built.reference
     record = reference.graph(names.VERIFIER)
     portable, model = (onnx.load(each.path / each.graph(names.VERIFIER).file) for each in (built.bundle, reference))

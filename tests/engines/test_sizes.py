@@ -1,4 +1,4 @@
-"""What is said of a bundle's size: hard links are not its own, and every number counts once, as it is kept."""
+"""A bundle's size: hard links are not its own, and every number counts once, in its stored form."""
 
 from __future__ import annotations
 

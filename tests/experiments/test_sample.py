@@ -19,7 +19,7 @@ SAME = (
     "gemma3",  # the text model of a multimodal folder
 )
 REFUSED = {
-    "doge": "DogeAttention makes an attention mask of its own",
+    "doge": "DogeAttention makes its own attention mask",
     "bart": "bart counts token positions itself",
 }
 

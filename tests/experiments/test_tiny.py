@@ -1,4 +1,4 @@
-"""The embedded model in `assets/tiny` is what its card and its recipe say."""
+"""The embedded model in `assets/tiny` agrees with its card and its recipe."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_prompts_are_of_held_out_documents(kind):
     assert all(is_held_out(kind, item["source"], RECIPE.held_out_every) for item in items)
 
 
-def test_card_says_what_was_measured_and_trained():
+def test_card_has_the_measured_figures_and_the_recipe():
     card = (TINY / "README.md").read_text(encoding="utf-8")
     figures = json.loads((TINY / "evaluation.json").read_text(encoding="utf-8"))
     assert f"{RECIPE.steps} steps of {RECIPE.batch_tokens} tokens" in card

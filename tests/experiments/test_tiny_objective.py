@@ -14,14 +14,14 @@ from redraft.train.batches import Batch
 def objective(recipe):
     torch.manual_seed(0)
     objective = VerifierObjective(recipe)
-    for parameter in objective.parameters():  # nothing zero: every path must count
+    for parameter in objective.parameters():  # no zeros, so that every path counts
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.2)
     return objective
 
 
 def test_losses_match_a_loop_over_positions(objective):
-    """By hand: the MTP module predicts x[t + 2] from the state at t and the embedding of x[t + 1]."""
+    """Computed by hand: the MTP module predicts x[t + 2] from the state at t and the embedding of x[t + 1]."""
     tokens = torch.randint(0, 400, (3, 10))
     main, mtp = objective.row_losses(tokens)
     assert main.shape == (3,)
@@ -49,7 +49,7 @@ def test_mtp_module_is_causal_and_sees_only_the_next_token(objective):
     assert not torch.allclose(before[:, 4], after[:, 4], atol=1e-3)
 
 
-def test_main_loss_does_not_see_what_it_predicts(objective):
+def test_main_loss_does_not_see_its_target(objective):
     tokens = torch.randint(0, 400, (1, 10))
     other = tokens.clone()
     other[0, 9] = (other[0, 9] + 1) % 400  # only the MTP module's last target

@@ -1,4 +1,4 @@
-"""The published checkpoint, as its users load it."""
+"""The published checkpoint, loaded by transformers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def folder(run, corpora, tmp_path_factory):
     return out
 
 
-def test_auto_classes_load_what_was_trained(folder, run):
-    """Same logits as the trained module once its weights are rounded to bf16."""
+def test_auto_classes_load_the_trained_model(folder, run):
+    """The logits equal those of the trained module with weights rounded to bf16."""
     objective, recipe, step = load_run(run)
     assert step == recipe.steps
     model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -68,7 +68,7 @@ def test_chat_template_makes_the_prompt_of_a_word_problem(folder):
 
 
 def test_prompts_come_from_held_out_documents(folder, corpora, recipe):
-    """A prompt from a training file would flatter acceptance and the model alike."""
+    """A prompt from a training file would improve all figures wrongly."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for kind, corpus in corpora.items():
         lines = (folder / "prompts" / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -104,13 +104,13 @@ def test_evaluation_reads_nothing_but_the_folder(folder):
     assert figures.parameters == 400 * 32 + 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
 
 
-def test_evaluation_of_a_folder_without_text_says_what_mends_it(tmp_path):
+def test_evaluation_of_a_folder_without_text_gives_a_hint(tmp_path):
     with pytest.raises(CheckpointError, match="heldout"):
         evaluate(tmp_path)
 
 
 def test_mtp_matches_compares_row_t_with_token_t_plus_two():
-    """One row off, acceptance would be that of another token; the last prompt token is the first to predict from."""
+    """The first prediction starts at the last prompt token. With a wrong row, acceptance is another token's."""
     prompt, new = [5, 6, 7], [8, 9, 10, 11]
     ids = torch.tensor(prompt + new)
     one_hot = torch.nn.functional.one_hot
@@ -121,7 +121,7 @@ def test_mtp_matches_compares_row_t_with_token_t_plus_two():
 
 
 class _Callable:
-    """Stands for a model's body: its hidden states are its embeddings."""
+    """Replaces a model's body: its hidden states are its embeddings."""
 
     def __init__(self, inner):
         self.embed_tokens = inner.embed_tokens
@@ -143,7 +143,7 @@ class _Callable:
         ("    return 1\n    cut of", (True, True)),
     ],
 )
-def test_python_verdict(completion, expected):
+def test_check_of_python_text(completion, expected):
     assert syntax_checks("def f(x, z):\n", completion) == expected
 
 

@@ -1,4 +1,4 @@
-"""Small random models as GGUF files, written as llama.cpp's converter writes them."""
+"""Small random models as GGUF files, in the form of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MOE_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_leng
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names, the configuration that a file should lead to, and the keys that its file has besides `KEYS`.
+    """Names, the configuration that a file should give, and the file's keys in addition to `KEYS`.
 
-    stored: changes a tensor of transformers' to what the file has.   tokenizer: of a small model of the kind.
+    stored: changes a tensor of transformers to the file's form.   tokenizer: of a small model of the kind.
     """
 
     gguf: str
@@ -53,7 +53,7 @@ class Architecture:
 
 
 def permuted(name: str, values: np.ndarray) -> np.ndarray:
-    """Query and key rows as rotary pairs lie in the files of Llama models."""
+    """Query and key rows in the order of rotary pairs in Llama files."""
     heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
     if not heads:
         return values
@@ -61,12 +61,12 @@ def permuted(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def one_more(name: str, values: np.ndarray) -> np.ndarray:
-    """Norms with the one that the model adds."""
+    """Norms with the 1 that the model adds."""
     return values + 1 if name.endswith("norm.weight") else values
 
 
 def transposed(name: str, values: np.ndarray) -> np.ndarray:
-    """Matrices of `Conv1D` as those of linear layers."""
+    """Matrices of `Conv1D` in the form of linear layers."""
     return values.T if values.ndim == 2 and ".h." in name else values
 
 
@@ -121,7 +121,7 @@ ARCHITECTURES = {
 
 @dataclass
 class File:
-    """What a GGUF file is to hold. Tests change it before it is written.
+    """The content of a GGUF file. Tests change it before it is written.
 
     types: of tensors by name, if not `default_type`; vectors are F32.   packed: bytes of tensors by name.
     """
@@ -153,7 +153,7 @@ class File:
 
 
 SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210), "Q4_1": slice(0, 4), "Q5_1": slice(0, 4)}
-"""Bytes of a block that are scales and minima in fp16; 0 to 2 of other types."""
+"""Bytes of a block that hold scales and minima in fp16; 0 to 2 for other types."""
 
 
 def random_blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -165,7 +165,7 @@ def random_blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """A metadata value of the type that Python has it in."""
+    """A metadata value with its Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -195,7 +195,7 @@ def random_file(name: str, default_type: str = "F32", **changes: Any) -> File:
 
 
 def stored_tensors(model: Any, known: Architecture) -> Tensors:
-    """The model's tensors under their GGUF names, changed as the converter changes them."""
+    """The model's tensors by their GGUF names, in the converter's form."""
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == known.gguf)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()

@@ -39,7 +39,7 @@ def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
 
 
 def write_checkpoint(folder: Path, architecture: str, shard_size: str = "5GB", **changes: Any) -> Path:
-    """A random checkpoint whose activations are of ordinary size; returns its directory."""
+    """Write a random checkpoint with activations of ordinary size. Returns its directory."""
     torch.manual_seed(0)
     dtype = changes.pop("dtype", torch.float32)
     model = AutoModelForCausalLM.from_config(config_of(architecture, **changes), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a mask hides is found by calling transformers' own mask functions."""
+"""Calls of transformers' own mask functions find the keys that a mask hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: damage is found without loading, and named."""
+"""Reading checkpoints finds and names damage without loading weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_auxiliary_tensors_may_be_indexed(sharded):
     assert Checkpoint.open(sharded).tensors
 
 
-def test_other_formats_beside_the_model_are_left_alone(tmp_path):
+def test_other_formats_next_to_the_model_are_ignored(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "llama")
     save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
     assert Checkpoint.open(folder).files == ("model.safetensors",)
@@ -59,7 +59,7 @@ def test_no_directory(tmp_path):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="no Hugging Face checkpoint"):
+    with pytest.raises(CheckpointError, match="not a Hugging Face checkpoint"):
         Checkpoint.open(tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_no_weights_at_all(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1])
 def test_truncated_file_is_named(tmp_path, keep):
-    """Cut inside the length, the header, and one byte before the end."""
+    """Files end inside the length, inside the header, and one byte before the end."""
     file = write_checkpoint(tmp_path / "model", "llama") / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:keep])

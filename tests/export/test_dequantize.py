@@ -1,4 +1,4 @@
-"""Weight-only quantization by DequantizeLinear: codes within half a step, graphs that ONNX Runtime runs the same."""
+"""Weight-only quantization by DequantizeLinear: codes within half a step, and equal results in ONNX Runtime."""
 
 from __future__ import annotations
 

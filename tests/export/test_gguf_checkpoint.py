@@ -1,4 +1,4 @@
-"""GGUF files: tensors, configuration and tokenizer are those of the model that was written, or the file is refused."""
+"""GGUF files give the written model's tensors, configuration and tokenizer, or are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole(checkpoint: GgufCheckpoint, name: str) -> np.ndarray:
 
 
 def by_transformers(path: Path) -> torch.nn.Module:
-    """transformers' own reading of the file. It asks for accelerate, which reading a GGUF file does not use."""
+    """transformers' own reading of the file. It requires accelerate, which reading a GGUF file does not use."""
     with mock.patch("transformers.modeling_utils.is_accelerate_available", return_value=True):
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
@@ -57,7 +57,7 @@ def test_tensors_and_configuration_are_the_written_models(name, tmp_path):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_quantized_tensors_are_transformers_tensors(name, kind, tmp_path):
-    file = random_file(name, kind, max_position_embeddings=1024)  # transformers has no other for GPT-2
+    file = random_file(name, kind, max_position_embeddings=1024)  # transformers has no other tokenizer for GPT-2
     path = file.write(tmp_path / "m.gguf")
     checkpoint = GgufCheckpoint.open(path)
     expected = by_transformers(path).state_dict()

@@ -1,4 +1,4 @@
-"""Metadata that would change the model is followed or refused by name."""
+"""Metadata that change the model are applied, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA3 = dict(
 
 
 def read(path: Path, name: str, factors: np.ndarray | None = None, **keys: Any) -> PretrainedConfig:
-    """The configuration of a small file that has these keys too; dots are written as two underscores."""
+    """The configuration of a small file with these additional keys; two underscores stand for a dot."""
     file = random_file(name)
     file.keys |= {key.replace("__", "."): value for key, value in keys.items()}
     if factors is not None:
@@ -37,7 +37,7 @@ def frequencies(config: PretrainedConfig) -> torch.Tensor:
 
 
 def llama3_factors(theta: float = 5000.0) -> np.ndarray:
-    """Frequency factors as llama.cpp's converter computes them for `LLAMA3`."""
+    """Frequency factors of llama.cpp's converter for `LLAMA3`."""
     found = []
     for frequency in theta ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM):
         length = 2 * np.pi / frequency

@@ -46,18 +46,18 @@ def test_cut_short(file, tmp_path, place):
         "data": len(content) - 40,
     }[place]
     os.truncate(path, at)
-    assert ("cut short" in refusal(path)) or place == "magic"
+    assert ("truncated" in refusal(path)) or place == "magic"
     assert "download or copy" in refusal(path)
 
 
 def test_no_gguf_file(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" + bytes(100))
-    assert "is no GGUF file" in refusal(tmp_path / "m.gguf")
+    assert "is not a GGUF file" in refusal(tmp_path / "m.gguf")
 
 
 def test_empty_file(tmp_path):
     (tmp_path / "m.gguf").touch()
-    assert "is no GGUF file" in refusal(tmp_path / "m.gguf")
+    assert "is not a GGUF file" in refusal(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_counts_that_the_file_cannot_hold(file, tmp_path, count):
     content = bytearray(path.read_bytes())
     content[8:16] = struct.pack("<Q", count)
     path.write_bytes(content)
-    assert "cut short or damaged" in refusal(path)
+    assert "is truncated, or its header is damaged" in refusal(path)
 
 
 def test_array_longer_than_the_file(file, tmp_path):
@@ -86,7 +86,7 @@ def test_array_longer_than_the_file(file, tmp_path):
     at = content.index(b"tokenizer.ggml.scores") + len("tokenizer.ggml.scores") + 8
     content[at : at + 8] = struct.pack("<Q", 2**58)
     path.write_bytes(content)
-    assert "cut short or damaged" in refusal(path)
+    assert "is truncated, or its header is damaged" in refusal(path)
 
 
 def rename(path: Path, old: str, new: str, times: int = 1) -> None:
@@ -144,18 +144,18 @@ def test_a_missing_head_is_the_embedding(file, tmp_path):
 def test_a_tensor_that_the_model_has_no_place_for(file, tmp_path, name):
     file.tensors[name] = np.zeros(64)
     line = refusal(file.write(tmp_path / "m.gguf"))
-    assert f"a llama model has no place for tensor {name}" in line
+    assert f"a llama model has no parameter for tensor {name}" in line
     assert "Hugging Face folder" in line
 
 
 def test_more_layers_than_the_metadata_say(file, tmp_path):
     file.keys["block_count"] = 1
-    assert "no place for tensor blk.1." in refusal(file.write(tmp_path / "m.gguf"))
+    assert "no parameter for tensor blk.1." in refusal(file.write(tmp_path / "m.gguf"))
 
 
 def test_a_tensor_of_another_shape(file, tmp_path):
     file.tensors["blk.0.ffn_up.weight"] = np.zeros((97, 64))
-    assert "tensor blk.0.ffn_up.weight is [97, 64], its metadata ask for [96, 64]" in refusal(
+    assert "tensor blk.0.ffn_up.weight is [97, 64], the metadata require [96, 64]" in refusal(
         file.write(tmp_path / "m.gguf")
     )
 
@@ -164,7 +164,7 @@ def test_one_expert_too_many(tmp_path):
     file = random_file("qwen3moe")
     stored = file.tensors["blk.0.ffn_up_exps.weight"]
     file.tensors["blk.0.ffn_up_exps.weight"] = np.concatenate([stored, stored[:1]])
-    assert "tensor blk.0.ffn_up_exps.weight is [32, 64], its metadata ask for none" in refusal(
+    assert "tensor blk.0.ffn_up_exps.weight is [32, 64], the metadata require none" in refusal(
         file.write(tmp_path / "m.gguf")
     )
 
@@ -216,4 +216,4 @@ def test_a_vision_encoder(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "a vision or audio encoder, no language model" in refusal(tmp_path / "mmproj.gguf")
+    assert "a vision or audio encoder, not a language model" in refusal(tmp_path / "mmproj.gguf")

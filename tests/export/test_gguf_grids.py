@@ -1,4 +1,4 @@
-"""Quantized products of a GGUF file keep the file's own codes and scales wherever these are exact."""
+"""Quantized products of a GGUF file keep the file's own codes and scales if these are exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "u
 
 
 def wide_file(types: dict[str, str]) -> File:
-    """A Llama whose rows are 256 wide, random blocks of these types where the names of tensors say so."""
+    """A Llama with rows of 256 numbers and random blocks of these types, by the names of tensors."""
     file = random_file("llama", "Q8_0", hidden_size=256, intermediate_size=256, head_dim=64)
     file.keys |= {"embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
     for name, values in file.tensors.items():
@@ -96,7 +96,7 @@ def test_products_are_the_files_numbers(precision, types, bits, block, tmp_path)
         )
 
 
-def test_parts_without_a_grid_are_quantized_beside_those_that_have_one(tmp_path):
+def test_parts_without_a_grid_are_quantized_next_to_parts_with_one(tmp_path):
     checkpoint = GgufCheckpoint.open(wide_file({"attn_q": "Q4_1", "attn_v": "Q6_K"}).write(tmp_path / "m.gguf"))
     export = export_verifier(checkpoint, tmp_path, BuildConfig(precision="int8"))
     (stem,) = [stem for stem in products(tmp_path, export.graph) if "layers.0" in stem and "q_proj" in stem]

@@ -1,4 +1,4 @@
-"""A graph exported from a GGUF file computes what transformers computes from the file."""
+"""A graph exported from a GGUF file computes the results of transformers for the file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ KEYS = {
     "gemma2": dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     "qwen3moe": dict(expert_feed_forward_length=768),
 }
-"""transformers reads none of these keys, and has these values whatever a file says."""
+"""transformers reads none of these keys, and has these values for every file."""
 
 
 def by_transformers(path: Path) -> Any:
-    """transformers' own model of the file. It asks for accelerate, which reading a GGUF file does not use."""
+    """transformers' own model of the file. It requires accelerate, which reading a GGUF file does not use."""
     with mock.patch("transformers.modeling_utils.is_accelerate_available", return_value=True):
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
@@ -40,7 +40,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     path = file.write(tmp_path / "m.gguf")
     model = by_transformers(path)
     if name == "phi3":
-        model.config.sliding_window = 16  # the file says so; transformers does not read it
+        model.config.sliding_window = 16  # the file has this value; transformers does not read it
     export = export_verifier(GgufCheckpoint.open(path), tmp_path, BuildConfig())
     prompt = np.random.default_rng(0).integers(3, model.config.vocab_size, 20)
     graph = Graph(tmp_path, export, 1)

@@ -21,7 +21,7 @@ LIMITS = {"high": float("inf"), "low": [float("-inf"), {"inner": float("inf")}],
 
 def test_infinite_numbers_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     LlamaConfig(limits=LIMITS, unset=float("nan")).save_pretrained(tmp_path)
-    assert '"__float__"' in (tmp_path / "config.json").read_text(), "transformers no longer writes them so"
+    assert '"__float__"' in (tmp_path / "config.json").read_text(), "transformers no longer uses this form"
     checkpoint = Checkpoint.open(tmp_path, weights=False)
     assert checkpoint.config["limits"] == LIMITS
     assert math.isnan(checkpoint.config["unset"])

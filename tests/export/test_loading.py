@@ -1,4 +1,4 @@
-"""Nothing of a checkpoint is ignored: buffers, renamed and merged tensors, unequal heads, surplus or broken ones."""
+"""A checkpoint's tensors are all used or reported: buffers, renamed, merged, surplus and damaged tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def change(folder: Path, edit) -> Path:
     ],
 )
 def test_values_are_those_that_transformers_loads(tmp_path, architecture, changes):
-    """Every parameter and every persistent buffer, to the bit."""
+    """Every parameter and every persistent buffer is equal to the bit."""
     folder = write_checkpoint(tmp_path / "model", architecture, **changes)
     loaded, checkpoint = load(folder), Checkpoint.open(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -97,7 +97,7 @@ def test_names_of_older_checkpoints_are_renamed(tmp_path):
 
 
 def test_head_that_differs_from_the_embedding_is_used(tmp_path):
-    """transformers does not tie two stored tensors that differ, whatever config.json says."""
+    """transformers does not tie two stored tensors that differ, with any config.json."""
     folder = write_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True, **SMALL)
     assert load(folder).tied
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -110,7 +110,7 @@ def test_head_that_differs_from_the_embedding_is_used(tmp_path):
 
 
 def test_head_of_a_multimodal_folder_is_used(tmp_path):
-    """The whole's configuration is untied, that of its text model is not: its default."""
+    """The whole model's configuration is untied; its text model's is tied by default."""
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 
     text = dict(SMALL, model_type="mistral", vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -167,7 +167,7 @@ def test_buffer_of_another_shape_is_named(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "glm4_moe", **ROUTED)
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     change(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
-    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is \[3\], config.json asks for \[4\]"):
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} is \[3\], config.json requires \[4\]"):
         load(folder)
 
 
@@ -179,7 +179,7 @@ def test_a_stored_type_that_is_not_supported_is_named(tmp_path):
 
 
 def test_text_model_of_a_multimodal_folder(tmp_path):
-    """Its parameters have the names of the text model alone; the vision tower's are all accounted for."""
+    """Its parameters have the text model's names; no tensor of the vision tower is surplus."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = dict(
@@ -204,7 +204,7 @@ def test_text_model_of_a_multimodal_folder(tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_numbers_that_are_not_finite_are_found(tmp_path, bad, dtype):
-    """In a tensor that is used where it lies, whose numbers nothing else reads."""
+    """In a tensor that the bundle uses unchanged, so that no other check reads it."""
     tensor = torch.ones(300, 5, dtype=dtype)
     save_file({"good": tensor, "bad": tensor.clone().index_put_((torch.tensor(299), torch.tensor(4)), torch.tensor(
         bad, dtype=dtype))}, tmp_path / "model.safetensors")  # fmt: skip
@@ -216,7 +216,7 @@ def test_numbers_that_are_not_finite_are_found(tmp_path, bad, dtype):
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("int8", torch.float32)])
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, precision, dtype):
-    """Where they would be used as they are, and where they are converted."""
+    """In tensors that are used unchanged, and in tensors that are converted."""
     folder = write_checkpoint(tmp_path / "model", "llama", dtype=dtype, **SMALL)
     name = "model.layers.0.mlp.down_proj.weight"
     change(folder, lambda tensors: tensors[name][3, 4].fill_(float("nan")))

@@ -1,4 +1,4 @@
-"""The exported graph is cheap: one product where products share an input, single operators, nothing idle."""
+"""The exported graph is cheap: one product for products that share an input, single operators, no useless nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def operators(tmp_path: Path, architecture: str, **config) -> Counter[str]:
 
 
 def test_llama_is_products_norms_and_attention(tmp_path):
-    """Four products a layer and the logits'; no Reshape; no Transpose but of weights; rotary and norms single."""
+    """A layer has four products, no Reshape, only Transposes of weights, and single operators for rotary and norms."""
     count = operators(tmp_path, "llama")
     assert count["MatMul"] == 4 * LAYERS + 1
     assert count["TreeAttention"] == LAYERS

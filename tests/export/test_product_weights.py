@@ -1,4 +1,4 @@
-"""Weights stored [in, out], as in GPT-2, are quantized like any others: every product, and to the same numbers."""
+"""Weights stored [in, out], as in GPT-2, are quantized like others: every product, with equal numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def exports(gpt2: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """The model exported in a precision, once each, and its folder."""
+    """The model exported once in each precision, and its folder."""
 
     @cache
     def export(precision: Precision, backend: Backend) -> tuple[VerifierExport, Path]:

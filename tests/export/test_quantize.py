@@ -13,7 +13,7 @@ from redraft.export.quantize import BLOCK, codes_of, fit, packed
 
 
 def dequantize(weight: np.ndarray, bits: int) -> np.ndarray:
-    """What the codes stand for, by the definition in the module's docstring."""
+    """The numbers of the codes, by the definition in the module's docstring."""
     grid = fit(weight, bits)
     codes = codes_of(weight, grid, bits)
     if bits == 4:
@@ -37,14 +37,14 @@ def test_error_of_8_bits_is_at_most_half_a_step(columns):
 
 @pytest.mark.parametrize("columns", [32, 172])
 def test_4_bits_are_closer_than_a_grid_over_the_whole_range(columns, monkeypatch):
-    """The search pays: more squared error is left where a block's whole range is the only width that is tried."""
+    """The search reduces the squared error, compared with only the whole range of a block."""
     weight = np.random.default_rng(0).standard_normal((64, columns)).astype(np.float32)
     searched = np.square(dequantize(weight, 4) - weight).sum()
     monkeypatch.setattr(quantize, "WIDTHS", (1.0,))
     assert searched < 0.99 * np.square(dequantize(weight, 4) - weight).sum()
 
 
-def test_a_grid_does_not_depend_on_the_rows_beside_it(monkeypatch):
+def test_a_grid_does_not_depend_on_other_rows(monkeypatch):
     weight = np.random.default_rng(0).standard_normal((9, 96)).astype(np.float32)
     whole = fit(weight, 4)
     monkeypatch.setattr(quantize, "_PIECE", 200)

@@ -1,4 +1,4 @@
-"""Sizes come out the same whatever an architecture calls them."""
+"""Sizes are equal for every architecture's names of them."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_of_a_multimodal_model_the_text_decoder_counts() -> None:
         ("gemma4_text", "gemma4_text: head_dim differs from layer to layer"),
     ],
 )
-def test_what_has_no_such_shape_is_refused(kind: str, message: str) -> None:
+def test_models_without_such_a_shape_are_refused(kind: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         decoder_shape(CONFIG_MAPPING[kind]())

@@ -1,4 +1,4 @@
-"""The graphs of a step against the NumPy functions that they stand for."""
+"""The graphs of a step equal their NumPy functions."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def laid_out(
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_layout(folder: Path, nodes: int) -> None:
-    """Of trees of 9 nodes that were made on the device, so many; more of them hang from the root."""
+def test_prepare_tree(folder: Path, nodes: int) -> None:
+    """Takes `nodes` nodes of stored trees of 9. Padding nodes are children of the root."""
     rng, width = np.random.default_rng(nodes), 9
     host = [random_tree(rng, nodes, 10**6) for _ in range(3)]
     made = [random_tree(rng, width, 10**6) for _ in range(3)]
@@ -80,7 +80,7 @@ def test_layout(folder: Path, nodes: int) -> None:
     np.testing.assert_array_equal(found[names.POSITIONS], masks.sum(2) - 1 + cache_len[:, None])
 
 
-def test_layout_of_the_deepest_chain(folder: Path) -> None:
+def test_prepare_tree_of_the_deepest_chain(folder: Path) -> None:
     tree = np.zeros(65, np.int64), np.arange(-1, 64)
     found = laid_out(folder, [tree], [tree], [0], np.array([3]))
     np.testing.assert_array_equal(found[names.POSITIONS][0], np.arange(3, 68))
@@ -96,7 +96,7 @@ def judged(folder: Path, trees: list[tuple[NDArray, NDArray]], logits: NDArray, 
 
 @pytest.mark.parametrize("nodes", [1, 4, 13])
 def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
-    """Over a small vocabulary, so that paths of all lengths occur."""
+    """A small vocabulary makes paths of all lengths occur."""
     rng = np.random.default_rng(nodes)
     lengths = set()
     for _ in range(60):
@@ -145,7 +145,7 @@ def test_feature_rows_of_the_path_wait(folder: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 4, 6])
 def test_trees_of_some_slots_are_stored(folder: Path, nodes: int) -> None:
-    """Those that were drafted for, behind whose nodes others hang from the root; other slots keep theirs."""
+    """Drafted slots get the new trees with padding nodes under the root; other slots keep their trees."""
     rng, space = np.random.default_rng(nodes), 6
     tokens, parents = rng.integers(0, 9, (2, 3, nodes))
     stored_tokens, stored_parents = rng.integers(10, 19, (2, 3, space))
@@ -169,7 +169,7 @@ def test_trees_of_some_slots_are_stored(folder: Path, nodes: int) -> None:
         (LYANNA_COPY_SLOT, slot_state(LYANNA)),
     ],
 )
-def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
+def test_a_slot_is_copied(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
     sizes = {"B": 4, "C": 7, "W": 6}
     rng = np.random.default_rng(5)
     held = {
@@ -186,7 +186,7 @@ def test_what_a_slot_holds_moves(folder: Path, graph: str, state: tuple[TensorSp
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     state = slot_state(LYANNA)
-    copied = {LYANNA_COPY_SLOT: (signatures.move_inputs(state), signatures.move_outputs(state))}
+    copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
     assert len(contracts) == 7
     for name, (inputs, outputs) in contracts.items():
@@ -208,7 +208,7 @@ CUDA_TYPES = {"ArgMax": {"FLOAT", "FLOAT16", "DOUBLE"}, "MatMul": {"FLOAT", "FLO
 
 
 def test_no_node_is_left_to_the_cpu_for_its_type(folder: Path) -> None:
-    """It would fetch its inputs to the host in the middle of a step."""
+    """Such a node would copy its inputs to the host in the middle of a step."""
     seen = set()
     for path in folder.glob("step.*.onnx"):
         model = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=False)

@@ -1,4 +1,4 @@
-"""Symbolic tensors: what stays a stored tensor, and what is computed from some."""
+"""Symbolic tensors: operations that give stored tensors, and operations that give expressions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_part_of_a_stack_is_the_stored_tensor(stored):
 
 
 def test_part_of_merged_experts_is_the_stored_tensor(stored):
-    """As transformers merges them: gates stacked, ups stacked, both concatenated along the rows."""
+    """Merge like transformers: gates stacked, ups stacked, both concatenated along the rows."""
     _, symbolic, _ = stored
     merged = torch.cat([torch.stack([symbolic["a"]]), torch.stack([symbolic["b"]])], dim=1)
     assert merged.shape == (1, 12, 4)
@@ -65,12 +65,12 @@ def test_contiguous_part_of_a_stored_tensor_lies_in_the_file(stored):
         lambda t: -t["b"] + 1,
     ],
 )
-def test_computed_tensors_are_what_torch_computes(stored, operation):
+def test_computed_tensors_equal_torch(stored, operation):
     checkpoint, symbolic, real = stored
     assert agrees(checkpoint, operation(symbolic), operation({k: v.float() for k, v in real.items()}))
 
 
-def test_parts_name_what_they_are_made_of(stored):
+def test_parts_name_their_stored_tensors(stored):
     _, symbolic, _ = stored
     made = torch.cat([symbolic["a"], symbolic["b"].flip(0), symbolic["a"]])
     assert [entry.name for entry in entries(made)] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""What is refused, and that the refusal names the reason."""
+"""Refusals name their reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .models import COMMON, write_checkpoint
 
 
 def export_config(tmp_path: Path, values: dict, **config):
-    """Export a configuration with random weights: what is refused is refused before any weight is looked at."""
+    """Export a configuration with random weights. Refusals come before any weight is read."""
     (tmp_path / "config.json").write_text(json.dumps(COMMON | values))
     checkpoint = Checkpoint(tmp_path, COMMON | values, {})
     return export_verifier(checkpoint, tmp_path, BuildConfig(random_weights=True, **config))
@@ -29,7 +29,7 @@ def export_config(tmp_path: Path, values: dict, **config):
     [
         ({"model_type": "nosuchmodel"}, "knows no architecture 'nosuchmodel'"),
         ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "code from its own repository"),
-        ({"model_type": "t5"}, "t5 is no decoder-only"),
+        ({"model_type": "t5"}, "t5 is not a decoder-only"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantized \(gptq\)"),
         ({"model_type": "phi3", "head_dim": 12, "original_max_position_embeddings": 64,
           "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
@@ -38,7 +38,7 @@ def export_config(tmp_path: Path, values: dict, **config):
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "decoder_layers": 3},
          "bart counts token positions itself"),
-        ({"model_type": "doge"}, "DogeAttention makes an attention mask of its own"),
+        ({"model_type": "doge"}, "DogeAttention makes its own attention mask"),
         ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention", "full_attention"]},
          "layers without a plain KV cache .linear_attention"),
         ({"model_type": "bert", "is_decoder": False}, "BertSelfAttention attends in both directions"),
@@ -53,7 +53,7 @@ def test_refused_by_name(tmp_path, values, reason):
 
 
 def assert_ends(error):
-    """Nobody who follows an error to its causes comes back to it."""
+    """The chain of an error's causes has no cycle."""
     seen = set()
     while error is not None:
         assert id(error) not in seen
@@ -62,7 +62,7 @@ def assert_ends(error):
 
 
 def test_window_that_a_layer_contradicts_is_noticed(tmp_path, monkeypatch):
-    """A layer that is handed another window than its mask has would be wrong past one of them."""
+    """A layer with another window than its mask's would be wrong past one of them."""
     honest = attention.attend
 
     def contradicting(*args, sliding_window=None, **kwargs):
@@ -97,7 +97,7 @@ SHAPE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "rope
 
 
 def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
-    """Newer files nest what rotates; how long a text may be does not matter."""
+    """Newer files nest rotary fields. The context length does not matter."""
     nested = {"rope_type": "default", "rope_theta": 5e5}
     values = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": nested}
     found = support.load_config(Checkpoint(Path("x"), values | {"max_position_embeddings": 99}, {}))

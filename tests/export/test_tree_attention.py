@@ -1,4 +1,4 @@
-"""The operator's ONNX body against its meaning in torch: ragged batches, windows, softcap, grouped heads, dead rows."""
+"""The operator's ONNX body equals torch: ragged batches, windows, softcap, grouped heads, unused rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAST = np.array([0, 7, 25])
 def one_node_model(
     scale: float, softcap: float, window: int, chunk: int, q_heads: int, kv_heads: int, sinks: bool = False
 ) -> onnx.ModelProto:
-    """A model of nothing but one TreeAttention node and its bodies."""
+    """A model of one TreeAttention node and its bodies."""
     floats, integers, booleans = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
     types = dict.fromkeys(INPUTS, floats) | dict.fromkeys(("positions", "cache_len", "kv_len"), integers)
     types["tree_mask"] = booleans
@@ -87,7 +87,7 @@ def test_body_equals_torch(softcap, window, chunk, q_heads, kv_heads, sinks):
 
 
 def test_dead_rows_do_not_matter():
-    """Other garbage in dead rows, the same answer to the last bit."""
+    """Other content of unused rows gives the same result to the last bit."""
     attributes = (0.3, 0.0, 0, 0, 4, 2)
     inputs = random_inputs(4, 2)
     other = {name: array.copy() for name, array in inputs.items()}

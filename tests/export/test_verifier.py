@@ -1,4 +1,4 @@
-"""Every architecture: logits of random trees from the exported graph equal transformers run path by path."""
+"""For every architecture, the graph's logits of random trees equal those of transformers, path by path."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TOLERANCE = 1e-4
 HALF_TOLERANCE = 8e-2
 CAPACITY = 64
 GARBAGE = {"float32": 1e4, "float16": 1e2}
-"""Finite scores come of it: what is hidden is hidden by an added minus infinity."""
+"""It gives finite scores: an added minus infinity hides keys."""
 
 
 class Graph:
-    """An exported verifier with KV buffers full of garbage, driven without the runtime."""
+    """Runs an exported verifier without the runtime, with random content in KV buffers."""
 
     def __init__(self, folder: Path, export: VerifierExport, batch: int, reference: bool = False) -> None:
         self.shape, self.hidden_states = export.shape, export.hidden_states
@@ -49,7 +49,7 @@ class Graph:
         self.past = np.zeros(batch, np.int64)
 
     def call(self, tokens: np.ndarray, parents: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Verify one tree a sequence (tokens, parents [B, T]); the rows stay uncommitted."""
+        """Verify one tree for each sequence (tokens, parents [B, T]) without committing rows."""
         batch, nodes = tokens.shape
         mask = np.zeros((batch, nodes, nodes), bool)
         depth = np.zeros((batch, nodes), np.int64)
@@ -70,7 +70,7 @@ class Graph:
         return found
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Write each prompt's rows; shorter prompts are padded by rows that stay dead."""
+        """Write each prompt's rows. Shorter prompts get padding rows that are never committed."""
         nodes = max(map(len, prompts))
         tokens = np.array([prompt + [0] * (nodes - len(prompt)) for prompt in prompts])
         chain = np.tile(np.arange(-1, nodes - 1), (len(prompts), 1))
@@ -153,7 +153,7 @@ def test_one_node_equals_transformers(exported):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
 def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
-    """KV buffers and features are fp16, logits are not; norms with an offset and experts have casts of their own."""
+    """KV buffers and features are fp16, logits are fp32. Norms with an offset and experts have their own casts."""
     source = write_checkpoint(tmp_path / "model", architecture, dtype=torch.float16)
     export = export_verifier(
         Checkpoint.open(source), tmp_path, BuildConfig(precision="fp16", hidden_states=("last", "1"))
@@ -162,7 +162,7 @@ def test_fp16_trees_equal_transformers_to_rounding(tmp_path, architecture):
 
 
 def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
-    """ONNX Runtime has no kernels to run it: the checker infers the type of every value."""
+    """ONNX Runtime has no kernels for bf16, so the checker infers the type of every value."""
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(precision="bf16", hidden_states=("last",)))
     onnx.checker.check_model(str(tmp_path / export.graph), full_check=True)
@@ -174,7 +174,7 @@ def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
 
 
 def test_reference_evaluator_agrees(tmp_path):
-    """The function body means the same outside ONNX Runtime."""
+    """The function body gives equal results outside ONNX Runtime."""
     source = write_checkpoint(tmp_path / "model", "gemma2", num_hidden_layers=3)
     export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(hidden_states=("last", "1")))
     check_against_transformers(source, Graph(tmp_path, export, 2, reference=True), (12, 7), nodes=5)

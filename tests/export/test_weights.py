@@ -1,4 +1,4 @@
-"""Where weights end up: the checkpoint's own bytes, or a converted file, and the numbers are right either way."""
+"""Weights are the checkpoint's own bytes or a converted file, with the right numbers in both."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_slabs_do_not_change_the_content(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.45), ("int4", 0.35)])
 def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most):
-    """Nothing that a quantized product replaced is written too: what stays fp32 is the embedding and the gains."""
+    """Quantized weights are not also written in fp32: only the embedding and the gains are."""
     source = write_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     done = export(source, tmp_path / "out", precision=precision)
     whole = {ref.initializer for ref in done.weights if ref.dtype == "F32" and not ref.initializer.endswith("scales")}
@@ -117,7 +117,7 @@ def test_quantized_bundle_stores_no_weight_twice(tmp_path, precision, most):
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_quantized_bundle_carries_no_shard_for_its_norms(tmp_path, precision):
-    """The embedding and the norms of an fp32 checkpoint fit in place, but would bring all its other bytes."""
+    """The embedding and the norms of an fp32 checkpoint fit, but would add all its other bytes."""
     source = write_checkpoint(tmp_path / "model", "llama")
     done = export(source, tmp_path / "out", precision=precision)
     assert files_of(done) == {f"weights/{precision}.safetensors"}
@@ -155,7 +155,7 @@ def test_tensor_of_another_shape_is_named(tmp_path):
     tensors = load_torch(source / "model.safetensors")
     tensors["model.norm.weight"] = torch.zeros(7)
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[7\], config\.json asks for \[48\]"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[7\], config\.json requires \[48\]"):
         export(source, tmp_path / "out")
 
 
@@ -191,7 +191,7 @@ def test_random_weights_need_no_shard_and_repeat(tmp_path):
 
 
 def test_random_weights_are_pieces_of_one_pool_and_read_back_the_same(tmp_path):
-    """What is written does not grow with the layers; slabs, of which tables are made, are what the graph has."""
+    """Written bytes do not grow with the layers. Slabs, which give tables, equal the graph's weights."""
     source = write_checkpoint(tmp_path / "model", "qwen2", num_hidden_layers=5, tie_word_embeddings=False)
     done = export(source, tmp_path / "out", random_weights=True, precision="fp16")
     assert files_of(done) == {"weights/random.safetensors"}

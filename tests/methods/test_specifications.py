@@ -68,7 +68,7 @@ def test_a_shape_is_read_from_a_manifest(method: Method, shape: object) -> None:
 
 
 def test_specifications_need_no_engine_library_and_no_torch() -> None:
-    """The command line reads them before it starts anything."""
+    """The command line reads specifications before it loads any library."""
     program = f"""
 import sys
 from redraft.methods import find_method

@@ -218,13 +218,13 @@ Tensors tensors_of(DataType type, int64_t q_heads = 4, int64_t kv_heads = 2) {
   const Dims mask{3, {kBatch, kNodes, kNodes}};
   const Dims positions{2, {kBatch, kNodes}};
   const Dims lengths{1, {kBatch}};
-  const Dims live{1, {1}};
-  const Dims dims[kTensors] = {q, k, k, cache, cache, mask, positions, lengths, live, q, cache, cache};
+  const Dims kv_len{1, {1}};
+  const Dims dims[kTensors] = {q, k, k, cache, cache, mask, positions, lengths, kv_len, q, cache, cache};
   Tensors tensors;
   for (int i = 0; i < kTensors; ++i) {
-    const DataType its = i == redraft::kTreeMask                           ? DataType::kBOOL
-                         : i >= redraft::kPositions && i <= redraft::kLive ? DataType::kINT64
-                                                                           : type;
+    const DataType its = i == redraft::kTreeMask                            ? DataType::kBOOL
+                         : i >= redraft::kPositions && i <= redraft::kKvLen ? DataType::kINT64
+                                                                            : type;
     tensors.push_back({dims[i], its, TensorFormat::kLINEAR, 1.f});
   }
   return tensors;
@@ -311,7 +311,7 @@ void test_sizes() {
   EXPECT(said("expected 9 inputs and 3 outputs, found 8 and 3"));
 
   const char *const names[kInputs] = {"q",         "k",         "v",         "key_cache", "value_cache",
-                                      "tree_mask", "positions", "cache_len", "live"};
+                                      "tree_mask", "positions", "cache_len", "kv_len"};
   for (int input = 0; input < kInputs; ++input) {
     const std::string name = std::string(names[input]) + ": expected ";
     const int rank = tensors_of(DataType::kHALF)[input].dims.nbDims;

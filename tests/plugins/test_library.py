@@ -37,7 +37,7 @@ GOOD = {
         ({"nodes": 0}, "nodes: expected 1 or more, found 0"),
         ({"nodes": 9}, "nodes: expected at most capacity = 8, found 9"),
         ({"nodes": 5000, "capacity": 9000}, "nodes: expected at most 4096 under a mask, found 5000"),
-        ({"capacity": 2**31 - 1}, "capacity: expected at most 2147483643 beside 4 nodes, found 2147483647"),
+        ({"capacity": 2**31 - 1}, "capacity: expected at most 2147483643 with 4 nodes, found 2147483647"),
         (
             {"nodes": 2**29, "capacity": 2**30, "mask_bits": None},
             "nodes: expected at most 268435455 with q_heads = 4, found 536870912",

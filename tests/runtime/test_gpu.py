@@ -70,7 +70,7 @@ def check_captured(device: Device) -> None:
     """Raises AssertionError where no step became a CUDA graph, or one could not."""
     assert isinstance(device, CudaDevice), f"nothing is captured on {device.name}"
     cuda = device.cuda
-    assert not cuda.told, "a step could not be captured as a CUDA graph"
+    assert not cuda.warned, "a step could not be captured as a CUDA graph"
     assert cuda.captured > 0, "no step was captured as a CUDA graph"
 
 

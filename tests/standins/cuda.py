@@ -1,4 +1,4 @@
-"""A CUDA runtime over host memory: work waits on its stream until somebody waits for it, so a stale read shows.
+"""A CUDA runtime over host memory: work runs only when the host waits for its stream, so tests find stale reads.
 
 `FakeCuda` stands for the module cuda.bindings.runtime. Fresh memory is poisoned. Every copy must stay within one
 allocation. What CUDA forbids while a graph is captured is an error here too.
@@ -21,11 +21,11 @@ import numpy as np
 Work = Callable[[], None]
 POISON = 0xA5
 ALIGNMENT = 256
-"""Of memory that CUDA allocates, and of every address that TensorRT takes."""
+"""Alignment of memory that CUDA allocates, and of every address for TensorRT."""
 
 
 class Status(IntEnum):
-    """Of cudaError_t, what is needed here."""
+    """The needed values of cudaError_t."""
 
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
@@ -76,7 +76,7 @@ class FakeCuda:
         return sum(memory.nbytes for where, memory in self._memory.values() if where == kind)
 
     def check(self, kind: str, address: int, size: int) -> None:
-        """The range must lie in one allocation of this kind."""
+        """Check that the range is in one allocation of this kind."""
         place = bisect_right(self._starts, address) - 1
         if place >= 0:
             start = self._starts[place]
@@ -89,7 +89,7 @@ class FakeCuda:
         return (Status.cudaSuccess,)
 
     def cudaGetLastError(self) -> tuple[Status]:
-        """The latest failure, which is kept until somebody asks."""
+        """The latest failure, stored until the next read."""
         kept, self.kept = self.kept, Status.cudaSuccess
         return (kept,)
 
@@ -227,7 +227,7 @@ class FakeCuda:
 
 
 class QueuedKernels:
-    """Our kernels for the CPU, launched on the fake's stream."""
+    """redraft's kernels for the CPU, launched on the fake's stream."""
 
     def __init__(self, kernels: Any, cuda: FakeCuda) -> None:
         self._kernels = kernels
@@ -235,7 +235,7 @@ class QueuedKernels:
         self.launched = 0
 
     def compact(self, args: Any, stream: int = 0) -> None:
-        """See `Kernels.compact`."""
+        """Queue the kernel's launch."""
         assert stream == self._cuda.STREAM
         self.launched += 1
         self._cuda.put(lambda: self._kernels.compact(args))

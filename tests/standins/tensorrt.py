@@ -44,7 +44,7 @@ Profile = Mapping[str, tuple[Sequence[int], ...]]
 def write_engine(
     path: Path, graph: Path, profiles: Sequence[Profile] = ({},), host: Sequence[str] = (), updates: bool = False
 ) -> Path:
-    """The file of an engine; an empty profile takes every shape."""
+    """The file of an engine. An empty profile takes every shape."""
     path.write_text(json.dumps({"graph": str(graph), "profiles": profiles, "host": list(host), "updates": updates}))
     return path
 

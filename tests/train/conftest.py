@@ -1,4 +1,4 @@
-"""A run small enough for seconds: a tiny recipe, a corpus of every kind, and its trained run folder."""
+"""A run that takes seconds: a tiny recipe, a corpus of every kind, and its trained run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditional acceptance on drafts made by hand."""
+"""Conditional acceptance of handmade drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.train.acceptance import SHARPNESS, acceptance_of, conditional_acceptance, greedy_draft_logit_scale
+from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, conditional_acceptance, greedy_draft_logit_scale
 from redraft.train.batches import Batch
 from redraft.train.objectives.lyanna import LyannaObjective
 
@@ -22,7 +22,7 @@ SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
 
 
 def objective(drafts, said=SAID):
-    """Two steps. `drafts[step][start]` are candidates, likeliest first."""
+    """Two steps. `drafts[step][start]` are candidates, most probable first."""
 
     def logits(candidates):
         scores = torch.zeros(VOCAB)
@@ -44,7 +44,7 @@ FIRST = [[2, 9, 10, 11], [3, 9, 10, 11], [9, 4, 10, 11], [9, 10, 11, 8], [6, 9, 
 SECOND = [[3, 9, 10, 11], [9, 4, 10, 11], [5, 9, 10, 11], [6, 9, 10, 11], [9, 10, 11, 8]]
 
 
-def test_a_depth_counts_only_where_all_before_it_were_right():
+def test_a_depth_counts_only_if_all_earlier_ones_were_right():
     found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 0)
     assert found.top == pytest.approx((3 / 5, 1 / 3))  # starts 0, 1, 4 right at depth 1; of them 0 at depth 2
     assert found.wide == pytest.approx((4 / 5, 3 / 4))  # starts 0, 1, 2, 4; of them 0, 1, 2
@@ -57,13 +57,13 @@ def test_drafts_before_the_first_position_do_not_count():
     assert found.top == pytest.approx((1 / 2, 0.0))
 
 
-def test_a_draft_ends_where_the_text_leaves_what_the_verifier_says():
-    """Past there its tokens are not what a verifier would be asked for."""
+def test_a_draft_ends_if_the_text_differs_from_the_verifier():
+    """Later tokens of such a draft are never verified."""
     said = list(SAID)
-    said[1] = 9  # after position 1 the verifier says 9, the text goes on with 2
+    said[1] = 9  # after position 1 the verifier's token is 9, the text continues with 2
     found = conditional_acceptance(objective([[[9], *FIRST[1:]], SECOND], said), np.array([TEXT]), 0)
-    assert found.top[0] == pytest.approx(3 / 5)  # what it says is what counts: start 0 drafted 9
-    assert found.starts == (5, 2)  # but start 0 does not go on
+    assert found.top[0] == pytest.approx(3 / 5)  # the verifier's token counts: start 0 drafted 9
+    assert found.starts == (5, 2)  # but start 0 does not continue
 
 
 def test_texts_of_several_lengths_are_counted_together():
@@ -77,8 +77,8 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
-    """As training does on a GPU: products of both take the verifier's type, in every measurement."""
+def test_a_bf16_verifier_is_measured_with_a_drafter_in_fp32(device):
+    """As in training on a GPU, products of both use the verifier's type in every measurement."""
     torch.manual_seed(0)
     verifier = LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.bfloat16).eval().requires_grad_(False)
     config = LyannaConfig(hidden_size=16, vocab_size=VOCAB, intermediate_size=16, heads=2, kv_heads=2, head_dim=8,
@@ -87,6 +87,6 @@ def test_a_bf16_verifier_is_measured_beside_a_drafter_in_fp32(device):
     own.to(device)
     rows = np.array([TEXT, TEXT[::-1]])
     assert conditional_acceptance(own, rows, 0).starts[0] == 10
-    assert greedy_draft_logit_scale(own, rows, 0) in SHARPNESS
+    assert greedy_draft_logit_scale(own, rows, 0) in DRAFT_LOGIT_SCALES
     loss, _ = own.loss(Batch(torch.from_numpy(rows), ("text", "text")))
     assert torch.isfinite(loss)

@@ -15,7 +15,7 @@ LOOKAHEAD = 3
 
 
 def test_batch_is_a_function_of_seed_and_step():
-    """Resuming draws batches without the ones before; a hidden state would change the course of a resumed run."""
+    """A resumed run draws batches without the earlier ones, so a hidden state would change them."""
     ahead = BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD)
     for step in range(5):
         ahead.batch(step, 8, 16)
@@ -39,7 +39,7 @@ def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
 
 
 def test_an_epoch_sees_no_input_twice():
-    """Sampling with repetition would waste a third of a small corpus."""
+    """Sampling with repetition would miss a third of a small corpus."""
     plan = BatchPlan(STREAMS, WEIGHTS, 0, LOOKAHEAD)
     blocks = (5000 - LOOKAHEAD) // 16 - 1
     batches = [plan.batch(step, 4, 16) for step in range(blocks)]

@@ -14,13 +14,13 @@ RUNNER = CliRunner()
 
 
 def test_the_command_line_needs_no_torch_until_it_trains():
-    """`redraft --help` must work, and be quick, where the export extra is not installed."""
+    """`redraft --help` must work quickly without the export extra."""
     code = "import sys, redraft.cli.train; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_train_publish_and_measure_a_drafter(sources, verifier_folder, tmp_path):
-    """The whole way by the command line, and what it refuses."""
+    """All steps of a drafter's training by the command line, and its refusals."""
     recipe, run, out, prompts = (tmp_path / name for name in ("small.toml", "run", "out", "p.jsonl"))
     recipe.write_text(
         'method = "lyanna"\nbatch_tokens = 64\nseq_len = 16\ndecay_seq_len = 16\nheld_out_every = 3\n'

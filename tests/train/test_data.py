@@ -12,7 +12,7 @@ from redraft.train.data import is_held_out, load_corpus, parse_sources
 
 
 def test_split_is_deterministic_disjoint_and_whole(sources):
-    """A document on both sides would make every held-out figure a lie."""
+    """A document on both sides would invalidate every held-out figure."""
     for kind, source in sources.items():
         first, second = load_corpus(kind, source, 3), load_corpus(kind, source, 3)
         assert first.digest() == second.digest()
@@ -24,7 +24,7 @@ def test_split_is_deterministic_disjoint_and_whole(sources):
 
 
 def test_split_does_not_depend_on_the_other_documents(tmp_path, sources):
-    """Adding a book must not move another from held-out to training."""
+    """A new book must not move another one from held-out to training."""
     text = Path(sources["prose"]).read_text(encoding="utf-8")
     longer = tmp_path / "longer.txt"
     longer.write_text("# Title: New\n\n## Author: New\n\nnew\n<|endoftext|>\n" + text, encoding="utf-8")

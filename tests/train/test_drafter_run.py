@@ -1,4 +1,4 @@
-"""A drafter's run: learning, resuming, publishing, and what it refuses."""
+"""A drafter's run: learning, resuming, publishing, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.train.acceptance import SHARPNESS
+from redraft.train.acceptance import DRAFT_LOGIT_SCALES
 from redraft.train.checkpoint import NAME, load_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
@@ -48,11 +48,11 @@ def two(sources):
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 class KillAfter(ProgressReport):
-    """Ends the run when a step, or a text, is done."""
+    """Ends the run after a step or a text."""
 
     def __init__(self, step=None, text=None):
         super().__init__(Console(quiet=True))
@@ -107,17 +107,17 @@ def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, two, finished,
     assert [line["step"] for line in read_progress(tmp_path / PROGRESS)] == [3, 6]
     report = KillAfter()
     assert go(verifier_folder, two, tmp_path, report=report, resume=True) == 4
-    for step in range(5, 9):  # threads add in an order of their own, so the last digit may differ
+    for step in range(5, 9):  # threads add in any order, so the last digit may differ
         assert report.losses[step] == pytest.approx(whole[step], rel=1e-5)
     assert not report.written  # texts are not written again
     ours, theirs = drafter_state(tmp_path), drafter_state(out)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
     lines = [[line["step"] for line in read_progress(run / PROGRESS)] for run in (tmp_path, out)]
-    assert lines[0] == lines[1]  # step 6, taken twice, has one line
+    assert lines[0] == lines[1]  # step 6, run twice, has one line
 
 
 def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_path):
-    """An hour of writing is not thrown away; texts of other prompts are."""
+    """A restart uses written texts again, but drops texts of other prompts."""
     with pytest.raises(Killed):
         go(verifier_folder, two, tmp_path, report=KillAfter(text="prose.train.0"))
     names = sorted(path.name for path in (tmp_path / TEXTS).iterdir())
@@ -156,7 +156,7 @@ def test_progress_has_losses_and_held_out_acceptance_of_every_kind(finished):
 
 
 def test_prompts_come_from_their_own_side_of_the_split(finished, verifier_folder, two):
-    """A held-out document in training would flatter every figure."""
+    """A held-out document in training would improve every figure wrongly."""
     texts = finished[0] / TEXTS
     for kind in two:
         sides = {}
@@ -197,19 +197,20 @@ def test_published_drafter_loads_as_it_was_trained(finished, published, verifier
 def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_path):
     run = shutil.copytree(finished[0], tmp_path / "run")
     lines = read_progress(run / PROGRESS)
-    assert all(line["draft_logit_scale"] in SHARPNESS for line in lines)
+    assert all(line["draft_logit_scale"] in DRAFT_LOGIT_SCALES for line in lines)
     lines[-1]["step"] += 1  # measured after the checkpoint
-    lines[-2]["draft_logit_scale"] = SHARPNESS[5]
+    lines[-2]["draft_logit_scale"] = DRAFT_LOGIT_SCALES[5]
     (run / PROGRESS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     publish_drafter(run, tmp_path / "published")
-    assert DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig).draft_logit_scale == SHARPNESS[5]
+    config = DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig)
+    assert config.draft_logit_scale == DRAFT_LOGIT_SCALES[5]
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):
-    """At a draft logit scale of 1 its trees would be too wide, and nobody would know why it is slow."""
+    """With a draft logit scale of 1, its trees would be too wide and slow without a visible reason."""
     run = shutil.copytree(finished[0], tmp_path / "run")
     (run / PROGRESS).unlink()
-    with pytest.raises(TrainingError, match=r"never measured up to step 8; go on .* --resume"):
+    with pytest.raises(TrainingError, match=r"has no measurement up to step 8; continue .* --resume"):
         publish_drafter(run, tmp_path / "published")
     assert not (tmp_path / "published").exists()
     assert go(verifier_folder, two, run, resume=True) == 0
@@ -223,7 +224,7 @@ def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folde
 
 
 def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path):
-    """By category of prompt, over drafts from the prompt's last token on."""
+    """Acceptance is by category of prompt, over drafts from the prompt's last token on."""
     prompts = tmp_path / "prompts.jsonl"
     a, b, c = ({"turns": [text]} for text in ("the cat sat on", "the dogs run by the", "rain " * 60))
     items = [a | {"category": "a"}, b, c]
@@ -232,7 +233,7 @@ def test_acceptance_of_a_published_drafter(published, verifier_folder, tmp_path)
     assert set(found) == {"a", "prompts"}
     assert found["prompts"].prompts == 1  # the third is too long for the verifier's positions
     assert 0 < found["a"].acceptance.starts[0] <= 16 - 3 + 1
-    with pytest.raises(DataError, match="leaves the verifier room"):
+    with pytest.raises(DataError, match="fits the verifier"):
         evaluate_drafter(published, verifier_folder, [prompts], new_tokens=64)
 
 
@@ -282,7 +283,7 @@ def test_resuming_something_else_is_refused(verifier_folder, two, sources, finis
         go(verifier_folder, two | {"prose": sources["code"]}, out, resume=True)
     with pytest.raises(TrainingError, match="another verifier"):
         go(altered(verifier_folder, tmp_path / "other"), two, out, resume=True)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already holds a run"):
         go(verifier_folder, two, out)
     with pytest.raises(TrainingError, match="to resume"):
         go(verifier_folder, two, tmp_path / "nothing", resume=True)
@@ -309,7 +310,7 @@ def test_bad_corpus_is_refused(verifier_folder, two, tmp_path, content, message)
 
 
 def test_corpus_shorter_than_a_row_is_refused_before_any_text_is_written(verifier_folder, two, tmp_path):
-    """Found at the first batch, it would come an hour too late."""
+    """The first batch would find the error an hour too late."""
     recipe, report = replace(RECIPE, weights={"code": 1.0, "prose": 1.0}), KillAfter()
     store = TextStore(
         tmp_path, open_verifier(verifier_folder, "cpu"), recipe, load_corpora(two, recipe), report.writing
@@ -325,7 +326,7 @@ def test_rows_longer_than_the_verifiers_positions_are_refused(verifier_folder, t
 
 
 def test_kinds_that_do_not_match_are_refused(verifier_folder, two, tmp_path):
-    with pytest.raises(UsageError, match="the recipe's weights want"):
+    with pytest.raises(UsageError, match="the recipe has weights for"):
         go(verifier_folder, two, tmp_path, replace(RECIPE, weights={"code": 1.0}))
     with pytest.raises(UsageError, match="no --data"):
         go(verifier_folder, {}, tmp_path, replace(RECIPE, weights={"code": 1.0}))
@@ -361,14 +362,14 @@ def test_verifier_folder_that_is_missing_is_refused(two, tmp_path):
 
 
 def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
-    with pytest.raises(TrainingError, match="no drafter's run"):
+    with pytest.raises(TrainingError, match="not a drafter's run"):
         publish_drafter(run, tmp_path)
 
 
 def test_every_method_is_found_and_has_a_recipe_of_its_name():
     for name in METHODS:
         assert find_method(name).recipe.load(name).method == name
-    with pytest.raises(CheckpointError, match="no drafting method 'absent'"):
+    with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
         find_method("absent")
 
 

@@ -23,7 +23,7 @@ def plan_for(recipe):
 
 
 def go(recipe, out, *, resume=False, stop_after=None, every=4):
-    """Train; with `stop_after`, as if the process were killed after that step."""
+    """Train; `stop_after` simulates that the process is killed after that step."""
     torch.manual_seed(recipe.seed)
     objective = VerifierObjective(recipe)
     losses = []
@@ -50,7 +50,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("stop_after", [6, 9, 10])
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(recipe, tmp_path, stop_after):
-    """Killed right after the checkpoint before the growth (6 resumes from 4), and inside the decay (9, 10 from 8)."""
+    """The process is killed before the growth (6 resumes from 4) and inside the decay (9, 10 from 8)."""
     whole, losses = go(recipe, tmp_path / "whole")
     go(recipe, tmp_path / "killed", stop_after=stop_after)
     resumed, later = go(recipe, tmp_path / "killed", resume=True)
@@ -95,7 +95,7 @@ def test_checkpoint_of_other_data_or_another_recipe_is_refused(recipe, tmp_path)
 
 
 def test_length_can_change_until_the_decay_begins(recipe, tmp_path):
-    """The token budget is set late; changing it after the decay began would bend the schedule."""
+    """A late token budget is valid, but a change after the decay began would change the schedule."""
     go(recipe, tmp_path, stop_after=5)
     go(replace(recipe, steps=16), tmp_path, resume=True, stop_after=13)
     assert load_checkpoint(tmp_path)["step"] == 12
@@ -120,8 +120,8 @@ def test_interrupted_write_leaves_the_last_checkpoint(recipe, tmp_path, monkeypa
     assert load_checkpoint(tmp_path)["step"] == 4
 
 
-def test_steps_are_not_lost_where_reporting_the_last_one_fails(recipe, tmp_path):
-    """A report may measure, and that may fail, after hours of training."""
+def test_steps_are_not_lost_if_reporting_the_last_one_fails(recipe, tmp_path):
+    """A report may measure, which may fail after hours of training."""
     go(recipe, tmp_path, stop_after=recipe.steps)
     assert load_checkpoint(tmp_path)["step"] == recipe.steps
 

@@ -1,4 +1,4 @@
-"""Muon, and which parameters it gets."""
+"""Muon and its parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_muon_steps_by_the_orthogonalised_nesterov_momentum():
 
 
 def test_embeddings_and_gains_go_to_adam_and_other_matrices_to_muon():
-    """An embedding under Muon would move the rows of tokens that did not occur."""
+    """Muon would change an embedding's rows of tokens that did not occur."""
     embed, gain, matrix = (nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)))
     named = [("model.embed_tokens.weight", embed), ("norm.weight", gain), ("o_proj.weight", matrix)]
     optimizers = optimizers_for(named, Recipe(matrix_lr=0.1, embedding_lr=0.01, momentum=0.9, weight_decay=0.0))
@@ -50,7 +50,7 @@ def test_embeddings_and_gains_go_to_adam_and_other_matrices_to_muon():
 
 
 def test_adam_takes_every_parameter_at_its_own_rate():
-    """The paper's optimiser: a first step of Adam is as long as the learning rate, whatever the parameter."""
+    """The paper's optimiser: Adam's first step has the length of the learning rate, for any parameter."""
     embed, gain, matrix = (nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)))
     named = [("model.embed_tokens.weight", embed), ("norm.weight", gain), ("o_proj.weight", matrix)]
     optimizers = optimizers_for(named, Recipe(optimizer="adam", lr=0.01))

@@ -31,7 +31,7 @@ def generated(model, prompt, new_tokens, eos=None):
     return out[0].tolist()
 
 
-def test_greedy_rows_are_what_generate_gives(model):
+def test_greedy_rows_equal_generate(model):
     rows = write_rows(model, PROMPTS, 12, 0.0, 0)
     assert rows.dtype == np.int64
     assert rows.tolist() == [generated(model, prompt, 12) for prompt in PROMPTS.tolist()]
@@ -54,12 +54,12 @@ def test_rows_beyond_one_batch_come_in_order_and_are_counted(model, monkeypatch)
 
 
 def test_prompts_of_any_length_continue_as_each_does_alone(model, monkeypatch):
-    """Batched without padding: a row that took a token too early or too late would be another text."""
+    """Rows are batched without padding, so a token taken too early or too late would change a text."""
     monkeypatch.setattr("redraft.train.self_text.ROWS_AT_ONCE", 3)
     prompts = [PROMPTS[0].tolist(), PROMPTS[1, :2].tolist(), PROMPTS[2, :4].tolist(), [5]]
     alone = [generated(model, prompt, 10) for prompt in prompts]
     assert continue_greedily(model, prompts, 10, None) == alone
-    eos = alone[0][5 + 3]  # a token that the first text comes to
+    eos = alone[0][5 + 3]  # a token that the first text contains
     cut = [generated(model, prompt, 10, eos) for prompt in prompts]
     assert continue_greedily(model, prompts, 10, eos) == cut
     assert len(cut[0]) < len(alone[0])

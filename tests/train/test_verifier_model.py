@@ -1,4 +1,4 @@
-"""Verifiers that drafters can be trained for, and those that are refused by name."""
+"""Verifiers for training drafters, and refusals of others by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_head_with_a_bias_is_refused_by_name(tmp_path, verifier_folder):
 
 
 def test_softcapped_logits_are_refused_by_name(tmp_path, verifier_folder):
-    """A drafter's logits would lie on another scale than those that it is trained to match."""
+    """A drafter's logits would have another scale than the logits that it learns."""
     with pytest.raises(UnsupportedModelError, match="logits of gemma2 are not"):
         open_verifier(checkpoint(tmp_path / "v", verifier_folder, "gemma2"), "cpu")
 

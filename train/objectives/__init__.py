@@ -1,6 +1,6 @@
-"""Losses of drafting methods, one file a method. The loop knows none.
+"""Losses of drafting methods, one file for each method. The loop names no method.
 
-Importing this package needs no torch. `find_method` imports the module `<method>_method`, whose METHOD describes how to
+Importing this package needs no torch. `find_method` imports the module `<method>_method`; its METHOD describes how to
 train a drafter.
 """
 
@@ -21,8 +21,8 @@ METHODS = tuple(name for name in built_methods() if find_spec(f"{__name__}.{name
 
 
 def find_method(name: str) -> Method:
-    """Return how to train a method. Raises CheckpointError for an unknown one, as in a drafter of another version."""
+    """Return a method's training. Raises CheckpointError for an unknown one, as in a drafter of another version."""
     if name not in METHODS:
-        raise CheckpointError(f"no drafting method {name!r}", f"the methods are {', '.join(METHODS)}")
+        raise CheckpointError(f"unknown drafting method {name!r}", f"the methods are {', '.join(METHODS)}")
     method: Method = import_module(f"{__name__}.{name}_method").METHOD
     return method

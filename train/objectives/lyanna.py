@@ -1,7 +1,7 @@
 """Lyanna's loss: α·MSE of hidden states and β·CE of distributions, over every step of every chain (§4.1).
 
-Chains start at all positions of a row at once. The rows of step 0 attend causally; a row of step i attends to step 0's
-rows up to its start and to the earlier steps of its own chain, as decoding does.
+Chains start at all positions of a row at once. The rows of step 0 attend causally. As in decoding, a row of step i
+attends to step 0's rows up to its start and to the earlier steps of its own chain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redraft.train.verifier_model import autocast_of, verifier_states
 
 
 class ChainAttention:
-    """Attention of parallel chains: call it once a step, in order. Shapes as in `redraft.export.drafters.layer`."""
+    """Attention of parallel chains: call it once a step, in order. `redraft.export.drafters.layer` has the shapes."""
 
     def __init__(self, config: LyannaConfig) -> None:
         self._config = config
@@ -27,7 +27,7 @@ class ChainAttention:
         self._values: list[torch.Tensor] = []
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One step's rows."""
+        """Attend for one step's rows."""
         config = self._config
         q = q.unflatten(-1, (config.heads, config.head_dim)).transpose(1, 2)
         k, v = (
@@ -57,9 +57,9 @@ class ChainAttention:
 def chains(
     drafter: LyannaDrafter, features: torch.Tensor, tokens: torch.Tensor, embed: nn.Module
 ) -> Iterator[torch.Tensor]:
-    """Hidden states h_1, h_2 … of the chains that start at every position: [B, T, n] each.
+    """Yield hidden states h_1, h_2 … of the chains that start at every position: [B, T, n] each.
 
-    features [B, T, n] of the first T tokens; tokens [B, T + 1 or more].
+    features: [B, T, n] of the first T tokens.   tokens: [B, T + 1 or more].
     """
     rows = features.shape[1]
     positions = torch.arange(rows, device=features.device)
@@ -78,10 +78,10 @@ class LyannaObjective(nn.Module):
         self, verifier: Any, config: LyannaConfig, alpha: float = 1.0, beta: float = 1.0, step_weight: float = 0.8,
         compile_graph: bool = False,
     ) -> None:  # fmt: skip
-        """alpha, beta: weights of MSE and CE.   step_weight: a step's loss counts this many times the one before."""
+        """alpha, beta: weights of MSE and CE.   step_weight: weight of a step's loss, relative to the step before."""
         super().__init__()
         self.drafter = LyannaDrafter(config)
-        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list: not a part of this module
+        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
         self._alpha, self._beta, self._step_weight = alpha, beta, step_weight
         self.lookahead = config.steps
         self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
@@ -92,15 +92,15 @@ class LyannaObjective(nn.Module):
         return self._frozen[0]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The drafter's."""
+        """The drafter's parameters."""
         return self.drafter.named_parameters(*args, **kwargs)
 
     def prepare(self, step: int) -> bool:
-        """Nothing changes on the way."""
+        """Return False: the parameters never change."""
         return False
 
     def losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [B, T + N] to, by step, mean squared error, cross-entropy [nats], share of top-1 hits: [N] each."""
+        """Return mean squared error, cross-entropy [nats], top-1 hit rate by step, [N] each, for tokens [B, T + N]."""
         with torch.no_grad():
             features, logits = verifier_states(self.verifier, tokens)  # [B, T + N, n], [B, T + N, V]
         rows = tokens.shape[1] - self.lookahead
@@ -114,25 +114,25 @@ class LyannaObjective(nn.Module):
         return torch.stack(mse), torch.stack(ce), torch.stack(hits)
 
     def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """The verifier's logits [B, T + N, V], and l' of every step of every chain, [B, T, V] each."""
+        """Return the verifier's logits [B, T + N, V], and l' of every step of every chain, [B, T, V] each."""
         features, logits = verifier_states(self.verifier, tokens)
         rows = tokens.shape[1] - self.lookahead
         return logits, (predicted for _, predicted in self._drafts(features[:, :rows], tokens))
 
     def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """h_i and l'_i of every step, for features [B, T, n] of the first T tokens."""
+        """Yield h_i and l'_i of every step, for features [B, T, n] of the first T tokens."""
         rows = features.shape[1]
         for step, hidden in enumerate(chains(self.drafter, features, tokens, self.verifier.get_input_embeddings())):
             yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """l'_i: logits of hidden states [B, T, n], and token information of the tokens [B, T] before them."""
+        """Return l'_i: logits of hidden states [B, T, n] plus token information of the tokens [B, T] before them."""
         head = self.verifier.get_output_embeddings().weight
         logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
         if self.drafter.token_info is None:
             return logits
         distinct, index = tokens.unique(return_inverse=True)
-        return logits + self.added(distinct)[index]  # every distinct token once: V numbers each
+        return logits + self.added(distinct)[index]  # each distinct token once: V numbers each
 
     def added(self, distinct: torch.Tensor) -> torch.Tensor:
         """Return the numbers that distinct tokens [D] add to all logits: float32 [D, V]."""
@@ -141,7 +141,7 @@ class LyannaObjective(nn.Module):
         return values
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted mean over steps; metrics `mse`, `ce` and `hit 1` … `hit N`."""
+        """Return the weighted mean over steps, and metrics `mse`, `ce` and `hit 1` … `hit N`."""
         device = self.verifier.device
         with autocast_of(self.verifier):
             mse, ce, hits = self._losses(batch.tokens.to(device))

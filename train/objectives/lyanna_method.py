@@ -22,7 +22,7 @@ _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_no
 
 @dataclass(frozen=True)
 class LyannaTable(DrafterTable):
-    """Shape and loss. `chain` is the number of a chain's steps; the rest as in LyannaConfig and LyannaObjective."""
+    """Shape and loss. `chain` is the number of steps; LyannaConfig and LyannaObjective have the other fields."""
 
     rank: PositiveInt = 64
     chain: PositiveInt = 4
@@ -34,19 +34,19 @@ class LyannaTable(DrafterTable):
 
     def __post_init__(self) -> None:
         if min(self.alpha, self.beta) < 0 or self.alpha + self.beta <= 0 or self.step_weight <= 0:
-            raise UsageError("drafter.alpha and beta must be weights, not both zero, and step_weight positive")
+            raise UsageError("drafter.alpha and beta must be positive or zero, not both zero, and step_weight positive")
 
 
 @dataclass(frozen=True)
 class LyannaRecipe(DrafterRecipe):
-    """The recipe with Lyanna's own table."""
+    """The recipe with Lyanna's table."""
 
     method: str = SPECIFICATION.id
     drafter: LyannaTable = field(default_factory=LyannaTable)
 
 
 def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
-    """Return the drafter's configuration. Sizes that the recipe leaves open are the verifier's."""
+    """Return the drafter's configuration. Sizes of 0 in the recipe become the verifier's."""
     table = recipe.drafter
     return configuration_of(
         verifier.config,
@@ -63,13 +63,13 @@ def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
 
 
 def objective(model: Any, config: LyannaConfig, recipe: LyannaRecipe, compile_graph: bool) -> LyannaObjective:
-    """The loss of a recipe."""
+    """Return the loss of a recipe."""
     table = recipe.drafter
     return LyannaObjective(model, config, table.alpha, table.beta, table.step_weight, compile_graph)
 
 
 def warm_start(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
-    """Begin with the verifier's MTP module, which has the same form but for the norm on a chain's own states.
+    """Begin with the verifier's MTP module, which has the same form except the norm on a chain's own states.
 
     Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
     """

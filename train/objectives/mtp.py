@@ -1,4 +1,4 @@
-"""The drafter of a verifier that was trained with a multi-token-prediction module: nothing more is trained.
+"""Publishes the multi-token-prediction module of a verifier as a drafter, without more training.
 
     python -m redraft.train.objectives.mtp VERIFIER OUT
 
@@ -34,7 +34,7 @@ def publish_module(verifier: Path, out: Path) -> None:
 
 
 def vocabulary_of(verifier: Path) -> int:
-    """Token ids of a checkpoint."""
+    """Return the verifier's number of tokens."""
     return int(AutoConfig.from_pretrained(str(verifier)).vocab_size)
 
 
@@ -46,7 +46,7 @@ def renamed(name: str) -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command of this module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verifier", type=Path)
     parser.add_argument("out", type=Path)

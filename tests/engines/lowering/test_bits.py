@@ -1,4 +1,4 @@
-"""A sequence's logits and KV rows are the same, to the bit, whatever is computed with them, in every lowered graph."""
+"""In every lowered graph, other rows of a call never change a bit of a sequence's logits and KV rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .test_graphs import DECODERS, LARGE, lowered
 LONG = Decoder(max_positions=400, head_dim=64)
 """Whose heads add up 256 keys at a time."""
 SHARED = [(8, 1, 64), (9, 3, 64), (16, 8, 128), (4, 1, 256), (4, 4, 64)]
-"""Query heads, key heads and sizes of heads, of which threads share products in other ways."""
+"""Query heads, key heads and head sizes, for which threads share products differently."""
 ALL = {**DECODERS, **LARGE}
 
 
@@ -34,7 +34,7 @@ def open_form(
 
 
 def open_verifier(decoder: Decoder, bundle: Bundle, form: str, max_num_seqs: int) -> Verifier:
-    """The same, ready for trees."""
+    """The verifier over one of the bundle's graphs, with trees."""
     verifier = open_form(decoder, bundle, form, max_num_seqs)
     verifier.take_branches()
     return verifier
@@ -66,7 +66,7 @@ def test_the_graph_for_one_sequence_is_that_for_batches(name, tmp_path):
 
 @pytest.mark.parametrize("form", [names.VERIFIER, names.VERIFIER_FAST])
 def test_graphs_that_round_otherwise_are_found_out(form, tmp_path):
-    """The check above can fail: it does on the portable graph, and on the faster one."""
+    """The check above can fail: it fails on the portable graph and on the faster one."""
     bundle = lowered(Decoder(), tmp_path)
     found = measure_exactness(open_verifier(Decoder(), bundle, form, 3 if form == names.VERIFIER else 1))
     assert {"one row in a call", "a tree's branch"} <= set(found.differences)
@@ -80,8 +80,8 @@ def long_bundle(tmp_path_factory):
 
 @pytest.mark.parametrize("form", [names.VERIFIER_BATCH, names.VERIFIER_SINGLE])
 @pytest.mark.parametrize("past", [1, 100, 125, 126, 127, 128, 129, 200, 250, 255, 256, 257, 300, 370])
-def test_the_number_of_live_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
-    """Over multiples of the rows that products add up at a time."""
+def test_the_number_of_committed_rows_and_the_chunks_of_a_prompt_change_no_bit(long_bundle, form, past):
+    """Over multiples of the rows that products sum at a time."""
     verifier = open_verifier(LONG, long_bundle, form, 1)
     text = np.random.default_rng(2).integers(0, LONG.vocabulary, 390)
     (whole,) = verifier.logits([chain(text)], [0])
@@ -97,7 +97,7 @@ def test_the_number_of_live_rows_and_the_chunks_of_a_prompt_change_no_bit(long_b
 
 
 def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]]:
-    """A tree of three branches; the text is the last of them. Its nodes and those that carry the text."""
+    """A tree of three branches, with the text as the last one: its nodes, and the nodes of the text."""
     parents = np.array([-1, 0, 1, 0, 3, 0, 5, 6, 7], dtype=np.int64)
     path = [0, 5, 6, 7, 8]
     tokens = others[: len(parents)].copy()
@@ -107,7 +107,7 @@ def branched(text: np.ndarray, others: np.ndarray) -> tuple[DraftTree, list[int]
 
 @pytest.mark.parametrize("past", [1, 60, 119, 120, 123, 127, 128, 250, 254, 300])
 def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, past):
-    """Where it would, the part is verified that does not: `exact_part`, as the cycle does."""
+    """If it would, only the part that does not is verified, by `exact_part` as in the cycle."""
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_SINGLE, 1)
     generator = np.random.default_rng(3)
     text, others = generator.integers(0, LONG.vocabulary, (2, 390))
@@ -121,7 +121,7 @@ def test_a_tree_has_the_bits_of_a_chain_unless_it_crosses_a_block(long_bundle, p
 
 
 @pytest.mark.parametrize("slot", range(8))
-def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
+def test_one_slot_of_eight_with_others_of_other_lengths(long_bundle, slot):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 8)
     generator = np.random.default_rng(4)
     text, *others = generator.integers(0, LONG.vocabulary, (8, 60))
@@ -142,7 +142,7 @@ def test_a_slot_of_eight_beside_others_of_other_lengths(long_bundle, slot):
         assert found[nodes].tobytes() == whole[30 : 30 + len(nodes)].tobytes()
 
 
-def test_trees_of_other_shapes_and_lengths_beside_each_other(long_bundle):
+def test_trees_of_different_shapes_and_lengths_together(long_bundle):
     verifier = open_verifier(LONG, long_bundle, names.VERIFIER_BATCH, 3)
     texts, others = np.random.default_rng(7).integers(0, LONG.vocabulary, (2, 3, 80))
     wholes = verifier.logits([chain(text) for text in texts], [0] * 3)
@@ -179,7 +179,7 @@ def test_a_bundle_without_lowered_graphs_runs_the_portable_one(tmp_path):
 @pytest.mark.parametrize("threads", [1, 4, 8, 16])
 @pytest.mark.parametrize("heads", SHARED, ids=str)
 def test_threads_that_share_a_product_change_no_bit(heads, threads, tmp_path):
-    """Over one block of keys and over several, one row and many, alone and in a batch."""
+    """Over one block of keys and several, one row and many, alone and in a batch."""
     q_heads, kv_heads, head_dim = heads
     decoder = Decoder(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, layers=1, max_positions=700)
     bundle = lowered(decoder, tmp_path)

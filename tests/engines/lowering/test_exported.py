@@ -1,4 +1,4 @@
-"""What the exporter really writes for each architecture lowers, and computes the same."""
+"""The exporter's graph of each architecture lowers, with equal results."""
 
 from __future__ import annotations
 

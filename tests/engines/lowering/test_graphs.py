@@ -1,4 +1,4 @@
-"""The lowered graphs compute what the portable one does."""
+"""The lowered graphs compute the portable graph's results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LARGE = {
     "sinks": Decoder(sinks=True),
     "sinks of every head": Decoder(kv_heads=4, sinks=True),
 }
-"""Decoders that have no graph for one sequence: the kernel refuses them, or rounds otherwise than the batch's."""
+"""Decoders without a graph for one sequence: the kernel refuses them, or rounds differently from the batch's."""
 FORMS = (names.VERIFIER_BATCH, names.VERIFIER_SINGLE, names.VERIFIER_FAST)
 
 
 def lowered(decoder: Decoder, folder) -> Bundle:
-    """A bundle of the portable graph and of all that it lowers to."""
+    """A bundle of the portable graph and of all its lowered graphs."""
     save_verifier(decoder, folder)
     manifest = manifest_of(decoder)
     portable = manifest.graphs[names.VERIFIER]
@@ -65,7 +65,7 @@ def random_tree(nodes: int, random: np.random.Generator) -> tuple[np.ndarray, np
 
 
 def run(engine: Calls, decoder: Decoder, nodes: int, past: int, chain: bool = False) -> dict[str, np.ndarray]:
-    """Outputs and live cache rows after verifying one random tree over random rows, with garbage in the dead ones.
+    """Outputs and committed rows after verifying one random tree over random rows, with random unused rows.
 
     chain: in place of a tree. All rows but the live ones, and one more that a single row may be copied to, must stay.
     """
@@ -143,7 +143,7 @@ def test_a_layer_of_the_graph_for_batches_rotates_once_and_moves_only_new_column
     assert found["Where"] == 2  # once a call
 
 
-def test_what_stands_between_split_and_attention_stays(tmp_path):
+def test_nodes_between_split_and_attention_stay(tmp_path):
     decoder = Decoder(qk_norm=True)
     lowered(decoder, tmp_path)
     found = operators(tmp_path / "verifier.single.onnx")

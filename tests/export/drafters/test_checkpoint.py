@@ -1,4 +1,4 @@
-"""A drafter's folder: what it keeps, and what is refused by name."""
+"""A drafter's folder: its content, and errors that name the fault."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load(folder):
     return module, checkpoint.load(module)
 
 
-def test_round_trip_is_what_was_saved_in_bf16(folder, verifier):
+def test_round_trip_equals_the_saved_values_in_bf16(folder, verifier):
     checkpoint = DrafterCheckpoint.open(folder)
     assert checkpoint.method == "lyanna"
     assert checkpoint.configure(LyannaConfig) == CONFIG

@@ -31,7 +31,7 @@ from .tiny import (
     counts,
     export,
     make_verifier,
-    manifest_beside,
+    manifest_with_verifier,
     random_drafter,
 )
 
@@ -43,7 +43,7 @@ HALF_TOLERANCE = 2e-2
 
 @dataclass
 class History:
-    """What one sequence's drafter has to know: feature m is at position m, token m + 1 comes after it."""
+    """Inputs of one sequence's drafter: feature m is at position m, before token m + 1."""
 
     features: torch.Tensor
     tokens: torch.Tensor
@@ -59,7 +59,7 @@ def history(rows: int, seed: int, hidden: int = 32) -> History:
 
 
 class Draft:
-    """The draft graph on buffers that begin full of garbage, without the runtime."""
+    """Runs the draft graph without the runtime, on buffers with random initial content."""
 
     def __init__(self, exported: Exported, graph: str, batch: int) -> None:
         shape, generator = exported.shape, np.random.default_rng(5)
@@ -74,7 +74,7 @@ class Draft:
         self.sizes = {"B": batch} if graph == LYANNA_DRAFT else {}
 
     def call(self, histories: list[History], rows: list[int], width: int) -> dict[str, np.ndarray]:
-        """Sequence b brings its next rows[b] rows, padded to `width` by garbage features and tokens."""
+        """Draft from the next rows[b] rows of each sequence b, padded to `width` with random features and tokens."""
         call = self.engine.prepare(**self.sizes, M=width)
         generator = np.random.default_rng(6)
         inputs = call.inputs
@@ -109,14 +109,14 @@ def check_draft(
     exported: Exported, found: dict[str, np.ndarray], histories: list[History], ends: list[int],
     tolerance: float = TOLERANCE,
 ) -> None:  # fmt: skip
-    """Logits are those of training; the tree is Algorithm 1's over them."""
+    """Logits equal those of training, and the tree is Algorithm 1's."""
     shape = exported.shape
     for b, (sequence, end) in enumerate(zip(histories, ends, strict=True)):
         logits = exported.chain_logits(sequence.features[:end], sequence.tokens[: end + 1])
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=tolerance, rtol=tolerance)
         root = int(sequence.tokens[end])
         tree = build_subtree(found[names.CHAIN_LOGITS][b], root, lambda t: added(exported, t), shape.width)
-        same_tree(found, b, tree.likeliest(shape.nodes))
+        same_tree(found, b, tree.top_nodes(shape.nodes))
 
 
 @pytest.fixture(params=["whole", "pruned"])
@@ -125,8 +125,8 @@ def exported(request) -> Exported:
 
 
 @pytest.mark.parametrize("graph", [LYANNA_DRAFT, LYANNA_DRAFT_SINGLE])
-def test_a_draft_of_one_sequence_is_what_training_computes(exported: Exported, graph: str) -> None:
-    """Nothing padded, padded, a single row, and every past in between; tokens and positions differ."""
+def test_a_draft_of_one_sequence_equals_training(exported: Exported, graph: str) -> None:
+    """Calls without padding, with padding, of a single row, after different numbers of rows."""
     sequence = history(20, seed=1)
     drafting = Draft(exported, graph, 1)
     for rows, width in ((7, 7), (2, 5), (1, 1), (1, 4), (9, 9)):
@@ -139,7 +139,7 @@ def half_verifier(tmp_path_factory: pytest.TempPathFactory) -> Verifier:
     return make_verifier(tmp_path_factory.mktemp("half"), "fp16")
 
 
-def test_beside_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verifier, tmp_path: Path) -> None:
+def test_with_an_fp16_verifier_all_but_the_logits_is_fp16(half_verifier: Verifier, tmp_path: Path) -> None:
     exported = export(tmp_path, half_verifier, precision=None)
     assert {ref.dtype for ref in exported.lyanna.weights} == {"F16"}
     sequence = history(12, seed=1)
@@ -155,7 +155,7 @@ def test_two_element_types_in_one_graph_are_refused(half_verifier: Verifier, tmp
 
 
 def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
-    """Its file and the verifier's have one name: the drafter's gets another in the bundle."""
+    """The drafter's file has the verifier's file name, so the bundle gives it another."""
     exported = export(tmp_path, make_verifier(tmp_path / "verifier", "bf16"), precision=None)
     refs = [ref for ref in exported.lyanna.weights if ref.initializer.startswith("lyanna.")]
     assert {(ref.file, ref.dtype) for ref in refs} == {("weights/lyanna.model.safetensors", "BF16")}
@@ -164,13 +164,13 @@ def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
 
 
 def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> None:
-    """Its table adds something, and no weight is written but one pool."""
+    """The table changes logits, and the bundle has only the pool of random weights."""
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
     options = LyannaBuild(precision="fp32", width=2, nodes=8)
     lyanna = export_random_lyanna(METHOD.id, CONFIG, little_verifier.export, tmp_path / "graphs", options)
     own = {ref.file for ref in lyanna.weights if ref.initializer.startswith("lyanna.")}
     assert own == {"weights/lyanna.random.safetensors"}
-    bundle = Bundle(tmp_path / "graphs", manifest_beside(tmp_path / "graphs", little_verifier, lyanna))
+    bundle = Bundle(tmp_path / "graphs", manifest_with_verifier(tmp_path / "graphs", little_verifier, lyanna))
     exported = Exported(random_drafter(), lyanna, torch.empty(0), torch.empty(0), bundle)
     found = Draft(exported, LYANNA_DRAFT, 1).call([history(6, seed=1)], [6], 6)
     assert np.isfinite(found[names.TREE_LOG_PROBS]).all()
@@ -187,7 +187,7 @@ def test_sequences_of_different_pasts_and_backlogs_share_a_call(exported: Export
 
 @pytest.mark.parametrize("graph", [LYANNA_DRAFT, LYANNA_DRAFT_SINGLE])
 def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph: str) -> None:
-    """Rows of the first draft's chain must be gone in the second."""
+    """The second draft must not see rows of the first draft's chain."""
     sequence = history(5, seed=4)
     twice, once = Draft(exported, graph, 1), Draft(exported, graph, 1)
     twice.call([sequence], [3], 3)
@@ -200,7 +200,7 @@ def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph
 
 
 def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None:
-    """Through the table: a node's is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16."""
+    """A node's probability is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16."""
     sequence = history(6, seed=7)
     found = Draft(whole, LYANNA_DRAFT, 1).call([sequence], [6], 6)
     logits = torch.from_numpy(whole.chain_logits(sequence.features, sequence.tokens))
@@ -217,7 +217,7 @@ def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None
 
 
 def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verifier: Verifier, tmp_path: Path) -> None:
-    """One step has nothing to resample, and no graph for it."""
+    """A drafter of one step has no graph to resample."""
     exported = export(tmp_path, little_verifier, steps=1, nodes=3, width=4)
     assert LYANNA_RESAMPLE not in exported.bundle.manifest.all_graphs
     assert not (exported.bundle.path / f"{LYANNA_RESAMPLE}.onnx").exists()
@@ -228,7 +228,7 @@ def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verif
         found = Draft(exported, graph, 1).call([sequence], [4], 4)
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
         tree = build_subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]), lambda t: added(exported, t), 4)
-        same_tree(found, 0, tree.likeliest(4))
+        same_tree(found, 0, tree.top_nodes(4))
 
 
 def test_quantized_products_stay_near_fp32(little_verifier: Verifier, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_signatures_are_the_contract(exported: Exported) -> None:
 
 
 def test_every_step_of_the_lowered_chain_writes_to_the_bound_buffers(exported: Exported) -> None:
-    """Through inner values a step would copy the whole cache: results are the same, time is not."""
+    """With inner values, each step would copy the whole cache, with the same results but more time."""
     record = exported.bundle.manifest.all_graphs[LYANNA_DRAFT_SINGLE]
     graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
     attentions = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
@@ -265,7 +265,7 @@ def test_every_step_of_the_lowered_chain_writes_to_the_bound_buffers(exported: E
 
 
 def test_embedding_and_head_are_the_verifiers_bytes(whole: Exported, little_verifier: Verifier) -> None:
-    """The drafter's own file has nothing of vocabulary size."""
+    """The drafter's own file has no tensor of vocabulary size."""
     placed = {ref.file for ref in little_verifier.export.weights}
     own = {ref.initializer for ref in whole.lyanna.weights if ref.file not in placed}
     assert own
@@ -277,7 +277,7 @@ def test_embedding_and_head_are_the_verifiers_bytes(whole: Exported, little_veri
 
 
 def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str, np.ndarray]) -> None:
-    """Every first step, in one batch and one at a time, against the reference on the same tables."""
+    """Compares every first step, in one batch and one at a time, with the reference on the same tables."""
     steps, values = list(range(1, shape.steps)), list(tables.values())
     for firsts in (steps, steps[::-1], *([step] for step in steps)):
         batch = logits[: len(firsts)]
@@ -285,7 +285,7 @@ def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str
         found = run(batch, np.array(firsts), tokens)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
             full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
-            tree, count = full.likeliest(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            tree, count = full.top_nodes(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
 

@@ -17,7 +17,7 @@ from redraft.export.drafters.lyanna import LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables, write
 from redraft.export.drafters.lyanna_token_tree import lookup
-from redraft.export.weight_files import Made
+from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import LyannaBuild, LyannaShape, token_info_tables
 
 from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
@@ -29,15 +29,15 @@ EMBEDDING = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(
 
 
 def shape_of(form: str, hot: int) -> LyannaShape:
-    """As a build decides: hot tokens are chosen only where the vocabulary is larger than `prune_above`."""
+    """Choose hot tokens like a build: only if the vocabulary is larger than `prune_above`."""
     options = LyannaBuild(token_info=form, hot_tokens=hot, prune_above=VOCABULARY - (hot < VOCABULARY))
     return lyanna_shape(CONFIG, options)
 
 
 def made_of(
     shape: LyannaShape, embedding: np.ndarray | None = None, drafter: LyannaDrafter | None = None
-) -> tuple[Made, ...]:
-    """Tables of a random drafter where none is given; the embedding comes in two slabs."""
+) -> tuple[NewTensor, ...]:
+    """Tables of the given or a random drafter, with the embedding in two slabs."""
     slabs = np.split(EMBEDDING.numpy() if embedding is None else embedding, [17])
     return make_tables(drafter or random_drafter(), iter(slabs), counts(), shape)
 
@@ -45,12 +45,12 @@ def made_of(
 def tables_of(
     shape: LyannaShape, embedding: np.ndarray | None = None, drafter: LyannaDrafter | None = None
 ) -> dict[str, np.ndarray]:
-    """The same whole, by name."""
+    """The same tables as arrays, by name."""
     return arrays(made_of(shape, embedding, drafter))
 
 
 def formula() -> np.ndarray:
-    """What token t adds to the logit of token u, [V, V], spelled out in float64."""
+    """Numbers that token t adds to the logit of token u, [V, V], computed in float64."""
     module = random_drafter()
     assert module.token_info is not None
     info = module.token_info
@@ -60,7 +60,7 @@ def formula() -> np.ndarray:
 
 
 def error_bound(form: str, row: np.ndarray) -> np.ndarray:
-    """Half of the step between neighbouring values of the form, by entry of a row whose largest sets the scale."""
+    """Half of the step between neighbouring values of the form; a row's largest entry sets the scale."""
     largest = np.abs(row).max()
     return {
         "fp16": np.abs(row) * 2.0**-11 + 1e-6,
@@ -73,7 +73,7 @@ def error_bound(form: str, row: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("hot", [VOCABULARY, HOT], ids=["whole", "pruned"])
 @pytest.mark.parametrize("form", FORMS)
 def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(form: str, hot: int) -> None:
-    """The root mean square is taken over the whole vocabulary, also where most columns are dropped."""
+    """The root mean square covers the whole vocabulary, even if most columns are dropped."""
     shape = shape_of(form, hot)
     tables = tables_of(shape)
     exact, warm = formula(), np.zeros(VOCABULARY, bool)
@@ -97,7 +97,7 @@ def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(
     ],
 )
 def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path: Path) -> None:
-    """One row and one column more where not every token is hot, and the index of all; written as they are."""
+    """If not every token is hot, tables have one more row and column, and an index of all tokens."""
     shape = shape_of(form, hot)
     tables = tables_of(shape)
     specs = token_info_tables(shape)
@@ -113,7 +113,7 @@ def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path
 
 
 def test_slabs_do_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales are a row's own, whichever slab it is in."""
+    """Each row has its own scale, in any slab."""
     before = tables_of(shape_of("int8", VOCABULARY))
     monkeypatch.setattr(token_info, "_SLAB_TOKENS", 7)
     after = tables_of(shape_of("int8", VOCABULARY))
@@ -122,7 +122,7 @@ def test_slabs_do_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 128 K tokens 4096 wide, 32 K of them hot, they are 2 GB each."""
+    """For 128 K tokens, 4096 wide and 32 K of them hot, each is 2 GB."""
     monkeypatch.setattr(token_info, "_SLAB_TOKENS", 64)
     config = replace(CONFIG, vocab_size=20_000)
     shape = lyanna_shape(config, LyannaBuild(hot_tokens=3000, prune_above=1))
@@ -138,7 +138,7 @@ def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monk
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_without_embedding_adds_nothing(form: str) -> None:
-    """A row of zeros has no largest value to be scaled by."""
+    """A row of zeros has no largest value to set its scale."""
     embedding = EMBEDDING.numpy().copy()
     embedding[3] = 0
     tables = tables_of(shape_of(form, VOCABULARY), embedding)

@@ -15,7 +15,7 @@ Path = tuple[int, ...]
 
 
 def numbers(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Step logits [N, V] and what each token adds [V, V]."""
+    """Step logits [N, V], and the numbers that each token adds [V, V]."""
     generator = np.random.default_rng(seed)
     shapes = (STEPS, VOCABULARY), (VOCABULARY, VOCABULARY)
     logits, info = (generator.normal(scale=2.0, size=shape).astype(np.float32) for shape in shapes)
@@ -34,7 +34,7 @@ def joint_log_probs(logits: np.ndarray, info: np.ndarray, root: int) -> dict[Pat
 
 
 def chosen_paths(joint: dict[Path, float], steps: int, width: int) -> set[Path]:
-    """The paths that Algorithm 1 has: `width` likeliest children of each of the `width` likeliest of a level."""
+    """The paths of Algorithm 1: the `width` best children of each of the `width` best nodes of a level."""
     chosen, going_on = {()}, [()]
     for depth in range(1, steps + 1):
         level = []
@@ -47,7 +47,7 @@ def chosen_paths(joint: dict[Path, float], steps: int, width: int) -> set[Path]:
 
 
 def paths_of(tree: Tree) -> list[Path]:
-    """Every node's tokens from below the root; a parent must come before its children."""
+    """Every node's tokens, without the root's. A parent must come before its children."""
     paths: list[Path] = [()]
     for node in range(1, len(tree.tokens)):
         assert 0 <= tree.parents[node] < node
@@ -90,28 +90,28 @@ def test_too_few_steps_are_not_resampled() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_likeliest_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
+def test_top_nodes_are_a_tree_in_order_of_probability(seed: int) -> None:
     logits, info = numbers(seed)
     tree = build_subtree(logits, ROOT, info.__getitem__, WIDTH)
     joint = joint_log_probs(logits, info, ROOT)
     ranked = sorted(chosen_paths(joint, STEPS, WIDTH), key=lambda path: -joint[path])
     for nodes in range(1, len(tree.tokens) + 1):
-        assert paths_of(tree.likeliest(nodes)) == ranked[:nodes]
+        assert paths_of(tree.top_nodes(nodes)) == ranked[:nodes]
 
 
 def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
-    """Certain tokens: a child is as likely as its parent and must still come after it; siblings by lower id."""
+    """If tokens are certain, a child has its parent's probability and still comes after it; siblings follow ids."""
     certain = np.full((STEPS, VOCABULARY), -np.inf, np.float32)
     certain[:, 2] = 0.0
     chain = build_subtree(certain, ROOT, lambda token: np.zeros(VOCABULARY, np.float32), 1)
-    assert chain.likeliest(3) == Tree([ROOT, 2, 2], [-1, 0, 1], [0.0, 0.0, 0.0])
+    assert chain.top_nodes(3) == Tree([ROOT, 2, 2], [-1, 0, 1], [0.0, 0.0, 0.0])
     even = build_subtree(np.zeros((1, VOCABULARY), np.float32), ROOT, lambda token: np.zeros(VOCABULARY), 3)
     assert even.tokens == [ROOT, 0, 1, 2]
-    assert even.likeliest(3).tokens == [ROOT, 0, 1]
+    assert even.top_nodes(3).tokens == [ROOT, 0, 1]
 
 
-def test_tables_are_read_as_their_form_says() -> None:
-    """Dense, scaled codes, and factors, the whole vocabulary hot or with a cold row and column behind it."""
+def test_tables_are_read_in_their_form() -> None:
+    """Dense values, scaled codes and factors, with the whole vocabulary hot or with a cold row and column."""
     table = np.arange(9, dtype=np.float16).reshape(3, 3)
     assert lookup([table], 1).tolist() == [3, 4, 5]
     codes, scales = np.array([[1, -2], [3, 4]], np.int8), np.array([[0.5], [2.0]], np.float32)

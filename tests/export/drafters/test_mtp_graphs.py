@@ -1,4 +1,4 @@
-"""The draft graph of a multi-token-prediction module, against the chain computed anew for every token in torch."""
+"""The draft graph of a multi-token-prediction module equals the chain that torch computes again for every token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def exported(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory
 def expected_chain(
     embedding: torch.Tensor, head: torch.Tensor, features: torch.Tensor, tokens: list[int]
 ) -> tuple[list[int], list[float]]:
-    """Tokens and joint log-probabilities: features [T, n] of T rows, tokens the T + 1 of the text."""
+    """Tokens and joint log-probabilities, from features [T, n] of T rows and the T + 1 tokens of the text."""
     module = random_module()
     hidden, drafted, log_probs = features, list(tokens), [0.0]
     for _ in range(STEPS):
@@ -79,7 +79,7 @@ def expected_chain(
 
 
 def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafter], little_verifier: Verifier) -> None:
-    """Two sequences of other lengths, caught up in two calls, the second one padded."""
+    """Two sequences of different lengths catch up in two calls; the second call is padded."""
     folder, drafter = exported
     stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
     embedding, head = (torch.from_numpy(stored[key]) for key in ("model.embed_tokens.weight", "lm_head.weight"))
@@ -114,7 +114,7 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
 
 
 def test_the_embedded_models_drafter_is_its_own_module(root: Path) -> None:
-    """Under the names of a drafter's layer, and for these weights of the verifier."""
+    """The drafter has the names of a drafter's layer and the verifier's digests."""
     from redraft.export.checkpoint import Checkpoint
     from redraft.train.objectives.mtp import renamed
 

@@ -1,4 +1,4 @@
-"""A random Lyanna drafter beside a random Llama, both tiny, and their graphs driven without the runtime."""
+"""A random Lyanna drafter and a random Llama, both tiny, and their graphs without the runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import export_lyanna
 from redraft.export.verifier import VerifierExport, export_verifier
-from redraft.export.weight_files import Made
+from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
@@ -39,7 +39,7 @@ CONFIG = LyannaConfig(
 
 
 def write_verifier(folder: Path, **changes: object) -> Checkpoint:
-    """A Llama with a tokenizer file that is none."""
+    """A Llama with an invalid tokenizer file."""
     sizes = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
                  max_position_embeddings=CONTEXT)  # fmt: skip
     write_checkpoint(folder, "llama", **(sizes | changes))
@@ -48,17 +48,17 @@ def write_verifier(folder: Path, **changes: object) -> Checkpoint:
 
 
 def counts(vocabulary: int = VOCABULARY) -> torch.Tensor:
-    """How often each token was seen; some are equally frequent."""
+    """Each token's count; some are equal."""
     return torch.randint(0, 20, (vocabulary,), generator=torch.Generator().manual_seed(2))
 
 
-def arrays(tables: Iterable[Made]) -> dict[str, np.ndarray]:
-    """What is to be written, whole, by name."""
+def arrays(tables: Iterable[NewTensor]) -> dict[str, np.ndarray]:
+    """Tables to write, as arrays, by name."""
     return {made.name: np.concatenate(list(made.slabs())) for made in tables}
 
 
 def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafter:
-    """A drafter in which nothing is zero or one: every path must count."""
+    """A drafter without zeros and ones, so that every path counts."""
     torch.manual_seed(seed)
     drafter = LyannaDrafter(config).eval().requires_grad_(False)
     for parameter in drafter.parameters():
@@ -75,7 +75,7 @@ def write_drafter(folder: Path, verifier: Checkpoint, config: LyannaConfig = CON
 
 @dataclass
 class Exported:
-    """A drafter's graphs beside its verifier's."""
+    """A drafter's graphs with its verifier's."""
 
     module: LyannaDrafter
     lyanna: ExportedDrafter
@@ -89,11 +89,11 @@ class Exported:
 
     @property
     def tables(self) -> dict[str, np.ndarray]:
-        """Token information by name, in the order of the contract."""
+        """Token information by name, in the order of the signature."""
         return self.bundle.tables(METHOD.id)
 
     def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
-        """What training computes: logits [N, V] of the chain after features [T, n] and tokens [T + 1]."""
+        """Logits [N, V] of the chain after features [T, n] and tokens [T + 1], as in training."""
         config = self.module.config
         states = [h[0, -1] for h in chains(self.module, features[None], tokens[None], self.embed)]
         return (F.linear(torch.stack(states), self.head) * config.logit_scale * config.draft_logit_scale).numpy()
@@ -103,7 +103,7 @@ class Exported:
         return F.embedding(tokens, self.embedding)
 
     def added(self, token: int) -> np.ndarray:
-        """RMSNorm(W2 W1 E(token)), what the logits of the next token gain, [V]."""
+        """RMSNorm(W2 W1 E(token)), [V], which the next token's logits gain."""
         assert self.module.token_info is not None
         return (self.module.token_info(self.embed(torch.tensor(token))) * self.module.config.draft_logit_scale).numpy()
 
@@ -136,13 +136,13 @@ def export(folder: Path, verifier: Verifier, config: LyannaConfig = CONFIG, **op
     )
     module = LyannaDrafter(opened.configure(LyannaConfig)).eval().requires_grad_(False)
     opened.load(module)
-    manifest = manifest_beside(folder / "graphs", verifier, lyanna)
+    manifest = manifest_with_verifier(folder / "graphs", verifier, lyanna)
     stored = load_file(verifier.checkpoint.path / "model.safetensors")
     weights = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     return Exported(module, lyanna, *weights, Bundle(folder / "graphs", manifest))
 
 
-def manifest_beside(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
+def manifest_with_verifier(folder: Path, verifier: Verifier, lyanna: ExportedDrafter) -> Manifest:
     """The manifest of a verifier's and a drafter's graphs in `folder`."""
     shape = lyanna.shape
     signatures = METHOD.signatures(shape)

@@ -1,4 +1,4 @@
-"""Lyanna's loss against a loop over single chains, and what its ablations leave out."""
+"""Lyanna's loss equals a loop over single chains, also for its ablations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(**changes):
 def drafter_of(config):
     torch.manual_seed(0)
     drafter = LyannaDrafter(config)
-    for parameter in drafter.parameters():  # nothing zero or one: every path must count
+    for parameter in drafter.parameters():  # no zeros or ones, so that every path counts
         torch.nn.init.normal_(parameter, std=0.4)
     return drafter
 
@@ -41,7 +41,7 @@ def tokens():
 
 
 class ExplicitAttention:
-    """One row at a time over lists of keys and values, a head after the other."""
+    """Attends one row at a time over lists of keys and values, one head after the other."""
 
     def __init__(self, config):
         self.config, self.keys, self.values = config, [], []
@@ -60,7 +60,7 @@ class ExplicitAttention:
 
 
 def one_chain(drafter, features, tokens, embed, start):
-    """h_1 … h_N of the chain that starts at `start`, as decoding computes them."""
+    """h_1 … h_N of the chain that starts at `start`, computed like decoding."""
     attend = ExplicitAttention(drafter.config)
     for place in range(start + 1):
         row, token = features[None, place, None], tokens[None, place + 1, None]
@@ -72,7 +72,7 @@ def one_chain(drafter, features, tokens, embed, start):
 
 
 def test_parallel_chains_equal_one_chain_after_another(verifier, tokens):
-    """A chain that saw another's steps, or later features, would learn what it never meets when it drafts."""
+    """A chain must not see another chain's steps or later features, which drafting never has."""
     drafter, embed = drafter_of(config()), verifier.model.get_input_embeddings()
     with torch.no_grad():
         features, _ = verifier_states(verifier.model, tokens)
@@ -84,7 +84,7 @@ def test_parallel_chains_equal_one_chain_after_another(verifier, tokens):
 
 
 def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens):
-    """α MSE + β CE against the features and the distribution that the verifier has at the predicted token."""
+    """α MSE + β CE relative to the verifier's features and distribution at the predicted token."""
     objective = LyannaObjective(verifier.model, config(), alpha=0.5, beta=2.0, step_weight=0.7)
     objective.drafter.load_state_dict(drafter_of(config()).state_dict())
     embed, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
@@ -107,7 +107,7 @@ def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens):
 
 
 def beside_nothing(settings):
-    """An objective whose verifier is an embedding and a head alone."""
+    """An objective whose verifier has only an embedding and a head."""
     embed, head = torch.nn.Embedding(400, 32), torch.nn.Linear(32, 400, bias=False)
     verifier = torch.nn.Module()
     verifier.get_input_embeddings, verifier.get_output_embeddings = lambda: embed, lambda: head
@@ -136,7 +136,7 @@ def test_without_token_info_logits_are_the_heads_product():
 
 
 @pytest.mark.parametrize("first_token", [True, False])
-def test_first_token_reaches_the_chain_only_where_it_is_fused(verifier, tokens, first_token):
+def test_first_token_reaches_the_chain_only_if_it_is_fused(verifier, tokens, first_token):
     drafter, embed = drafter_of(config(first_token=first_token)), verifier.model.get_input_embeddings()
     other = tokens.clone()
     other[:, 3] = (other[:, 3] + 1) % 400  # the first token of the drafts that start at position 2
@@ -157,7 +157,7 @@ def test_only_the_drafter_is_trained(verifier, tokens):
 
 @pytest.mark.parametrize("first_token", [True, False])
 def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_token):
-    """Without the fused token, the module with an embedding that adds nothing."""
+    """The module without the fused token equals one with a zero embedding."""
     recipe = LyannaRecipe(drafter=LyannaTable(first_token=first_token))
     drafter = LyannaDrafter(configure(recipe, verifier))
     warm_start(drafter, verifier)
@@ -180,7 +180,7 @@ def test_warm_start_of_another_shape_is_refused(verifier):
         warm_start(drafter, verifier)
 
 
-def test_shape_is_the_verifiers_where_the_recipe_leaves_it_open(verifier):
+def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
     found = configure(LyannaRecipe(drafter=LyannaTable(kv_heads=2, chain=5, rank=7)), verifier)
     expected = dict(hidden_size=32, vocab_size=400, intermediate_size=64, heads=2, kv_heads=2, head_dim=16)
     assert found == LyannaConfig(**expected, rank=7, steps=5)
