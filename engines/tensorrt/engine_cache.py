@@ -12,11 +12,12 @@ from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.target import Target
 from redraft.files import link_or_copy
+from redraft.user_cache import user_cache
 
 
 def cache_folder() -> Path:
     """Return the folder of engines and timing caches: redraft/tensorrt in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "tensorrt"
+    return user_cache() / "tensorrt"
 
 
 def timing_cache(target: Target, folder: Path | None = None) -> Path:
