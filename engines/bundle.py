@@ -142,8 +142,8 @@ def _changed_bytes(bundle: Bundle, trust_record: bool) -> tuple[str, ...]:
     problems = tuple(_digests(bundle))
     if problems:
         before.forget()
-    elif CheckRecord.of(bundle.path, bundle.manifest).files == before.files:  # nothing changed while it was hashed
-        before.keep()
+    else:
+        before.keep()  # a file that changed while it was hashed has another state by now
     return problems
 
 
