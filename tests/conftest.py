@@ -14,6 +14,10 @@ import pytest
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 from tests.little import Redraft, write_checkpoint
 
+# PyTorch's threads wait for each other by spinning. If another process needs a core, that takes twenty times as long as
+# sleeping. Read when PyTorch is imported, by this process and by commands that tests run.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "redraft": "redraft",
