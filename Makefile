@@ -56,11 +56,14 @@ kernels-cpu: install
 	@$(CMAKE) --build build/cmake/cpu -- --quiet
 	@$(CMAKE) -P build/cmake/cpu/summary.cmake 2>&1 | grep '^skipped' || true
 
+# WORKERS processes run the tests, each all tests of a file; 0 runs them in this one, as a debugger needs it.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 test: install kernels-cpu
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-fast: install kernels-cpu
-	$(BIN)/python -m pytest -m 'not gpu and not slow' $(ARGS)
+	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
 # What needs a GPU: tests, then a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints why a test was
 # skipped; a JSON says what was missing or failed, and the next is measured. After failed tests and wrong results too, but then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from redraft.errors import BackendError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
 from redraft.export.quiet import quiet_export
+from redraft.garbage import libraries_kept
 from redraft.interrupts import interrupts_deferred
 from redraft.packages import package_version
 
@@ -89,8 +91,10 @@ def build_bundle(
 
 
 def _load_libraries() -> None:
-    """Import PyTorch and its users. This takes a second or two and must not be interrupted."""
-    with interrupts_deferred():
+    """Import PyTorch and its users, which takes a second or two and must not be interrupted."""
+    if "redraft.export.verifier" in sys.modules:
+        return
+    with interrupts_deferred(), libraries_kept():
         import redraft.export.verifier
         import redraft.export.weights  # noqa: F401
 

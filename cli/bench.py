@@ -18,6 +18,7 @@ from redraft.cli.options import (
     NewTokens,
     System,
     Threads,
+    Verify,
     check_system,
     parse_acceptance,
     parse_budget,
@@ -61,6 +62,7 @@ def bench(
     threads: Threads = None,
     device: Device = None,
     inexact: Inexact = False,
+    verify: Verify = None,
     as_json: Json = False,
 ) -> None:
     """Decode the same prompts plainly and speculatively, in turn, and compare speed and text."""
@@ -81,7 +83,9 @@ def bench(
     with progress(quiet=as_json) as report:
         report("opening the engines")
         with ExitStack() as stack:
-            runtime = stack.enter_context(open_runtime(engines, threads=threads, device=device, exact=not inexact))
+            runtime = stack.enter_context(
+                open_runtime(engines, threads=threads, verify=verify, device=device, exact=not inexact)
+            )
             chosen = listed or default_methods(runtime, engines)
             fast = None
             if INEXACT in chosen:

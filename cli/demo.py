@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from redraft.cli.console import print_caveats, print_json
-from redraft.cli.options import Device, Engines, Json, NewTokens, Threads
+from redraft.cli.options import Device, Engines, Json, NewTokens, Threads, Verify
 
 PROMPT = """class Vector:
     def __init__(self, x, y):
@@ -28,6 +28,7 @@ def demo(
     max_new_tokens: NewTokens = 128,
     threads: Threads = None,
     device: Device = None,
+    verify: Verify = None,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt plainly and speculatively, and compare speed and text."""
@@ -39,7 +40,7 @@ def demo(
     from redraft.runtime import SamplingParams
 
     settings = Settings(SamplingParams(max_tokens=max_new_tokens))
-    with open_runtime(engines, threads=threads, device=device) as runtime:
+    with open_runtime(engines, threads=threads, verify=verify, device=device) as runtime:
         best = runtime.default_method
         caveats = runtime.caveats
         runs = compare(runtime, [Prompt("demo", "demo", prompt)] * ROUNDS, [best], settings)

@@ -17,8 +17,10 @@ import typer
 
 from redraft.bench.environment import cpu_flags, execution_providers, processor_name, usable_threads
 from redraft.cli.console import print_json
+from redraft.cli.options import Verify
 from redraft.errors import BackendError
 from redraft.packages import GPU_BUILDS, gpu_requirement, package_version
+from redraft.user_cache import user_cache
 
 Status = Literal["ok", "absent", "warning", "broken"]
 MARKS = {"ok": "ok", "absent": "--", "warning": "!!", "broken": "XX"}
@@ -43,6 +45,7 @@ def doctor(
         typer.Option(help="Also look at a bundle: whether its texts are exact here, and what verification costs."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences at once, with --engines.")] = 1,
+    verify: Verify = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check Python, packages, processor, memory, disk and engine libraries. Exit 1 when the CPU path cannot work."""
@@ -52,7 +55,7 @@ def doctor(
     if engines is not None:
         from redraft.cli.doctor_engines import examine_engines
 
-        bundle = examine_engines(engines, max_num_seqs)
+        bundle = examine_engines(engines, max_num_seqs, verify)
         findings.append(bundle.exactness)
     if as_json:
         costs = {} if bundle is None else {"costs_ms": bundle.costs_ms}
@@ -170,10 +173,10 @@ def _machine() -> Iterator[Finding]:
 
 
 def _cache_folder() -> Finding:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = user_cache()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if os.access(parent, os.W_OK):
-        return Finding("cache folder", "ok", f"{folder / 'redraft'}")
+        return Finding("cache folder", "ok", f"{folder}")
     return Finding("cache folder", "warning", f"{folder} is not writable", "set XDG_CACHE_HOME to a folder that is")
 
 

@@ -35,9 +35,12 @@ class BundleFindings:
         return "\n".join([*lines, ""])
 
 
-def examine_engines(engines: Path, max_num_seqs: int) -> BundleFindings:
-    """Open the bundle and look at it. Raises BundleError and BackendError if it does not open."""
-    with Runtime.open(engines, max_num_seqs=max_num_seqs) as runtime:
+def examine_engines(engines: Path, max_num_seqs: int, verify: bool | None = None) -> BundleFindings:
+    """Open the bundle, as `Runtime.open` does with `verify`, and look at it.
+
+    Raises BundleError and BackendError if it does not open.
+    """
+    with Runtime.open(engines, max_num_seqs=max_num_seqs, verify=verify) as runtime:
         costs = {
             "measured": _by_size(runtime.costs.measured),
             "believed": _by_size({n: runtime.costs.believed[n] for n in runtime.costs.measured}),

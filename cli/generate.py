@@ -19,6 +19,7 @@ from redraft.cli.options import (
     NewTokens,
     System,
     Threads,
+    Verify,
     check_system,
     parse_budget,
 )
@@ -62,7 +63,7 @@ def generate(
     threads: Threads = None,
     device: Device = None,
     inexact: Inexact = False,
-    verify: Annotated[bool, typer.Option(help="Check the bundle's digests first.")] = True,
+    verify: Verify = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.console import print_json
-from redraft.cli.options import Json
+from redraft.cli.options import Json, Verify
 from redraft.errors import UsageError
 from redraft.names import is_cache
 from redraft.records import to_plain
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from redraft.engines import Bundle
     from redraft.engines.tensorrt.records import TensorRtRecord
 
+_DIGESTS = {
+    True: "every digest holds",
+    None: "every digest held at the last full check",
+    False: "digests not checked",
+}
+"""How the bundle was checked, by `--verify`."""
+
 
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="An engine bundle.")],
-    verify: Annotated[bool, typer.Option(help="Check every byte against the digests.")] = True,
+    verify: Verify = None,
     write_inputs: Annotated[
         Path | None, typer.Option(help="Write integer inputs of the engines' usual calls there, for trtexec.")
     ] = None,
@@ -60,7 +67,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
     return {"bundle": str(bundle.path), **values, **sizes, "weight_shares": shares, "commands": others}
 
 
-def as_lines(bundle: Bundle, verified: bool) -> list[str]:
+def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
     """The manifest for reading: one fact a line, then commands of other tools."""
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
@@ -69,8 +76,7 @@ def as_lines(bundle: Bundle, verified: bool) -> list[str]:
     manifest, shape = bundle.manifest, bundle.manifest.shape
     size = describe_size(total_bytes(manifest), own_bytes(bundle.path, manifest))
     lines = [
-        f"{bundle.path}: {manifest.name}, {len(manifest.files)} files, {size}, "
-        f"{'every digest holds' if verified else 'digests not checked'}",
+        f"{bundle.path}: {manifest.name}, {len(manifest.files)} files, {size}, {_DIGESTS[verified]}",
         f"model      {manifest.model.architecture} from {manifest.model.source}"
         f"{' (random weights)' if manifest.model.random_weights else ''}",
         *(f"beware     {caveat}" for caveat in manifest.model.caveats),

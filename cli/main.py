@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Annotated, Any
@@ -57,7 +58,9 @@ def common(
 
 def main() -> None:
     """Run the command line and leave with 0, 1 (it failed), 2 (bad usage) or 130 (interrupted)."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    gc.freeze()  # the process ends: a last look at all objects of PyTorch would take more than a second
+    sys.exit(status)
 
 
 def run(arguments: list[str]) -> int:

@@ -22,6 +22,14 @@ Device = Annotated[
     str | None,
     typer.Option("--device", help="cpu or cuda: all of a step stays there. By default TensorRT's GPU, else the host."),
 ]
+Verify = Annotated[
+    bool | None,
+    typer.Option(
+        "--verify/--no-verify",
+        help="Check every byte of the bundle, or none. By default all bytes are checked if a file has changed since "
+        "the last full check.",
+    ),
+]
 Inexact = Annotated[
     bool,
     typer.Option(

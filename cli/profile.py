@@ -17,7 +17,7 @@ import typer
 
 from redraft.cli.console import Report, print_caveats, print_json, print_table, progress
 from redraft.cli.generate import encode, read_prompt, writable
-from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, parse_budget
+from redraft.cli.options import BudgetText, Device, Engines, Json, NewTokens, Threads, Verify, parse_budget
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,11 +42,14 @@ class Asked:
     budget: str | None
     threads: int | None
     device: str | None
+    verify: bool | None = None
 
     def arguments(self, prompt: Path) -> list[str]:
         """The options that ask for this again; `prompt` is a file with the text, which may be too long for a word."""
         given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads, "--device": self.device}
         options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        if self.verify is not None:
+            options.append("--verify" if self.verify else "--no-verify")
         fixed = ["--engines", str(self.engines), "--max-new-tokens", str(self.max_new_tokens)]
         return ["profile", *fixed, *options, "--prompt-file", str(prompt), "--nvtx"]
 
@@ -69,13 +72,14 @@ def profile(
     ] = False,
     threads: Threads = None,
     device: Device = None,
+    verify: Verify = None,
     nvtx: Annotated[
         bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that watches already, such as ncu.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt and show where the time of its steps went."""
-    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device)
+    asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device, verify)
     parse_budget(budget, method)
     if nvtx:
         given = {"--out": out, "--nsys": nsys, "--roofline": roofline, "--json": as_json}
@@ -187,7 +191,9 @@ def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None 
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams
 
-    runtime = stack.enter_context(open_runtime(asked.engines, threads=asked.threads, device=asked.device))
+    runtime = stack.enter_context(
+        open_runtime(asked.engines, threads=asked.threads, verify=asked.verify, device=asked.device)
+    )
     params = SamplingParams(max_tokens=asked.max_new_tokens)
     ids = encode(runtime, asked.text, chat=False)
     how = SpeculationParams(asked.method, budget=parse_budget(asked.budget))

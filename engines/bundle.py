@@ -12,6 +12,7 @@ import numpy as np
 
 from redraft import names, signatures
 from redraft.config import DRAFTER_ID, RESERVED_IDS
+from redraft.engines.check_record import CheckRecord
 from redraft.engines.digests import file_digests
 from redraft.engines.drafters import (
     BuiltDrafter,
@@ -86,9 +87,11 @@ class Bundle:
         return BundleError(f"{self.path}: {message}", command)
 
 
-def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
-    """Read and check the bundle at `path`; with `verify`, every byte of it against the digests (not from any cache).
+def open_bundle(path: Path | str, verify: bool | None = None) -> Bundle:
+    """Read and check the bundle at `path`.
 
+    verify: True hashes every file. None hashes none if no file has changed since the last full check on this machine
+            (`check_record`), else every file. False hashes none.
     Raises BundleError for: no directory, no or an unknown manifest, files missing or of another size or digest,
     signatures that are not those of `redraft.names`.
     """
@@ -98,8 +101,8 @@ def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
                           f"run `redraft build MODEL -o {path}`")  # fmt: skip
     bundle = Bundle(path, load_manifest(path))
     problems = (*_sizes(bundle), *_signatures(bundle))
-    if not problems and verify:
-        problems = (*_digests(bundle),)
+    if not problems and verify is not False:
+        problems = _changed_bytes(bundle, trust_record=verify is None)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise bundle.error(problems[0] + more)
@@ -129,6 +132,19 @@ def _sizes(bundle: Bundle) -> Iterator[str]:
             yield f"expected file {name}, found none"
         elif (size := file.stat().st_size) != expected.size:
             yield f"{name}: expected {expected.size} bytes, found {size}"
+
+
+def _changed_bytes(bundle: Bundle, trust_record: bool) -> tuple[str, ...]:
+    """Return the files whose bytes are not the built ones. With `trust_record` the last full check may answer."""
+    before = CheckRecord.of(bundle.path, bundle.manifest)
+    if trust_record and before.is_kept():
+        return ()
+    problems = tuple(_digests(bundle))
+    if problems:
+        before.forget()
+    else:
+        before.keep()  # a file that changed while it was hashed has another state by now
+    return problems
 
 
 def _digests(bundle: Bundle) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from redraft.user_cache import read_object, user_cache, write_object
 
 _CACHE_ENTRIES = 4096
 
@@ -42,8 +44,8 @@ class DigestCache:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or _user_cache() / "digests.json"
-        self._entries = _read_entries(self._path)
+        self._path = path or user_cache() / "digests.json"
+        self._entries = read_object(self._path) or {}
 
     def digests(self, paths: Iterable[Path]) -> dict[Path, str]:
         """SHA-256 of every path, hashing only new or changed files. Raises OSError."""
@@ -57,13 +59,8 @@ class DigestCache:
 
     def _write(self) -> None:
         recent = dict(list(self._entries.items())[-_CACHE_ENTRIES:])
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(recent))
-            temporary.replace(self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            write_object(self._path, recent)
 
 
 def tree_digests(folder: Path, cache: DigestCache) -> Mapping[str, str]:
@@ -75,15 +72,3 @@ def tree_digests(folder: Path, cache: DigestCache) -> Mapping[str, str]:
 def _identity(path: Path) -> str:
     stat = path.stat()
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft"
-
-
-def _read_entries(path: Path) -> dict[str, str]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

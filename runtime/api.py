@@ -105,12 +105,14 @@ class Runtime:
 
     @classmethod
     def open(
-        cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool = True,
+        cls, path: Path | str, threads: int | None = None, max_num_seqs: int = 1, verify: bool | None = None,
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, device: str | None = None, exact: bool = True,
     ) -> Self:  # fmt: skip
-        """Open the bundle at `path`, checking every byte of it with `verify`.
+        """Open the bundle at `path`.
 
         threads: of the engine, None takes one a core.   max_num_seqs: sequences that may run at once.
+        verify:  True checks every byte of the bundle, None too if a file has changed since the last full check on this
+                machine, False none.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
         device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
                 engines, and else the CPU by a path of its own, the faster one there.

@@ -8,13 +8,13 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from redraft.engines.tensorrt.driver import find_gpu
 from redraft.errors import BackendError
+from redraft.user_cache import read_object, user_cache, write_object
 
 _LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
@@ -34,10 +34,7 @@ def kept_file(identity: Identity) -> Path | None:
 
 def read_kept(path: Path | None) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no file, it cannot be read, or it is something else."""
-    with contextlib.suppress(OSError, ValueError):
-        if path is not None and isinstance(values := json.loads(path.read_bytes()), dict):
-            return values
-    return None
+    return None if path is None else read_object(path)
 
 
 def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
@@ -45,22 +42,14 @@ def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(values, file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_object(path, values)
     except OSError as error:
         _LOG.warning("cannot keep what was measured in %s: %s; every opening measures again", path.parent, error)
 
 
 def cache_folder() -> Path:
     """Where measured figures are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "curves"
+    return user_cache() / "curves"
 
 
 def _key(identity: Identity) -> str:

@@ -6,12 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from redraft.plugins.library import BUILD, CPU_LIBRARY, Kernels
 from tests.little import Redraft, write_checkpoint
+
+# PyTorch's threads wait for each other by spinning. If another process needs a core, that takes twenty times as long as
+# sleeping. Read when PyTorch is imported, by this process and by commands that tests run.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -64,9 +69,7 @@ def lyanna_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with a random drafter, for reading only."""
     from tests.runtime.lyanna_bundle import write_lyanna_bundle
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
+    return write_lyanna_bundle(tmp_path_factory.mktemp("lyanna"))
 
 
 @pytest.fixture(scope="session")
@@ -78,18 +81,21 @@ def kernels() -> Kernels:
     return Kernels(path)
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder for tests only."""
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache folder of all tests and of commands that they run: no test writes to the real one."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
-def redraft(cache: Path) -> Redraft:
-    """Run the command line like a user. Returns the finished process."""
+def redraft(cache_of_tests: Path) -> Redraft:
+    """Run the command line as a user does; returns the finished process."""
 
     def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
         environment.pop("REDRAFT_DEBUG", None)
         command = [sys.executable, "-c", "from redraft.cli.main import main; main()", *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, **options)  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ from redraft.engines.digests import text_digest
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.target import Target
 from redraft.files import link_or_copy, same_disk
+from redraft.user_cache import user_cache
 
 MOST_BYTES = 64 << 30
 DISK_SHARE = 4
@@ -27,7 +28,7 @@ _LOG = logging.getLogger("redraft.tensorrt")
 
 def cache_folder() -> Path:
     """Return the folder of engines and timing caches: redraft/tensorrt in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "tensorrt"
+    return user_cache() / "tensorrt"
 
 
 def timing_cache(target: Target, folder: Path | None = None) -> Path:

@@ -45,6 +45,7 @@ def test_the_check_can_be_left_out(checkpoint, tmp_path, narrow_masks):
     assert not [line for line in lines if line.startswith("checked")]
 
 
+@pytest.mark.slow
 def test_a_bundle_that_was_not_checked_is_not_current(checkpoint, tmp_path, redraft):
     arguments = ("build", checkpoint, "-o", tmp_path / "engines", "--eval-text", "none")
     assert "built in" in redraft(*arguments, "--skip-check").stdout

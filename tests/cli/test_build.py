@@ -83,7 +83,7 @@ def test_quantized_build_reports_perplexity_beside_fp32(
     whole = sum(counts.values())
     assert summary["weight_shares"] == pytest.approx({kind: count / whole for kind, count in counts.items()})
     shown = redraft("inspect", out).stdout
-    assert f"{summary['bytes'] / 1e6:.1f} MB, every digest holds" in shown
+    assert f"{summary['bytes'] / 1e6:.1f} MB, every digest held at the last full check" in shown
     assert f"{100 * counts['fp32'] / whole:.1f} % in fp32" in shown
     assert summary["perplexity"]["words"] != exact
     assert summary["perplexity"]["words"] == pytest.approx(exact, rel=0.2)

@@ -53,6 +53,7 @@ def test_bundle_has_the_files_name_ends_and_template(gguf_file: Path, gguf_bundl
     assert "inexact" not in manifest["model"] or manifest["model"]["inexact"] == []
 
 
+@pytest.mark.slow
 def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gguf_file: Path, tmp_path: Path) -> None:
     file = Path(shutil.copy(gguf_file, tmp_path / "m.gguf"))
     build = ("build", file, "-o", tmp_path / "out", "--weights", "random", "--json")

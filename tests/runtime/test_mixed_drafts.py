@@ -214,6 +214,7 @@ def pair_bundle(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", "cpu"])
 def test_two_drafters_draft_side_by_side(pair_bundle: Path, tmp_path: Path, device: str) -> None:
     """Each for requests of its own, whose slots the other one's calls leave as they were."""

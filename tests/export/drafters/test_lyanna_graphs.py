@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
-from redraft.errors import UsageError
-from redraft.export.drafters.lyanna_graphs import _export_resample, export_random_lyanna, lyanna_shape
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.lyanna_graphs import _export_resample, export_lyanna, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_nodes, resample_outputs
@@ -33,6 +35,7 @@ from .tiny import (
     make_verifier,
     manifest_with_verifier,
     random_drafter,
+    write_drafter,
 )
 
 CAPACITY = 48
@@ -329,3 +332,28 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: in
 
     logits = np.random.default_rng(3).normal(size=(2, 3, VOCABULARY)).astype(np.float32)
     check_resample(run, logits, shape, tables)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("config", {"steps": 2}, "trained for 2 steps, not 3"),
+        ("config", {"hidden_size": 48}, "trained for hidden states of width 48, the verifier has 32"),
+        ("config", {"vocab_size": 62}, "trained for a vocabulary of 62, the verifier has 61"),
+        ("config", {"heads": 3}, "3 heads of 16"),
+        ("config", {"depth": 2}, "unknown key depth"),
+        ("verifier", {"weights": ["0" * 64]}, "trained for another verifier: expected weights 00000000"),
+        ("verifier", {"tokenizer": "0" * 64}, "trained with another tokenizer.json"),
+    ],
+)
+def test_a_drafter_that_does_not_belong_to_its_verifier_is_refused(
+    little_verifier: Verifier, tmp_path: Path, part: str, change: dict[str, object], message: str
+) -> None:
+    file = write_drafter(tmp_path / "drafter", little_verifier.checkpoint) / "config.json"
+    values = json.loads(file.read_text())
+    values[part].update(change)
+    file.write_text(json.dumps(values))
+    opened, identity = DrafterCheckpoint.open(file.parent), Identity.of(little_verifier.checkpoint)
+    with pytest.raises(CheckpointError) as error:
+        export_lyanna(METHOD.id, opened, little_verifier.export, identity, tmp_path, LyannaBuild(steps=3))
+    assert message in str(error.value)

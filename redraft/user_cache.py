@@ -1,0 +1,38 @@
+"""Small JSON files in the user's cache folder. A lost or damaged one costs time, never correctness."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def user_cache() -> Path:
+    """Return redraft's folder in the user's cache. It need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft"
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if there is no file, it cannot be read, or it holds something else."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if isinstance(values := json.loads(path.read_bytes()), dict):
+            return values
+    return None
+
+
+def write_object(path: Path, values: Mapping[str, Any]) -> None:
+    """Write all of the file or nothing, so that no reader sees a part. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(values, file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
