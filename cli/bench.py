@@ -12,6 +12,7 @@ from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
     Device,
+    DrafterOptions,
     Engines,
     Inexact,
     Json,
@@ -22,6 +23,7 @@ from redraft.cli.options import (
     check_system,
     parse_acceptance,
     parse_budget,
+    parse_drafter_options,
 )
 from redraft.errors import UsageError
 
@@ -62,6 +64,7 @@ def bench(
     threads: Threads = None,
     device: Device = None,
     inexact: Inexact = False,
+    drafter_option: DrafterOptions = None,
     verify: Verify = None,
     as_json: Json = False,
 ) -> None:
@@ -70,6 +73,7 @@ def bench(
     if methods is not None and not all(listed):
         raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
     check_system(system, chat)
+    options = parse_drafter_options(drafter_option)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
     from redraft.bench.compare import INEXACT, Settings, compare
@@ -84,7 +88,9 @@ def bench(
         report("opening the engines")
         with ExitStack() as stack:
             runtime = stack.enter_context(
-                open_runtime(engines, threads=threads, verify=verify, device=device, exact=not inexact)
+                open_runtime(
+                    engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
+                )
             )
             chosen = listed or default_methods(runtime, engines)
             fast = None

@@ -13,6 +13,7 @@ from redraft.cli.console import print_caveats, print_json
 from redraft.cli.options import (
     BudgetText,
     Device,
+    DrafterOptions,
     Engines,
     Inexact,
     Json,
@@ -22,6 +23,7 @@ from redraft.cli.options import (
     Verify,
     check_system,
     parse_budget,
+    parse_drafter_options,
 )
 from redraft.errors import UsageError
 
@@ -63,12 +65,14 @@ def generate(
     threads: Threads = None,
     device: Device = None,
     inexact: Inexact = False,
+    drafter_option: DrafterOptions = None,
     verify: Verify = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""
     check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
+    options = parse_drafter_options(drafter_option)
     predicted = read_prompt(STANDARD_INPUT, None) if prediction == Path(STANDARD_INPUT) else None
     if prediction and predicted is None:
         predicted = read_file(prediction)
@@ -88,7 +92,9 @@ def generate(
     )
     with ExitStack() as stack:
         runtime = stack.enter_context(
-            open_runtime(engines, threads=threads, verify=verify, device=device, exact=not inexact)
+            open_runtime(
+                engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
+            )
         )
         ids = encode(runtime, text, chat, system)
         runtime.stream(ids, params, how)  # refuses what cannot be done, while the trace still holds another

@@ -50,6 +50,14 @@ BudgetText = Annotated[
     ),
 ]
 
+DrafterOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter-option",
+        help="Set an option of a method or drafter, such as ngram.prompt_lookup_max=3; may be given again.",
+    ),
+]
+
 
 def check_system(system: str | None, chat: bool) -> None:
     """Raises UsageError for a system message without a chat."""
@@ -84,6 +92,30 @@ def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...
         raise UsageError(
             f"--synthetic-acceptance {text!r}: expected probabilities by depth", "such as 0.9,0.8"
         ) from None
+
+
+def parse_drafter_options(texts: Sequence[str] | None) -> dict[str, dict[str, int | float | str]]:
+    """Return options by drafter from texts of the form ID.KEY=VALUE. Raises UsageError for another form."""
+    found: dict[str, dict[str, int | float | str]] = {}
+    for text in texts or ():
+        name, _, value = text.partition("=")
+        drafter, _, key = name.partition(".")
+        if not (drafter and key and value):
+            raise UsageError(
+                f"--drafter-option {text!r}: expected ID.KEY=VALUE", "for example ngram.prompt_lookup_max=3"
+            )
+        found.setdefault(drafter, {})[key] = _number(value)
+    return found
+
+
+def _number(text: str) -> int | float | str:
+    """Return the number that a text is, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _check_drafting(option: str, methods: Sequence[str | None]) -> None:

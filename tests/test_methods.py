@@ -16,7 +16,10 @@ WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
 """The methods that the test searches for.
 
 `none` is too common a word. N-gram lookup is not a drafter of a bundle: shared files combine it with drafters.
-
+"""
+ORDINARY = frozenset({"suffix"})
+"""Methods with the name of an ordinary word. Shared files may use it as an identifier, but not import the method's
+modules, and no string of theirs may have the id alone or joined to others.
 """
 EXCEPTIONS = {
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
@@ -51,17 +54,34 @@ def docstrings(tree: ast.Module) -> set[ast.Constant]:
     }
 
 
-def uses(source: str, method: str) -> set[int]:
-    """Return lines with an identifier, an import or a string that contains the method's name, in any case."""
+def words_of(identifier: str) -> set[str]:
+    """Return the words of an identifier in snake or camel case, or of a string, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", identifier)}
+
+
+def names_method(node: ast.AST, method: str) -> bool:
+    """Return True if an identifier, an import or a string has the method's name among its words."""
+    fields = ("id", "attr", "arg", "name", "asname", "module", "value")
+    found = [value for field in fields if isinstance(value := getattr(node, field, None), str)]
+    return any(method in words_of(name) or name.lower() == method for name in found)
+
+
+def names_ordinary(node: ast.AST, method: str) -> bool:
+    """Return True for an import of the method's modules, and for its id as a string, alone or in a pair or a path."""
+    if isinstance(node, ast.ImportFrom):
+        found = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+        return any(re.search(rf"\.{method}(_|\.|$)", name) for name in found)
+    if isinstance(node, ast.alias):
+        return re.search(rf"\.{method}(_|\.|$)", node.name) is not None
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and method in re.split(r"[+.=,]", node.value)
+
+
+def uses(source: str, method: str, ordinary: bool = False) -> set[int]:
+    """Return lines of a source that name the method, whose name may be an ordinary word."""
     tree = ast.parse(source)
     documented = docstrings(tree)
-    fields = ("id", "attr", "arg", "name", "asname", "module", "value")
-    lines = set()
-    for node in ast.walk(tree):
-        names = [value for field in fields if isinstance(value := getattr(node, field, None), str)]
-        if node not in documented and any(method in name.lower() for name in names):
-            lines.add(getattr(node, "lineno", 0))
-    return lines
+    named = names_ordinary if ordinary else names_method
+    return {getattr(node, "lineno", 0) for node in ast.walk(tree) if node not in documented and named(node, method)}
 
 
 def found_in(root: Path, method: str) -> dict[str, int]:
@@ -71,7 +91,7 @@ def found_in(root: Path, method: str) -> dict[str, int]:
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
             shared = name != REGISTRY and not own.fullmatch(name)
-            if shared and (lines := uses(path.read_text("utf-8"), method)):
+            if shared and (lines := uses(path.read_text("utf-8"), method, method in ORDINARY)):
                 found[name] = min(lines)
     return found
 
@@ -97,11 +117,37 @@ def test_no_shared_file_names_a_method(root: Path, method: str) -> None:
         "f(eagle=1)",
         "EAGLE = 1",
         "x = 'eagle'",
+        "x = 'EAGLE-3 drafts'",
         "x = f'{y}.eagle.draft'",
     ],
 )
 def test_each_kind_of_use_is_seen(source: str) -> None:
     assert uses(source, "eagle") == {1}
+
+
+@pytest.mark.parametrize("source", ["x.interest = 1", "x = 'the restored state'", "def arrest(): pass"])
+def test_a_name_within_another_word_is_no_use(source: str) -> None:
+    assert uses(source, "rest") == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import redraft.methods.suffix",
+        "from redraft.methods import suffix as method",
+        "from redraft.runtime.drafters.suffix_store import SuffixStore",
+        "x = 'suffix'",
+        "x = f'suffix+{y}'",
+        "x = {'suffix.max': 1}",
+    ],
+)
+def test_each_use_of_an_ordinary_name_is_seen(source: str) -> None:
+    assert uses(source, "suffix", ordinary=True) == {1}
+
+
+@pytest.mark.parametrize("source", ["x.suffix = 1", "def f(suffix): pass", "x = 'no suffix of the file'"])
+def test_an_ordinary_name_may_be_an_identifier(source: str) -> None:
+    assert uses(source, "suffix", ordinary=True) == set()
 
 
 def test_documentation_may_name_a_method() -> None:

@@ -191,6 +191,15 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--controller", "bold"], "unknown controller 'bold'; choose one of adaptive, fixed"),
         (["--prompt", "a", "--controller", "fixed"], "the controller fixed needs a budget"),
         (["--prompt", "a", "--prediction", "absent.txt"], "cannot read absent.txt"),
+        (["--prompt", "a", "--drafter-option", "ngram"], "expected ID.KEY=VALUE"),
+        (["--prompt", "a", "--drafter-option", ".x=1"], "expected ID.KEY=VALUE"),
+        (["--prompt", "a", "--drafter-option", "magic.x=1"], "no drafter 'magic' to give options; choose one of none"),
+        (["--prompt", "a", "--drafter-option", "ngram.x=1"], "ngram: unknown key x"),
+        (["--prompt", "a", "--drafter-option", "ngram.prompt_lookup_max=many"], "must be a whole number, not 'many'"),
+        (
+            ["--prompt", "a", "--method", "suffix", "--drafter-option", "suffix.suffix_decoding_max_cached_tokens=0"],
+            "suffix_decoding_max_cached_tokens must be at least 1, not 0",
+        ),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
@@ -212,6 +221,17 @@ def test_a_prediction_does_not_change_the_text(
     assert "shorten the prediction" in refused(*command, "--prediction", predicted, status=2)
     refusal = refused(*command[:5], "--method", "none", "--prediction", predicted, status=2)
     assert "plain decoding takes no prediction" in refusal
+    predicted.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refused(*command, "--prediction", predicted, status=1)
+
+
+def test_a_drafters_options_reach_it(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
+    """With a context of one token suffix decoding drafts one token a step; the text stays."""
+    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "suffix", "--json")
+    options = ("--budget", "nodes=8,depth=8,width=1", "--drafter-option", "suffix.suffix_decoding_max_tree_depth=2")
+    found = json.loads(redraft(*command, *options).stdout)
+    assert found["token_ids"] == plain["token_ids"]
+    assert found["metrics"]["num_draft_tokens"] == found["metrics"]["num_spec_steps"] > 0
 
 
 def test_text_over_a_device_is_the_hosts(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:

@@ -83,6 +83,8 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
         ("none", None, {}),
         ("ngram", None, {}),
         ("ngram", Budget(6, 4, 2), {}),
+        ("suffix", None, {}),
+        ("suffix+lyanna", None, {}),
         ("ngram+lyanna", None, {}),
         ("ngram+lyanna", None, {"resample": False}),
         ("lyanna", None, {}),

@@ -24,7 +24,7 @@ from redraft.runtime.trace import replay
 
 from .fakes import CURVE, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
 
-PROMPTS = [[97 + (i * 7 + n) % 5 for i in range(6 + 5 * n)] for n in range(7)]
+PROMPTS = [[97 + (i * 7 + n) % 5 for i in range(6 + 5 * n)] for n in range(9)]
 WAYS = [
     "none",
     "ngram",
@@ -32,11 +32,13 @@ WAYS = [
     SpeculationParams("ngram", budget=Budget(3, 3, 1), controller="adaptive"),
     SpeculationParams(prediction=plain(mixing_rule, PROMPTS[4], 30)),
     SpeculationParams("ngram", prediction=[97, 98] * 9, budget=Budget(8, 8, 2)),
+    "suffix",
+    SpeculationParams("suffix", prediction=plain(mixing_rule, PROMPTS[0], 30), budget=Budget(6, 4, 2)),
     None,
 ]
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 7])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 9])
 def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
     """Each text is the model's own, all of a batch are verified in one call, and the trace of it holds."""
     runtime, trace = make_runtime(max_num_seqs=max_num_seqs), io.StringIO()
@@ -142,10 +144,10 @@ def test_an_adaptive_budget_is_a_limit() -> None:
 @pytest.mark.parametrize(
     ("ways", "message"),
     [
-        (["ngram"], "found 1 parameters for 7 prompts"),
-        ([5] * 7, "expected str or SpeculationParams, .* found int"),
+        (["ngram"], "found 1 parameters for 9 prompts"),
+        ([5] * 9, "expected str or SpeculationParams, .* found int"),
         (5, "expected str or SpeculationParams, .* found int"),
-        (["none"] * 6 + ["nothing"], "no drafter 'nothing'"),
+        (["none"] * 8 + ["nothing"], "no drafter 'nothing'"),
         (SpeculationParams("none", prediction="abc"), "plain decoding takes no prediction"),
         (SpeculationParams(prediction=[97, VOCABULARY]), "the prediction has token ids from 97 to 258"),
         (SpeculationParams(prediction="a" * 300), "the prediction has 300 tokens and the context holds 200"),
