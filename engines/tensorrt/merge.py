@@ -10,9 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx_ir as ir
 from onnx_ir.convenience import replace_all_uses_with
+
+_BLOCK_BYTES = 1 << 24
 
 
 def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
@@ -38,7 +41,7 @@ def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
     if copies:
         with (folder / file).open("wb") as out:
             for part in copies:
-                part.tofile(out)
+                _copy(part, out)
     return sum(part.nbytes for part in copies)
 
 
@@ -54,6 +57,19 @@ def _parts(node: ir.Node) -> list[ir.ExternalTensor]:
 def _adjacent(parts: Sequence[ir.ExternalTensor]) -> bool:
     """Return True if the parts follow one another in one file."""
     return all(a.path == b.path and (a.offset or 0) + a.nbytes == b.offset for a, b in itertools.pairwise(parts))
+
+
+def _copy(part: ir.ExternalTensor, out: BinaryIO) -> None:
+    """Copy the bytes of a tensor. onnx_ir's `tofile` refuses files with hard links, which a bundle's weights are."""
+    left = part.nbytes
+    with Path(part.path).open("rb") as source:
+        source.seek(part.offset or 0)
+        while left:
+            block = source.read(min(left, _BLOCK_BYTES))
+            if not block:
+                raise OSError(f"{part.path} ends within {part.name}")
+            out.write(block)
+            left -= len(block)
 
 
 def _rows(tensor: ir.ExternalTensor) -> int:

@@ -161,7 +161,7 @@ def test_merged_projections_are_one_initializer_each(backwards: bool, tmp_path: 
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, tmp_path: Path) -> None:
-    """As the two that a gate multiplies in a checkpoint of safetensors; other merged weights are as large again."""
+    """So lie the two that a gate multiplies in safetensors. Others are copied, also out of a file with hard links."""
     first, second = (np.full((2, 4), value, np.float16) for value in (1, 2))
     between = b"" if kept else b"\0\0"
     (tmp_path / "w.bin").write_bytes(first.tobytes() + between + second.tobytes())
@@ -175,7 +175,9 @@ def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, tmp
             tensor.external_data.add(key=key, value=str(value))
     onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
     model = ir.load(tmp_path / "g.onnx")
+    (tmp_path / "linked.bin").hardlink_to(tmp_path / "w.bin")  # as a bundle's weights are to a checkpoint's
     assert merge_weights(model, tmp_path, "merged.bin") == (0 if kept else 2 * first.nbytes)
+    (tmp_path / "linked.bin").unlink()  # onnx_ir reads no such file
     assert (tmp_path / "merged.bin").exists() is not bool(kept)
     (merged,) = [
         value.const_value for value in model.graph.initializers.values() if value.uses() or value.is_graph_output()
