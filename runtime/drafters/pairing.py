@@ -58,3 +58,8 @@ class Pair(Drafter):
                 self.second.check_tenant()
             except UsageError:
                 raise error from None
+
+    def forget(self, tenant: str) -> None:
+        """See `Drafter.forget`."""
+        self.first.forget(tenant)
+        self.second.forget(tenant)

@@ -32,6 +32,7 @@ from redraft.errors import RedraftError, UsageError
         ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
         ("a=", "--drafter 'a=': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
         ("a.b=mine,method=lyanna", "no drafter can have the id 'a.b'; take letters, digits, - and _"),
+        ("suffix=mine,method=lyanna", "no drafter can have the id 'suffix', which means something else"),
         ("ngram=mine,method=lyanna", "no drafter can have the id 'ngram', which means something else"),
         ("no/folder", "no/folder is not a drafter: config.json cannot be read"),
     ],

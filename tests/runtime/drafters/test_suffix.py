@@ -10,10 +10,12 @@ from redraft.errors import UsageError
 from redraft.methods.suffix import SuffixOptions
 from redraft.runtime import Runtime, SpeculationParams
 from redraft.runtime.drafters import load_drafter
+from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.drafters.suffix import SuffixDrafter
 from redraft.runtime.drafters.suffix_store import SuffixStore
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome
 from tests.runtime.fakes import FakeEngine, fake_verifier, greedy, make_runtime, plain
 
@@ -22,8 +24,12 @@ FREE = SuffixOptions(suffix_decoding_max_spec_factor=100.0, suffix_decoding_min_
 OPTIONS = {"suffix": {"suffix_decoding_max_cached_requests": 8}}
 
 
+def fake() -> Verifier:
+    return fake_verifier(FakeEngine(), 64)
+
+
 def make(options: SuffixOptions = FREE) -> SuffixDrafter:
-    return SuffixDrafter(fake_verifier(FakeEngine(), 64), options)
+    return SuffixDrafter(fake(), options)
 
 
 def sequence(drafter: SuffixDrafter, text: str, tenant: str | None = None) -> Sequence:
@@ -245,6 +251,22 @@ def test_an_unfinished_stream_is_not_kept() -> None:
     assert len(store) == 1
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pair_keeps_outputs_as_its_drafters_do(first: bool) -> None:
+    suffix, other = make(SuffixOptions(suffix_decoding_max_cached_requests=4)), load_drafter("ngram", fake())
+    pair = Pair(suffix, other) if first else Pair(other, suffix)
+    pair.check_tenant()
+    seq = Sequence([1, 2], 2, 400, frozenset(), Greedy(), tenant="one")
+    pair.begin(seq)
+    seq.tokens += [3, 4]
+    pair.finish(seq)
+    assert len(suffix.store) == 1
+    pair.forget("one")
+    assert len(suffix.store) == 0
+    with pytest.raises(UsageError, match="ngram keeps no earlier outputs"):
+        Pair(other, load_drafter("none", fake())).check_tenant()
+
+
 @pytest.mark.parametrize("tenant", [b"me", 7, "", ("a",), True])
 def test_a_tenants_key_is_a_text(tenant: object) -> None:
     with pytest.raises(UsageError, match="a tenant's key must be a text that is not empty"):
@@ -281,4 +303,4 @@ def test_a_tenant_needs_a_store(how: SpeculationParams, message: str) -> None:
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        load_drafter("suffix", fake_verifier(FakeEngine(), 64), options)
+        load_drafter("suffix", fake(), options)
