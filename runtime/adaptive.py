@@ -95,7 +95,7 @@ class Adaptive:
     estimates its own probabilities. Those of a drafter's trees are corrected by depth (`DepthCalibration`), or learned
     by rank if the trees stay on a device (`RankCalibration`). The best n has the largest yield less `rate` tokens for
     every millisecond, and this difference is the tree's gain. `rate` is the sequence's present rate, at least that of
-    plain decoding (Dinkelbach's method for a ratio of sums; the ratio of one step alone would make trees too small).
+    plain decoding (Dinkelbach's method for a ratio of sums). The ratio of one step alone would make trees too small.
     In a batch, all trees are cut to one number of nodes, since the largest tree determines a call's cost. The batch's
     yield is then the sum of their yields, and its rate the sum of their rates.
 

@@ -268,8 +268,8 @@ class Runtime:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
 
-        Raises UsageError if the runtime is closed. Raises UsageError for a prompt that is neither text nor ids, that is
-        empty without a BOS token, that leaves no space for a new token, or that has an id past the vocabulary.
+        Raises UsageError if the runtime is closed. Raises UsageError for a prompt that is neither text nor ids, is empty
+        without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.tokenizer.encode("")
@@ -320,7 +320,7 @@ class Runtime:
         name, lookup = split_pair(word)
         drafter = self._drafter(name)
         if lookup and not drafter.has_engines:
-            raise UsageError(f"there is no method {word!r}", f"choose one of {', '.join(self.methods)}")
+            raise UsageError(f"this bundle has no method {word!r}", f"choose one of {', '.join(self.methods)}")
         if word == NONE:
             for given, what in ((asked.prediction, "prediction"), (asked.tenant, "tenant")):
                 if given is not None:

@@ -74,7 +74,7 @@ class VerifyCosts:
     """
 
     def __init__(self, curves: Mapping[int, CostCurve], believed: Mapping[int, CostCurve] | None = None) -> None:
-        """curves: measured, by sequences, all of one length.   believed: the latest estimates as such curves, if any."""
+        """curves: measured, by sequences, all of one length.   believed: the latest estimates, if known."""
         self.measured = dict(sorted(curves.items()))
         self.steps = 0
         self._tables: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Figures measured on this machine and kept for the next opening: one JSON file for each thing they depend on."""
+"""Figures measured on this machine and saved for the next opening: one JSON file for each identity."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from redraft.errors import BackendError
 
 _LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
-"""What figures depend on besides the machine: build, graph, threads, slots, device …"""
+"""Everything but the machine that figures depend on: build, graph, threads, max_num_seqs, device …"""
 
 
 def kept_file(identity: Identity) -> Path | None:
-    """Where figures of `identity` on this machine are kept; None for a GPU that nobody can name.
+    """Return the file for figures of `identity` on this machine; None if the machine's GPU has no name.
 
-    On the device `cuda` the name depends on the machine's GPU.
+    On the device `cuda`, the file name depends on the GPU.
     """
     try:
         return cache_folder() / f"{_key(identity)}.json"
@@ -33,7 +33,7 @@ def kept_file(identity: Identity) -> Path | None:
 
 
 def read_kept(path: Path | None) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file, it cannot be read, or it is something else."""
+    """Return the JSON object in a file; None if the file is missing, is unreadable, or holds another value."""
     with contextlib.suppress(OSError, ValueError):
         if path is not None and isinstance(values := json.loads(path.read_bytes()), dict):
             return values
@@ -41,7 +41,7 @@ def read_kept(path: Path | None) -> dict[str, Any] | None:
 
 
 def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
-    """Write all or nothing, so that a reader never sees a part. Logs one line if the folder cannot be written."""
+    """Write the whole file or nothing, so that no reader sees a part. Logs one line if the folder is not writable."""
     if path is None:
         return
     try:
@@ -55,16 +55,16 @@ def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        _LOG.warning("cannot keep what was measured in %s: %s; every opening measures again", path.parent, error)
+        _LOG.warning("cannot save measured figures in %s: %s; every opening measures again", path.parent, error)
 
 
 def cache_folder() -> Path:
-    """Where measured figures are kept."""
+    """Return the folder of measured figures."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft" / "curves"
 
 
 def _key(identity: Identity) -> str:
-    """Names everything that a time depends on. Raises BackendError where the device is a GPU that has no name."""
+    """Return a name that depends on everything that a time depends on. Raises BackendError for a GPU without a name."""
     machine = {
         "machine": platform.machine(),
         "cpu": _cpu_model(),
@@ -75,7 +75,7 @@ def _key(identity: Identity) -> str:
 
 
 def _gpu() -> dict[str, object]:
-    """The GPU that engines run on: the first visible one."""
+    """Return the GPU that engines run on, which is the first visible one."""
     found = find_gpu()
     return {"gpu": found.name, "compute_capability": found.compute_capability}
 

@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """How a request speculates.
+    """A request's drafter, controller and limits.
 
     method: a name that requests share if they learn from each other: the drafter's, and the settings that matter.
     most:   the largest budget of its trees.

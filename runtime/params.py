@@ -23,7 +23,7 @@ _CALLED = {Integral: "a whole number", Real: "a number"}
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt.
+    """Parameters of one prompt's continuation.
 
     max_tokens:  new tokens at most.
     stop:        strings that end the text, which is cut before them.
@@ -66,7 +66,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How to speculate for one prompt. The text is the same with all of them.
+    """Parameters of one prompt's speculation. They do not change the text.
 
     method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None is the bundle's default.
                 `none` accepts no prediction and ignores budget and controller.

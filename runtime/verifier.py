@@ -3,9 +3,9 @@
 A slot is a row of the batch. The active sequences have slots 0, 1, … without a gap, so a call over B sequences reads
 the first B slots of each buffer.
 
-A step has five parts: it prepares the tree, verifies it, accepts tokens, compacts the accepted rows in the KV buffers,
-and gathers feature rows for drafters. On a GPU all parts are programs over the same buffers, captured as one
-(`bound_step`). The host does all parts but verifying in NumPy, over arrays without padding (`host_step`).
+A step has five parts. It prepares and verifies the trees, and accepts tokens. Then it compacts the accepted rows in
+the KV buffers, and gathers feature rows for drafters. On a GPU all parts are programs over the same buffers, captured
+as one (`bound_step`). The host does all parts but verifying in NumPy, over arrays without padding (`host_step`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Drafters that read the verifier's hidden states and draft in one engine call. Their methods share this code.
 
 The drafter has its own KV. Each row is a pair of the verifier's feature at a position and the next token. Rows of
-tokens that were committed since the last draft are pending. The next draft computes them, in chunks if there are
-many. The verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only their
+tokens that were committed since the last draft are pending. The next draft computes them, in several chunks if
+necessary. The verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only their
 sizes.
 
-A call computes all slots of a batch, also those of other drafters, but does not change the latter: it writes their KV
-after their valid rows, stores only the trees of its own slots in the verifier's `TreeStore`, and first copies other
-data that it would overwrite.
+A call computes all slots of a batch, but leaves the slots of other drafters unchanged. It writes their KV after their
+valid rows, and stores only the trees of its own slots in the verifier's `TreeStore`. Other data that it would
+overwrite are saved before and restored.
 """
 
 from __future__ import annotations

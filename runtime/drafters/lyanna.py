@@ -1,7 +1,7 @@
 """Lyanna in the runtime: it drafts from predicted hidden states, and resamples unused steps after a verification.
 
 Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs implement both. A draft's chain has one
-step a token: after j accepted tokens the bonus uses step j + 1, and the logits of later steps serve another tree.
+step a token. After j accepted tokens the bonus uses step j + 1, and the logits of later steps serve another tree.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3 and algorithm 1. T
 among the places of one context, divided by the count of all candidates there. The frequencies along a path are
 multiplied. Among the trees of several context lengths, the drafter selects the one with the largest sum.
 
-The paper uses frequencies as probabilities. Here each is multiplied by the recent share of correct candidates, by
-length of context and number of places. So the controller can compare a tree's gain with its cost.
+The paper uses frequencies as probabilities. This drafter multiplies each one by the recent share of correct
+candidates with the same length of context and number of places. So the controller can compare gains with
+costs.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said_in_a_line(
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert load_costs(verifier, {"build": "a"}).largest == 24
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"cannot keep what was measured in {blocked}")
+    assert record.getMessage().startswith(f"cannot save measured figures in {blocked}")
 
 
 def test_a_write_that_fails_leaves_no_file_behind(
