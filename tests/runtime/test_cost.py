@@ -1,4 +1,4 @@
-"""The cost of verification: measured once, corrected by every call, kept for the next opening, refused if damaged."""
+"""Verification costs: measured once, corrected by every call, saved for the next opening, refused if damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .fakes import CURVE, SHAPE, FakeEngine, FakeHost, engine_of, greedy, make_r
 
 
 class Timed(Verifier):
-    """A verifier whose calls take what a formula says."""
+    """A verifier whose calls take the milliseconds of a formula."""
 
     calls = 0
 
@@ -61,7 +61,7 @@ def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Time
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
-    """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
+    """The fake refuses rows past the buffer, rows that were not written, and positions that do not follow."""
     runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
     runtime.generate([[97] * 40] * max_num_seqs, greedy(9), speculation="none")
     engine = engine_of(runtime.verifier)
@@ -93,7 +93,7 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
         load_costs(verifier, identity)
         cached_costs(verifier, drafter, {**identity, "method": "x"})
         calls.append((Timed.calls, drafter.calls))
-    assert calls[0] == calls[1]  # only its free memory is another
+    assert calls[0] == calls[1]  # only its free memory differs
     assert calls[2][0] > calls[1][0]
     assert calls[2][1] > calls[1][1]
 
@@ -180,7 +180,7 @@ def test_a_write_that_fails_leaves_no_file_behind(
 
 
 class TimedDrafter(NoDrafter):
-    """A drafter whose calls take what is said, but now and then ten times as long."""
+    """A drafter whose calls take given milliseconds, but sometimes ten times as long."""
 
     has_engines = True
     calls = 0
@@ -237,13 +237,13 @@ TRUE = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0})
 
 
 def called(costs: VerifyCosts, sizes: list[int], true: CostCurve = TRUE, sequences: int = 1) -> None:
-    """So many calls of these sizes, one after the other, each of which takes what `true` says."""
+    """Observe calls of these sizes, one after the other, with the times of `true`."""
     for size in sizes:
         costs.observe(sequences, size, true.table_ms[size])
 
 
 def test_a_level_that_is_wrong_is_corrected_for_all_sizes_by_calls_of_one() -> None:
-    """As after a first opening while a compiler ran."""
+    """The first opening ran next to a compiler."""
     costs = VerifyCosts.of(CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}))
     called(costs, [1] * 64)
     assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=0.02)
@@ -268,7 +268,7 @@ def test_a_call_that_was_interrupted_corrects_nothing() -> None:
 
 
 def test_what_was_true_while_the_machine_was_busy_is_forgotten() -> None:
-    """Sizes that are not called after the load ends follow the ones that are."""
+    """Sizes without calls after the load ends follow the sizes with calls."""
     costs, busy = VerifyCosts.of(TRUE), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
     called(costs, [1, 8] * 64, busy)
     assert costs.table_ms(1)[8] == pytest.approx(54.0, rel=0.02)

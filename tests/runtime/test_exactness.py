@@ -1,4 +1,4 @@
-"""What a machine's kernels do is found out once, acted on, and kept."""
+"""The kernels of a machine are checked once, and the verifier uses the saved result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Rounding(FakeEngine):
-    """A fake whose logits are off by a bit in calls that `where` names, by sequences and rows."""
+    """A fake whose logits are off by a bit in selected calls, by sequences and rows."""
 
     def __init__(self, where: Callable[[int, int], bool]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is believed of a tree follows what was kept: of its probabilities by a record, of its ranks on a device."""
+"""Statistics of trees follow acceptance: by probability, and by rank for trees on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .fakes import CURVE
 
 
 def shares(tree: DraftTree) -> list[float]:
-    """Probabilities of a chain's nodes given their parents."""
+    """Return the probabilities of a chain's nodes given their parents."""
     return [math.exp(child - parent) for parent, child in pairwise(tree.log_probs.tolist())]
 
 
@@ -30,14 +30,14 @@ def test_a_new_record_believes_what_it_is_told() -> None:
 
 
 def test_promises_are_judged_by_depth() -> None:
-    """Of two tokens, both said to be likely, the first always comes true and the second never."""
+    """Two tokens are both likely, but the first is always correct and the second never."""
     record, tree = DepthCalibration(), chain(0.9, 0.9, 0.9)
     for _ in range(300):
         record.observe(tree, (1, OTHER))
     found = shares(record.calibrated(tree))
     assert found[0] > 0.99
     assert found[1] < 0.02
-    assert found[2] == pytest.approx(shares(DepthCalibration().calibrated(tree))[2])  # nothing was said of the third
+    assert found[2] == pytest.approx(shares(DepthCalibration().calibrated(tree))[2])  # nothing is known of the third
     assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
 
 
@@ -85,7 +85,7 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
 
 
 class Unread(DraftTree):
-    """A tree of so many nodes whose fields nobody may ask for."""
+    """A tree of this many nodes whose fields must not be read."""
 
     on_device = True
 
@@ -108,7 +108,7 @@ def kept(path: tuple[int, ...]) -> Outcome:
 
 
 def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...], steps: int) -> list[int]:
-    """Sizes of the trees verified, of trees of so many nodes of which those of `path` are kept, where verified."""
+    """Return the sizes of the verified trees, if the verifier accepts the nodes of `path` that it verifies."""
     sizes = []
     for _ in range(steps):
         if not controller.budget(seq).nodes:
@@ -144,7 +144,7 @@ def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
 
 
 def test_a_tree_that_stays_on_a_device_is_cut_where_its_ranks_stop_paying() -> None:
-    """Nothing is copied: what is known is which nodes of those verified were kept."""
+    """Nothing is copied: the controller knows only which of the verified nodes were accepted."""
     seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
     sizes = settle(controller, seq, 13, (1, 3), 300)
     assert sizes[0] == 13
@@ -159,7 +159,7 @@ def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
 
 
 def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole() -> None:
-    """They cannot be merged without a copy."""
+    """Merging them would need a copy."""
     seq, controller = sequence(), Adaptive(VerifyCosts.of(FREE))
     good, poor = chain(*[0.99] * 12), chain(0.02)
     taken = []

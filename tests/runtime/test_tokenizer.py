@@ -44,7 +44,7 @@ def test_bytes_that_never_make_a_character_do_not_hold_up_what_follows() -> None
 @pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 6, 2)], ids=str)
 @pytest.mark.parametrize("stop", [("END",), ("never", "D."), ("N", "END"), ("🙂E",)])
 def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Budget) -> None:
-    """Held back while they may begin, across chunks and accepted paths; tokens after the end are cut."""
+    """Text that may begin a stop string is held back, across chunks and paths. Tokens after the end are cut."""
     said = "EN EN EN 🙂END. EN EN EN"
     full = said.encode()
     runtime = make_runtime(script(full, 1))
@@ -99,6 +99,6 @@ def test_chat_template_sees_messages_and_special_tokens() -> None:
     ],
 )
 def test_chat_templates_that_cannot_be_used_are_refused(template: str | None, match: str) -> None:
-    """The last: a bundle's template must not reach into the interpreter."""
+    """The last case: a bundle's template must not access the interpreter."""
     with pytest.raises(UsageError, match=match):
         byte_text(template=template).apply_chat_template([{"role": "user", "content": "hi"}])

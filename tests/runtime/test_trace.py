@@ -1,4 +1,4 @@
-"""Traces: what is written can be played again, and a line that was changed is found."""
+"""Traces: a written trace replays, and the replay refuses a line that was changed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
 
 
 def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice_holds() -> None:
-    """Replaying computes source and size again; a gain that was another would have chosen another source."""
+    """Replaying computes source and size again: a different gain would select another source."""
     lines = traced(budget=None)
     steps = [json.loads(line) for line in lines if "position" in line]
     weighed = [step for step in steps if "choice" in step]
@@ -105,13 +105,13 @@ def test_nothing_is_written_once_no_trace_is_asked_for() -> None:
 
 
 def test_forced_acceptance_is_not_traced() -> None:
-    """Its answers are not the verifier's."""
+    """Its outcomes are not the verifier's."""
     with pytest.raises(UsageError, match="cannot be traced"):
         make_runtime().generate([[97]], greedy(5), synthetic_acceptance=[0.5], trace=io.StringIO())
 
 
 def accepted_step(lines: list[str]) -> int:
-    """Number from 0 of a line whose step accepted something."""
+    """Return the index of a line whose step accepted a token."""
     return next(number for number, line in enumerate(lines) if json.loads(line).get("path"))
 
 

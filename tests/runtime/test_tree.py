@@ -1,4 +1,4 @@
-"""Tree functions against definitions spelled out the slow way, over every small tree."""
+"""Tree functions equal simple, slow definitions, over every small tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mask_and_depths(parents: list[int]) -> None:
 
 
 def test_accepted_path_is_the_longest_one_that_agrees() -> None:
-    """Every tree of four drafted nodes over a vocabulary of two, every answer of the verifier."""
+    """All trees of four drafted nodes over a vocabulary of two, with all target tokens."""
     count = 0
     for parents in SMALL_TREES:
         for tokens in product(range(2), repeat=len(parents)):
@@ -73,7 +73,7 @@ def test_pruning_keeps_the_likeliest_nodes_and_their_ancestors(parents: list[int
 
 
 def test_greedy_judges_a_tree() -> None:
-    """Root 5 with children 6 and 7; the verifier says 7, then 9: node 2 is kept, 9 is the bonus."""
+    """Root 5 has children 6 and 7. The target tokens are 7, then 9: node 2 is accepted, 9 is the bonus."""
     logits = np.zeros((3, 10), np.float32)
     logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
     sampler = Greedy(record_logit_margins=True)
@@ -87,7 +87,7 @@ def test_greedy_judges_a_tree() -> None:
 
 
 def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
-    """Siblings of distinct tokens out of three, no child likelier than its parent."""
+    """Siblings are distinct tokens out of three, and no child is likelier than its parent."""
     tokens, parents, probs, taken = [9], [-1], [1.0], set()
     while len(tokens) < nodes:
         parent, token = int(generator.integers(len(tokens))), int(generator.integers(3))
@@ -100,7 +100,7 @@ def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
 
 
 def by_path(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    """Log probability by the tokens from below the root; a parent must come before its children."""
+    """Return log probabilities by the tokens below the root. A parent must come before its children."""
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
@@ -160,7 +160,7 @@ def test_a_chain_may_be_of_any_length() -> None:
 
 
 def test_of_two_trees_together_the_likelier_branch_is_left() -> None:
-    """The unlikely branch comes first; a budget of width 1 has space for one of them."""
+    """The unlikely branch comes first. A budget of width 1 takes one of them."""
     both = merge(make_tree([5, 6, 7], [-1, 0, 1], [1.0, 0.2, 0.1]), make_tree([5, 8, 9], [-1, 0, 1], [1.0, 0.9, 0.8]))
     kept = cut(both, StepLimits(Budget(4, 4, 1)), 4)
     assert kept.tokens.tolist() == [5, 8, 9]

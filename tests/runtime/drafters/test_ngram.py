@@ -1,4 +1,4 @@
-"""Prompt lookup: which continuations are proposed, how they are judged, what is learned."""
+"""Prompt lookup: its continuations, their probabilities, and learning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[Draf
 
 
 def branches(tree: DraftTree) -> list[str]:
-    """Text of every path from the root to a leaf, the root left out."""
+    """Return the text of every path from the root to a leaf, without the root."""
     texts = [""]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
         texts.append(texts[parent] + chr(token))
@@ -38,7 +38,7 @@ def branches(tree: DraftTree) -> list[str]:
 
 
 def test_longest_context_first_then_shorter_ones_that_begin_differently(drafter: NgramDrafter) -> None:
-    """`abcd` was last followed by XY; `d` also by Q and by X, of which only Q begins a new branch."""
+    """`abcd` was last followed by XY; `d` also by Q and by X. Only Q begins a new branch."""
     tree, _ = draft(drafter, "dQ--abcdXYZ-abcd")
     assert branches(tree)[0].startswith("XYZ")
     assert [branch[0] for branch in branches(tree)] == ["X", "Q"]
@@ -87,7 +87,7 @@ def test_index_grows_with_the_text_as_if_built_at_once(drafter: NgramDrafter) ->
 
 
 def test_every_node_after_the_decoded_path_is_evidence(drafter: NgramDrafter) -> None:
-    """Drafted: 2 after `xyz abcd` and 1 after `abcd`. The text goes on 2, then not as drafted: one hit, two misses."""
+    """The draft is 2 after `xyz abcd` and 1 after `abcd`. The text continues with 2, then differs: one hit, two misses."""
     tree, seq = draft(drafter, "abcd1xyz abcd2xyz abcd")
     before = list(drafter._rates)
     first, second, third = 8 * RANKS, 4 * RANKS + 1, 9 * RANKS
