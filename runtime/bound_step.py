@@ -100,10 +100,10 @@ class BoundStep:
         first = (accept_output.shape[1] + 1) // 2
         outcomes = []
         for row, count in zip(accept_output.tolist(), nodes, strict=True):
-            said, kept = row[first : first + count], row[0]
+            targets, kept = row[first : first + count], row[0]
             path = tuple(row[2 : 1 + kept])
-            tokens = (said[0], *[said[node] for node in path]) if path else (said[0],)
-            outcomes.append(Outcome(said, path, tokens[-1], tokens))
+            tokens = (targets[0], *[targets[node] for node in path]) if path else (targets[0],)
+            outcomes.append(Outcome(targets, path, tokens[-1], tokens))
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:

@@ -73,7 +73,7 @@ class SyntheticAcceptance(Sampler):
 
     def sample_likeliest(self, likeliest: Several[int], tree: Tree, tokens: Several[int]) -> list[int]:
         """Return the forced token after every node. The last accepted node gets a token that no child has."""
-        said = list(likeliest)
+        target_token_ids = list(likeliest)
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()
         position, last = len(tokens) - 1, 0
         for depth in range(len(parents)):
@@ -81,9 +81,9 @@ class SyntheticAcceptance(Sampler):
             kept = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
             if not children or not kept:
                 drafted = {ids[node] for node in children}
-                if said[last] in drafted:
-                    said[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)
+                if target_token_ids[last] in drafted:
+                    target_token_ids[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)
                 break
-            said[last] = ids[children[0]]
+            target_token_ids[last] = ids[children[0]]
             last = children[0]
-        return said
+        return target_token_ids

@@ -63,7 +63,7 @@ def run(
         (CURVE, (0.05,), 0),
     ],
 )
-def test_the_tree_is_cut_where_a_node_costs_more_than_it_brings(
+def test_the_tree_is_cut_to_nodes_that_gain_more_than_they_cost(
     curve: CostCurve, shares: tuple[float, ...], nodes: int
 ) -> None:
     controller, seq = lookup_only(curve), sequence()
@@ -82,7 +82,7 @@ def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
     assert seq.control.pause == 0  # the next pause is short again
 
 
-def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
+def test_drafting_that_costs_more_than_it_gains_pauses_too() -> None:
     controller, seq = lookup_only(CURVE), sequence()
     run(controller, seq, chain(0.9), accepted=1, steps=200, offers_ms=1000.0)
     assert run(controller, seq, chain(0.9), accepted=1, steps=100, offers_ms=1000.0) < 10
@@ -97,7 +97,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
     assert len(drafted(controller, fresh, chain(0.9, 0.9))[1]) == 1
 
 
-def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
+def test_probabilities_that_are_too_high_are_discounted() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
@@ -167,7 +167,7 @@ def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
         (0.7, 0.1, 0.99, 1, OfferKind.LOOKUP),
     ],
 )
-def test_a_tree_comes_from_where_gain_less_cost_is_largest(
+def test_the_source_of_a_tree_has_the_largest_gain_less_cost(
     fresh_ms: float, resample_ms: float, found: float, remaining: int, expected: OfferKind
 ) -> None:
     """The rate is one token a millisecond. A new record corrects 0.9 and 0.81 to 0.85 and 0.72, and 0.5 to 0.43."""
@@ -203,7 +203,7 @@ def test_gains_of_one_request_serve_the_next() -> None:
     assert planned(controller, sequence(), chain(0.4), 1).kind is OfferKind.LOOKUP
 
 
-def test_what_was_made_is_merged_with_what_was_found() -> None:
+def test_a_new_tree_is_merged_with_the_looked_up_one() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     planned(controller, seq, found)
@@ -216,7 +216,7 @@ def test_what_was_made_is_merged_with_what_was_found() -> None:
     ("fresh", "steps", "expected"),
     [(True, 1, OfferKind.RESAMPLE), (True, 0, OfferKind.FRESH), (False, 0, OfferKind.LOOKUP)],
 )
-def test_a_fixed_budget_resamples_what_can_be(fresh: bool, steps: int, expected: OfferKind) -> None:
+def test_a_fixed_budget_resamples_if_possible(fresh: bool, steps: int, expected: OfferKind) -> None:
     assert planned(FixedBudget(Budget(4, 2, 2)), sequence(), chain(0.5), steps, fresh).kind is expected
 
 
@@ -301,7 +301,7 @@ def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: fl
     assert tries == 40
 
 
-def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
+def test_a_step_without_rows_for_a_tree_does_not_count_as_speculation() -> None:
     """The controller would have speculated, but the end of the text or of the buffer left no rows for a tree."""
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     step(controller, [seq], 0.1, {FRESH: 0.1})

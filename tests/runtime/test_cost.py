@@ -60,7 +60,7 @@ def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Time
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
+def test_a_timed_call_reads_valid_rows(max_num_seqs: int) -> None:
     """The fake refuses rows past the buffer, rows that were not written, and positions that do not follow."""
     runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
     runtime.generate([[97] * 40] * max_num_seqs, greedy(9), speculation="none")
@@ -99,7 +99,7 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
 
 
 @pytest.mark.parametrize(("device", "measured"), [("cpu", 1), ("tensorrt", 2)])
-def test_a_runtime_says_which_device_it_is_on(
+def test_a_runtime_names_its_device(
     lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
@@ -113,7 +113,7 @@ def test_a_runtime_says_which_device_it_is_on(
 
 
 @pytest.mark.parametrize("device", [{}, {"device": "cpu"}])
-def test_no_driver_is_asked_where_no_gpu_computes(
+def test_no_driver_is_used_if_no_gpu_computes(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
 ) -> None:
     monkeypatch.setattr(kept, "find_gpu", lambda: pytest.fail("the driver was asked"))
@@ -143,7 +143,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
         b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}', b'{"measured": {"1": [1]}, "believed": {"1": [1]}}',
     ],
 )  # fmt: skip
-def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
+def test_a_damaged_cache_is_measured_again_and_logged_in_a_line(
     verifier: Timed, cache: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = load_costs(verifier, {"build": "a"})
@@ -157,7 +157,7 @@ def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
     assert json.loads(file.read_bytes())["believed"]["1"] == pytest.approx(first.table_ms(1)[1:], abs=0.03)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without_and_said_in_a_line(
+def test_a_cache_that_cannot_be_written_is_logged_in_a_line(
     verifier: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
@@ -191,7 +191,7 @@ class TimedDrafter(NoDrafter):
         return 0.5 * slow, 0.125 * slow
 
 
-def test_what_drafts_cost_is_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
+def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
     drafter, before = TimedDrafter(verifier), Timed.calls
     first = cached_costs(verifier, drafter, {"build": "a", "method": "x"})
     assert first == Costs(0.5, 0.125)
@@ -267,7 +267,7 @@ def test_a_call_that_was_interrupted_corrects_nothing() -> None:
     assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=1e-9)
 
 
-def test_what_was_true_while_the_machine_was_busy_is_forgotten() -> None:
+def test_costs_of_a_busy_machine_are_forgotten() -> None:
     """Sizes without calls after the load ends follow the sizes with calls."""
     costs, busy = VerifyCosts.of(TRUE), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
     called(costs, [1, 8] * 64, busy)
@@ -284,7 +284,7 @@ def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
     assert set(costs.believed) == {1, 4, 16}
 
 
-def test_what_is_believed_is_kept_beside_what_was_measured(verifier: Timed, cache: Path) -> None:
+def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:
     costs = load_costs(verifier, {"build": "a"})
     called(costs, [1] * 64)
     keep_costs(costs, {"build": "a"})

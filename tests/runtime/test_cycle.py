@@ -123,7 +123,7 @@ class Wide(TreeMaker):
         return make_tree([seq.tokens[-1], *range(nodes)], [-1, *[0] * nodes], [1.0] + [0.5] * nodes)
 
 
-def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_trees_of_two_sources_fit_the_remaining_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tree is within the budget. Near the context's end, their union must fit; the fake refuses rows past it."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     verifier = fake_verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), 80)
@@ -181,7 +181,7 @@ class Timed(FixedBudget):
     [((4, 6), {OfferKind.FRESH: 1000.0}), ((3, 5), {OfferKind.RESAMPLE: 3000.0}),
      ((3, 4), {OfferKind.FRESH: 1000.0, OfferKind.RESAMPLE: 3000.0})],
 )  # fmt: skip
-def test_a_step_tells_how_long_each_source_took(
+def test_a_step_reports_the_time_of_each_source(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[OfferKind, float]
 ) -> None:
     verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=2)

@@ -120,7 +120,7 @@ def test_a_wrong_curve_is_corrected_within_200_steps(clock: Clock, true: CostCur
     assert at_rest < 1.05 * PLAIN_MS
 
 
-def test_where_drafting_takes_longer_than_it_saves_plain_decoding_is_left_alone(clock: Clock) -> None:
+def test_plain_decoding_is_not_slowed_if_drafting_takes_longer_than_it_saves(clock: Clock) -> None:
     """A step takes a tenth of a millisecond, a lookup half of that, and an eighth of its tokens are correct.
 
     By verification costs alone, speculation would seem to pay.

@@ -130,14 +130,14 @@ def test_no_tree_is_larger_than_the_engines_take(
             runtime.generate(ALL[:1], PARAMS, SpeculationParams(method, budget=Budget(largest, 4, 4)))
 
 
-def test_a_drafters_tree_that_no_engine_takes_is_refused(opened: Open) -> None:
+def test_a_drafters_tree_that_is_too_large_for_every_engine_is_refused(opened: Open) -> None:
     with opened() as runtime:
         runtime.verifier.largest_tree = 2
         with pytest.raises(UsageError, match="larger than the 2 that the engine's profile takes"):
             runtime.generate(ALL[:1], PARAMS, "ngram+lyanna")
 
 
-def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]) -> None:
+def test_a_drafter_catches_up_after_other_methods(opened: Open, plain: list[list[int]]) -> None:
     """Other methods used the slots before, and left their values in the buffers."""
     with opened(2) as runtime:
         for method in ("ngram+lyanna", "ngram", "lyanna", "none", "ngram+lyanna"):
@@ -145,7 +145,7 @@ def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]
             assert [list(generation.token_ids) for generation in found] == plain[5:]
 
 
-def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
+def test_recorded_margins_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
         expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
     with opened(3) as runtime:
@@ -171,7 +171,7 @@ def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("method", ["lyanna", "ngram+lyanna"])
-def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: int, method: str) -> None:
+def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int, method: str) -> None:
     """Tree sizes follow from each rank's statistics, and in a batch a fresh draft may be another sequence's.
 
     The replay finds a tree that is larger than its ranks justify.

@@ -132,7 +132,7 @@ def test_a_step_is_a_few_calls_of_cuda(
     assert not mixed or budget is None or (2, 2) in seen
 
 
-def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_path: Path) -> None:
+def test_a_closed_runtime_frees_all_its_memory(lyanna_bundle: Path, tmp_path: Path) -> None:
     """Memory is freed at once, without Python's cycle collector, which commands never run."""
     cuda = FakeCuda()
     fakes = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda)
@@ -154,7 +154,7 @@ def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_pat
         gc.enable()
 
 
-def test_shapes_that_were_not_used_for_longest_are_given_up(
+def test_the_least_recently_used_shapes_are_dropped(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their memory is freed once no pending work needs it, and the text does not change."""
@@ -181,7 +181,7 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
     assert texts[0] == texts[1]
 
 
-def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
+def test_logits_are_read_only_for_margins(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
     runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL))
     assert all(shape[-1] != VOCABULARY for shape in reads)
     runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL), record_logit_margins=True)
@@ -196,7 +196,7 @@ def drafts_of(device: HostDevice) -> DeviceDrafts:
     return DeviceDrafts(tokens, parents, device.empty("float32", 2, 4), [3, 4], device.chain([]), "draft")
 
 
-def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
+def test_fields_are_copied_once_on_first_use(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
     drafts = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False)))
     first, second = drafts.tree(0, 5), drafts.tree(1, 5)
     assert (len(first), len(second)) == (3, 4)

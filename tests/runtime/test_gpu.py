@@ -133,27 +133,28 @@ def refuse(run: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def said(lyanna_bundle: Path) -> Generation:
+def generation(lyanna_bundle: Path) -> Generation:
     return host_texts(lyanna_bundle, IDS[:1], SamplingParams(max_tokens=12, ignore_eos=True))[0]
 
 
 @pytest.mark.parametrize("place", [0, 5, 11])
-def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(said: Generation, place: int) -> None:
-    wrong = replace(said, token_ids=(*said.token_ids[:place], -1, *said.token_ids[place + 1 :]))
-    assert said.logit_margins is not None
+def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(generation: Generation, place: int) -> None:
+    wrong = replace(generation, token_ids=(*generation.token_ids[:place], -1, *generation.token_ids[place + 1 :]))
+    assert generation.logit_margins is not None
     clear, tied = (
-        replace(said, logit_margins=(*[gap] * place, lead, *[gap] * 11)) for gap, lead in ((0.0, 0.5), (0.5, 1e-4))
+        replace(generation, logit_margins=(*[margin] * place, lead, *[margin] * 11))
+        for margin, lead in ((0.0, 0.5), (0.5, 1e-4))
     )
     with pytest.raises(AssertionError, match=f"text 1: token {place} is -1"):
-        compare_texts([said, wrong], [said, clear])
-    assert compare_texts([said, wrong], [said, tied]) == 1
+        compare_texts([generation, wrong], [generation, clear])
+    assert compare_texts([generation, wrong], [generation, tied]) == 1
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: (*ids, 3)], ids=["shorter", "longer"])
-def test_a_text_that_ends_elsewhere_is_an_error(said: Generation, change: Any) -> None:
-    tied = replace(said, logit_margins=(0.0,) * 13)
+def test_a_text_that_ends_elsewhere_is_an_error(generation: Generation, change: Any) -> None:
+    tied = replace(generation, logit_margins=(0.0,) * 13)
     with pytest.raises(AssertionError, match=r"text 0: 1[13] tokens, expected 12"):
-        compare_texts([replace(said, token_ids=change(said.token_ids))], [tied])
+        compare_texts([replace(generation, token_ids=change(generation.token_ids))], [tied])
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -102,8 +102,8 @@ def test_drafted_text_is_the_verifiers_own(
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=budget), trace=trace)
     assert [list(generation.token_ids) for generation in found] == plain
     played = replay(trace.getvalue().splitlines())
-    for prompt, text, told in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
-        assert told[: len(prompt) + len(text)] == prompt + text
+    for prompt, text, traced in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
+        assert traced[: len(prompt) + len(text)] == prompt + text
     assert played.steps[OfferKind.FRESH] > 0
     assert (played.steps[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
     if budget is None or budget == FULL:
@@ -114,9 +114,9 @@ def test_drafted_text_is_the_verifiers_own(
 
 def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
     """Yield the requests of a trace in the order of PROMPTS. A batch numbers them in the order of their first steps."""
-    told = list(requests.values())
+    traced = list(requests.values())
     for prompt in PROMPTS:
-        yield next(tokens for tokens in told if tokens[: len(prompt)] == prompt)
+        yield next(tokens for tokens in traced if tokens[: len(prompt)] == prompt)
 
 
 @pytest.mark.parametrize("threshold", range(STEPS + 1))
@@ -151,7 +151,7 @@ def lyanna_of(runtime: Runtime) -> LyannaDrafter:
         ({"depth": 3}, "unknown key depth"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(opened: Open, options: dict[str, object], message: str) -> None:
+def test_bad_options_of_the_drafter_are_refused(opened: Open, options: dict[str, object], message: str) -> None:
     with opened(**options) as runtime, pytest.raises(UsageError, match=message):
         runtime.generate([[5]])
 
@@ -229,9 +229,7 @@ def pair(opened: Open, max_num_seqs: int) -> Iterator[tuple[Runtime, Runtime]]:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
-    opened: Open, max_num_seqs: int, seed: int
-) -> None:
+def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: int, seed: int) -> None:
     """Steps without drafts, with lookups, resampled and fresh drafts are in any order, and differ between requests."""
     rng = random.Random(seed)
     kinds = [OfferKind.NONE, OfferKind.LOOKUP, OfferKind.RESAMPLE, OfferKind.RESAMPLE, OfferKind.FRESH]
@@ -256,7 +254,7 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
         assert set(controller.played) == set(kinds) - {OfferKind.NONE}
 
 
-def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
+def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
     """More rows are pending than one call takes. Another sequence has none, and can still resample."""
     with pair(opened, 2) as (runtime, reference):
         drafter = lyanna_of(runtime)
@@ -326,7 +324,7 @@ def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max_num_seqs: int) -> None:
+def test_pending_rows_near_the_end_of_the_context_are_drafted_from(opened: Open, max_num_seqs: int) -> None:
     """Padding to a multiple of sixteen rows, past the last position of the context, must not change drafts."""
     with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)

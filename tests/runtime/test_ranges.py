@@ -96,7 +96,7 @@ def test_the_metrics_are_sums_of_the_same_ranges(watched: tuple[Recording, Gener
     assert step.calls == metrics.num_steps
 
 
-def test_counts_tell_what_every_step_verified_and_accepted(watched: tuple[Recording, Generation]) -> None:
+def test_every_step_counts_verified_and_accepted_tokens(watched: tuple[Recording, Generation]) -> None:
     recording, generation = watched
     values: dict[str, list[float]] = {}
     for name, _, value in recording.counts:
@@ -126,7 +126,7 @@ def test_time_that_the_verifier_waits_for_a_draft_is_the_drafts(
     assert (ranges.stage("draft").latest, ranges.stage("verify").latest) == (1.0 + moved, verify - moved)
 
 
-def test_nothing_is_kept_once_nobody_watches() -> None:
+def test_nothing_is_recorded_without_a_watcher() -> None:
     runtime, recording = make_runtime(), Recording()
     run(runtime, recording)
     seen = len(recording.ranges), len(recording.counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from redraft.runtime.recent import Recent
 
 
-def test_the_one_that_was_not_used_for_longest_goes() -> None:
+def test_the_least_recently_used_value_is_dropped() -> None:
     dropped: list[list[str]] = []
     kept: Recent[str, int] = Recent(2, lambda: dropped.append(list(kept)))
     assert kept.get("a") is None

@@ -128,7 +128,7 @@ def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
         (lambda runtime: SamplingParams(temperature="0"), "temperature must be a number, not '0'"),
     ],
 )
-def test_what_is_of_another_type_is_refused(use: Callable[[Runtime], object], message: str) -> None:
+def test_values_of_another_type_are_refused(use: Callable[[Runtime], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         use(make_runtime())
 
@@ -204,7 +204,7 @@ def test_json_has_the_documented_fields() -> None:
     assert "synthetic" not in metrics
 
 
-def test_gaps_are_recorded_per_token_where_asked() -> None:
+def test_margins_are_recorded_per_token_if_requested() -> None:
     runtime = make_runtime()
     result = runtime.generate(["abc"], greedy(20), record_logit_margins=True)[0]
     assert result.logit_margins == (2.0,) * 20
@@ -238,7 +238,7 @@ def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:
     assert make_runtime().generate([[BOS, 97]], greedy(1))[0].prompt_tokens == 2
 
 
-def test_a_closed_runtime_says_so() -> None:
+def test_a_closed_runtime_refuses_calls() -> None:
     """A stream that began earlier fails at its next token."""
     runtime = make_runtime()
     stream = runtime.stream([5, 6, 7], greedy(40))

@@ -71,7 +71,7 @@ def test_a_fixed_budget_may_be_larger_than_any_tree_that_was_timed() -> None:
     assert max(width for _, width in engine_of(runtime.verifier).sizes[2:]) > 33
 
 
-def test_rows_that_a_neighbour_pays_for_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_within_another_sequences_larger_tree_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node costs ten steps. Alone, no tree pays. With a tree of eight nodes at every step, eight nodes are free."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     dear = CostCurve.from_points({1: 1.0, 32: 320.0})
@@ -86,7 +86,7 @@ def test_rows_that_a_neighbour_pays_for_are_free(monkeypatch: pytest.MonkeyPatch
     assert drafted[1] > 80
 
 
-def test_what_requests_with_a_prediction_show_is_not_for_those_without() -> None:
+def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with_one() -> None:
     """Otherwise plain lookups would start with the experience of predictions that were always correct."""
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
@@ -109,7 +109,7 @@ def test_two_trees_together_are_no_wider_than_the_budget(budget: Budget) -> None
 
 
 @pytest.mark.parametrize("budget", [Budget(8, 4, 0), Budget(8, 0, 4), Budget(0, 4, 4)], ids=str)
-def test_a_budget_without_room_is_plain_decoding(monkeypatch: pytest.MonkeyPatch, budget: Budget) -> None:
+def test_a_budget_without_nodes_is_plain_decoding(monkeypatch: pytest.MonkeyPatch, budget: Budget) -> None:
     runtime = make_runtime()
     monkeypatch.setattr(NgramDrafter, "offers", None)  # no step asks for offers
     (found,) = runtime.generate([[97, 98] * 9], greedy(20), SpeculationParams("ngram", budget=budget))
@@ -117,7 +117,7 @@ def test_a_budget_without_room_is_plain_decoding(monkeypatch: pytest.MonkeyPatch
     assert list(found.token_ids) == plain(mixing_rule, [97, 98] * 9, 20)
 
 
-def test_a_closed_runtime_lets_go_of_its_verifier_after_a_prediction() -> None:
+def test_a_closed_runtime_releases_its_verifier_after_a_prediction() -> None:
     runtime = make_runtime()
     runtime.generate([[97]], greedy(5), SpeculationParams("ngram", [98, 99]))
     verifier = weakref.ref(runtime.verifier)
@@ -152,7 +152,7 @@ def test_an_adaptive_budget_is_a_limit() -> None:
     ],
     ids=str,
 )
-def test_ways_that_cannot_be_are_refused_before_anything_is_computed(ways: object, message: str) -> None:
+def test_impossible_speculation_is_refused_before_any_computation(ways: object, message: str) -> None:
     runtime = make_runtime()
     with pytest.raises(UsageError, match=message):
         runtime.generate(PROMPTS, greedy(5), ways)
@@ -286,7 +286,7 @@ def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_nu
     assert all(any(tokens[: len(prompt)] == prompt for prompt in PROMPTS) for tokens in seen)
 
 
-def test_what_is_no_logits_processor_is_refused() -> None:
+def test_values_that_are_no_logits_processor_are_refused() -> None:
     with pytest.raises(UsageError, match="logits_processors must be a list of functions"):
         greedy(5, logits_processors=(3,))
     with pytest.raises(UsageError, match="logits_processors must be a list of functions"):

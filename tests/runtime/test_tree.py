@@ -72,7 +72,7 @@ def test_pruning_keeps_the_likeliest_nodes_and_their_ancestors(parents: list[int
         assert np.array_equal(np.exp(kept.log_probs), np.float32(np.exp(tree.log_probs[sorted(best)])))
 
 
-def test_greedy_judges_a_tree() -> None:
+def test_greedy_accepts_a_path() -> None:
     """Root 5 has children 6 and 7. The target tokens are 7, then 9: node 2 is accepted, 9 is the bonus."""
     logits = np.zeros((3, 10), np.float32)
     logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
@@ -138,13 +138,13 @@ def test_a_tree_within_a_block_or_a_chain_across_two_is_verified_whole() -> None
 
 
 @pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 7, 8]), (127, [5, 7, 8])])
-def test_of_a_tree_in_two_blocks_the_better_of_the_likeliest_nodes_and_the_likeliest_chain_is_left(
+def test_a_tree_in_two_blocks_is_cut_to_the_better_of_likeliest_nodes_and_likeliest_chain(
     past: int, left: list[int]
 ) -> None:
     assert exact_part(BRANCHED, past, True, 128).tokens.tolist() == left
 
 
-def test_where_no_branches_are_taken_the_likeliest_chain_is_left() -> None:
+def test_without_branches_a_tree_is_cut_to_the_likeliest_chain() -> None:
     left = exact_part(BRANCHED, 0, False, 128)
     assert left.tokens.tolist() == [5, 7, 8]
     assert left.parents.tolist() == [-1, 0, 1]
@@ -159,7 +159,7 @@ def test_a_chain_may_be_of_any_length() -> None:
     assert likeliest_chain(long).parents.tolist() == long.parents.tolist()
 
 
-def test_of_two_trees_together_the_likelier_branch_is_left() -> None:
+def test_two_merged_trees_are_cut_to_the_likelier_branch() -> None:
     """The unlikely branch comes first. A budget of width 1 takes one of them."""
     both = merge(make_tree([5, 6, 7], [-1, 0, 1], [1.0, 0.2, 0.1]), make_tree([5, 8, 9], [-1, 0, 1], [1.0, 0.9, 0.8]))
     kept = cut(both, StepLimits(Budget(4, 4, 1)), 4)

@@ -88,7 +88,7 @@ def test_a_prompt_is_computed_in_any_slot_and_leaves_the_others(opened: Open) ->
         assert outcome.tokens
 
 
-def test_the_first_token_is_asked_for_in_the_slot_that_was_computed(opened: Open) -> None:
+def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> None:
     with opened(2) as runtime:
         seq = request(TEXT)
         for _ in runtime.verifier.prefill(seq, 1):
@@ -97,7 +97,7 @@ def test_the_first_token_is_asked_for_in_the_slot_that_was_computed(opened: Open
             runtime.verifier.first_outcome(seq, 0)
 
 
-def test_a_drafter_takes_in_a_prompts_rows_in_its_slot(opened: Open) -> None:
+def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
     """Its KV of a long prompt has all rows but the pending ones, and other slots do not change."""
     with opened(3) as runtime:
         verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
@@ -175,7 +175,7 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
         assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
 
 
-def test_nothing_is_gathered_for_a_reader_that_is_gone(opened: Open) -> None:
+def test_nothing_is_gathered_for_a_detached_reader(opened: Open) -> None:
     with opened(2) as runtime:
         verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
         pending = drafter._state[names.PENDING_FEATURES]  # type: ignore[attr-defined]

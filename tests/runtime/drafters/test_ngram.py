@@ -44,7 +44,7 @@ def test_longest_context_first_then_shorter_ones_that_begin_differently(drafter:
     assert [branch[0] for branch in branches(tree)] == ["X", "Q"]
 
 
-def test_of_equal_contexts_the_latest_comes_first(drafter: NgramDrafter) -> None:
+def test_the_latest_of_equal_contexts_comes_first(drafter: NgramDrafter) -> None:
     tree, _ = draft(drafter, "abcd1 abcd2 abcd3 abcd")
     assert [branch[0] for branch in branches(tree)] == ["3", "2", "1"]
 
@@ -87,7 +87,7 @@ def test_index_grows_with_the_text_as_if_built_at_once(drafter: NgramDrafter) ->
 
 
 def test_every_node_after_the_decoded_path_is_evidence(drafter: NgramDrafter) -> None:
-    """The draft is 2 after `xyz abcd` and 1 after `abcd`. The text continues with 2, then differs: one hit, two misses."""
+    """The draft is 2 after `xyz abcd` and 1 after `abcd`. The text follows 2 and then differs: 1 hit, 2 misses."""
     tree, seq = draft(drafter, "abcd1xyz abcd2xyz abcd")
     before = list(drafter._rates)
     first, second, third = 8 * RANKS, 4 * RANKS + 1, 9 * RANKS
@@ -107,7 +107,7 @@ def test_rates_learned_from_one_request_inform_the_next(drafter: NgramDrafter) -
     assert draft(drafter, "abcdX.....abcd")[0].log_probs[1] < old - 0.2
 
 
-def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
+def test_tokens_that_were_not_drafted_teach_nothing(drafter: NgramDrafter) -> None:
     tree, seq = draft(drafter, "abcdX.....abcd")
     drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)))
     before = list(drafter._rates)

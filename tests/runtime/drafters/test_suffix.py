@@ -57,7 +57,7 @@ def test_frequencies_are_counts_of_the_longest_context() -> None:
     assert found["c"] == pytest.approx(2 * found["d"])
 
 
-def test_a_context_with_few_places_gives_way_to_a_shorter_one_that_promises_more() -> None:
+def test_a_shorter_context_replaces_one_with_few_places_if_it_promises_more() -> None:
     """`1ab` was followed by Z once, `ab` by `cdef` eight times. Learned rates decide which tree promises more."""
     text = "abcdef-" * 8 + "1abZ.1ab"
     drafter = make()
@@ -69,7 +69,7 @@ def test_a_context_with_few_places_gives_way_to_a_shorter_one_that_promises_more
     assert "cdef" in paths(trees(drafter, sequence(drafter, text))[0])
 
 
-def test_of_many_places_only_the_longest_context_counts() -> None:
+def test_only_the_longest_context_counts_if_it_has_many_places() -> None:
     found = paths(draft("1abZ." * 3 + "abcdefghij " * 9 + "1ab"))
     assert "Z" in found
     assert "c" not in found
@@ -131,7 +131,7 @@ def test_nothing_known_is_nothing_offered() -> None:
     assert not drafter.offers(sequence(drafter, "a"), WIDE)
 
 
-def test_what_comes_true_is_learned() -> None:
+def test_rates_of_correct_candidates_are_learned() -> None:
     """Wrong candidates become less likely, correct ones likelier, and the next request begins with these rates."""
     drafter = make()
     text = "abcdef abc"
@@ -146,7 +146,7 @@ def test_what_comes_true_is_learned() -> None:
     assert after["def"] / after["de"] == before["def"] / before["de"]  # nothing is learned after a wrong token
 
 
-def test_candidates_that_come_true_as_often_as_they_occur_keep_their_probability() -> None:
+def test_candidates_that_are_correct_as_often_as_they_occur_keep_their_probability() -> None:
     """Each of two continuations is correct in half of the places."""
     drafter = make()
     text = "abcX1abdX2ab"
@@ -209,7 +209,7 @@ def shared_runtime(max_num_seqs: int = 1) -> Runtime:
     return runtime
 
 
-def test_a_repeated_request_takes_fewer_steps_and_says_the_same() -> None:
+def test_a_repeated_request_takes_fewer_steps_for_the_same_text() -> None:
     prompt = [97, 98, 99]
     runtime = shared_runtime()
     expected = tuple(plain(runtime.verifier.device.engine.rule, prompt, 60))

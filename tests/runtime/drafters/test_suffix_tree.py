@@ -54,7 +54,7 @@ def test_matches_are_those_of_a_search(letters: int, depth: int) -> None:
             check(tree, texts, [rng.randrange(letters) for _ in range(depth)], depth)
 
 
-def test_texts_that_are_taken_out_leave_nothing() -> None:
+def test_removed_texts_have_no_matches() -> None:
     rng = random.Random(1)
     tree = SuffixTree(9)
     texts: dict[int, list[int]] = {}
@@ -86,7 +86,7 @@ def test_a_text_of_one_token_does_not_grow_without_bound() -> None:
     assert all(len(match.places) < 2 * LATEST and match.places[-1] == 4999 for match in matches)
 
 
-def test_what_follows_a_place_ends_with_its_text() -> None:
+def test_tokens_after_a_place_end_with_its_text() -> None:
     tree = SuffixTree(5)
     tree.add(3, list(range(100, 130)), 1)
     (match, *_) = tree.matches([126, 127])
