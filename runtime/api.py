@@ -86,7 +86,7 @@ class Runtime:
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
         identity: Mapping[str, str | int] | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
-        """identity: everything but the machine that measured costs depend on; `open` sets all of it."""
+        """identity: settings that measured costs depend on, apart from the machine. `open` sets all of them."""
         self.verifier = verifier
         self.tokenizer = tokenizer
         self.costs = costs
@@ -499,7 +499,7 @@ class _Held:
 
 
 def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> dict[str, str | int]:
-    """Everything but the machine that measured costs depend on."""
+    """Return the settings that measured costs depend on, apart from the machine."""
     manifest = bundle.manifest
     graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
     return {

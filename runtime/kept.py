@@ -18,7 +18,7 @@ from redraft.errors import BackendError
 
 _LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
-"""Everything but the machine that figures depend on: build, graph, threads, max_num_seqs, device …"""
+"""Settings that figures depend on, apart from the machine: build, graph, threads, max_num_seqs, device …"""
 
 
 def kept_file(identity: Identity) -> Path | None:

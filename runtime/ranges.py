@@ -114,9 +114,9 @@ class Ranges:
         return found
 
     def waited_for(self, stage: str, seconds: float, own: float) -> None:
-        """Move device time from the stage `verify` to `stage`, whose work ran first.
+        """Move the time that `verify` waited for the work of `stage` to that stage.
 
-        seconds: of that work on the device.   own: of the verification itself.
+        seconds: of that work on the device.   own: seconds of the verification alone.
         """
         verify, other = self.stage("verify"), self.stage(stage)
         late = min(max(verify.latest - own, 0.0), seconds)

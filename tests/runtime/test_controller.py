@@ -121,7 +121,7 @@ def test_budgets_end_where_the_text_or_the_buffer_does(remaining: int, room: int
 
 
 def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole runtime decodes noise for 300 tokens, then a loop: it first verifies few trees, then makes few calls.
+    """The whole runtime decodes 300 tokens of noise, with few trees. Then it decodes a loop in few steps.
 
     Drafting counts as free, so that the outcome does not depend on the machine's load.
     """
@@ -146,7 +146,7 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
 
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
-    """Return a controller after two-token fresh drafts and one-token resampled ones, all accepted, one step left."""
+    """Return a controller that knows the gains of a two-token draft and of one token resampled with one step left."""
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     controller.expect(DRAFTER, costs)
     for kind, steps, tree in ((OfferKind.RESAMPLE, 1, chain(0.5)), (OfferKind.FRESH, 0, chain(0.9, 0.9))):

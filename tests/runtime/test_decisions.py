@@ -89,7 +89,7 @@ class Costly(FakeEngine):
 
 
 def sometimes_repeating(tokens: list[int]) -> int:
-    """Repeats a phrase of eight tokens, of which every third repetition sometimes has another word."""
+    """Repeats a phrase of eight tokens, with other tokens in every third block of 24."""
     place = len(tokens)
     return 97 + (place % 8 if place // 24 % 3 else (place * 2654435761 >> 7) % 23)
 

@@ -108,7 +108,7 @@ def test_a_step_is_a_few_calls_of_cuda(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, method: str,
     budget: Budget | None, options: dict[str, object],
 ) -> None:  # fmt: skip
-    """Each step is one graph, each call of the drafter another, and the host waits once.
+    """Each step is one graph and each call of the drafter another. The host waits once, and reads their times.
 
     This holds from the first request's first step, since `warm` names the method. If one sequence is resampled while
     another is drafted, the unused steps of the first one's chain are saved and restored.
@@ -211,7 +211,7 @@ def test_fields_are_copied_once_on_first_use(lyanna_bundle: Path, reads: list[tu
 
 
 def test_the_calls_that_trees_of_a_batch_came_from(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    """Each call appears once, and its time on the device is the verification's wait."""
+    """Each call appears once. A verification waits for its time on the device."""
     device = cpu_device(open_bundle(lyanna_bundle, verify=False))
     drafts, others = drafts_of(device), drafts_of(device)
     assert calls_of([drafts.tree(0, 5), drafts.tree(1, 5).first(1), root_only(5)]) == [drafts]

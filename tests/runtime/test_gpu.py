@@ -112,7 +112,7 @@ def on_host(kind: str) -> tuple[str, ...]:
 def test_steps_that_were_not_captured_are_an_error(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Inputs on the host, a refusal by CUDA, and a runtime without a step each cause an error."""
+    """A device on the host captures no step, CUDA may refuse to, and the third runtime runs none."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     device: Device = cpu_device(bundle)
     if kind != "cpu":
