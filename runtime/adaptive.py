@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import exp
 
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
-from redraft.runtime.controller import Call, at_hand
+from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
@@ -169,7 +169,7 @@ class Adaptive:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
-        found = at_hand(seq, offers)
+        found = merged_ready(seq, offers)
         state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
         state.found = best_first(state.shares, rate, self._table)
         best, taken, fresh = state.found[1], None, None

@@ -286,9 +286,9 @@ class Runtime:
             )
         return ids
 
-    def _running(self) -> _Held:
+    def _running(self) -> _GenerationLock:
         self._check_open()
-        return _Held(self._busy)
+        return _GenerationLock(self._busy)
 
     def _cycle(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
@@ -484,7 +484,7 @@ def _ids(prompt: Sequence[int]) -> list[int]:
         raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}") from None
 
 
-class _Held:
+class _GenerationLock:
     """Locks the runtime for one generation. A second one would share its KV rows, so it is refused."""
 
     def __init__(self, lock: threading.Lock) -> None:

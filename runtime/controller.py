@@ -87,7 +87,7 @@ class FixedBudget:
     def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
         if limits is NO_TREE:
             return Plan(limits, root_only(seq.tokens[-1]))
-        found = at_hand(seq, offers)
+        found = merged_ready(seq, offers)
         for kind in (OfferKind.RESAMPLE, OfferKind.FRESH):
             for offer in offers:
                 if offer.key.kind is kind:
@@ -116,7 +116,7 @@ class FixedBudget:
         """Do nothing."""
 
 
-def at_hand(seq: Sequence, offers: Several[Offer]) -> Tree:
+def merged_ready(seq: Sequence, offers: Several[Offer]) -> Tree:
     """Merge the ready trees; the root alone if no tree is ready."""
     found: Tree | None = None
     for offer in offers:

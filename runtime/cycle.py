@@ -26,7 +26,7 @@ MakerCall = tuple[TreeMaker, OfferKind]
 """A drafter, and the kind of trees that one call of it makes."""
 
 
-class Took(NamedTuple):
+class StepTimes(NamedTuple):
     """Milliseconds of a step's parts. Work on a device counts if the verifier waited for it.
 
     speculated: True if any sequence did.   nodes: of the largest verified tree, its root included.
@@ -75,9 +75,9 @@ class Cycle:
             trees, made, calls = self.draft(controller, batch, plans)
             outcomes = self.verifier.verify(batch, trees, made)
             with stage("commit"):
-                took = self._took(plans, trees, calls)
-                self.commit(controller, batch, plans, trees, outcomes, took)
-        self.learn(controller, len(batch), took)
+                times = self._times(plans, trees, calls)
+                self.commit(controller, batch, plans, trees, outcomes, times)
+        self.learn(controller, len(batch), times)
         self.ranges.count(trees, outcomes)
 
     def plan(self, controller: Controller, batch: Several[Sequence]) -> list[Plan]:
@@ -134,31 +134,31 @@ class Cycle:
 
     def commit(
         self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[Tree],
-        outcomes: Several[Outcome], took: Took,
+        outcomes: Several[Outcome], times: StepTimes,
     ) -> None:  # fmt: skip
         """Give every sequence its tokens, and report each tree's outcome to its drafter and its controller."""
-        if took.speculated:
-            controller.timed(took.offers_ms, took.made_ms, took.nodes)
+        if times.speculated:
+            controller.timed(times.offers_ms, times.made_ms, times.nodes)
         for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
             self.record(seq, plan, tree, outcome)
             seq.commit(tree, outcome)
             seq.speculation.drafter.accept(seq, tree, outcome)
             controller.observe(seq, plan, tree, outcome)
 
-    def _took(self, plans: Several[Plan], trees: Several[Tree], calls: Several[MakerCall]) -> Took:
+    def _times(self, plans: Several[Plan], trees: Several[Tree], calls: Several[MakerCall]) -> StepTimes:
         stage = self.ranges.stage
         made_ms = {(m.name, kind): stage(f"{STAGES[kind]} {m.name}").latest * 1e3 for m, kind in calls}
-        return Took(
+        return StepTimes(
             any([plan.speculates for plan in plans]), max(map(len, trees)), stage("offers").latest * 1e3, made_ms,
             stage("verify").latest * 1e3,
         )  # fmt: skip
 
-    def learn(self, controller: Controller, sequences: int, took: Took) -> None:
+    def learn(self, controller: Controller, sequences: int, times: StepTimes) -> None:
         """Update costs from the verifier's call, and the controller from the host's own time."""
         if self.costs is not None:
-            self.costs.observe(sequences, took.nodes, took.verified_ms)
-        host_ms = self.ranges.stage(STEP).latest * 1e3 - took.verified_ms - sum(took.made_ms.values())
-        controller.ended(took.speculated, host_ms)
+            self.costs.observe(sequences, times.nodes, times.verified_ms)
+        host_ms = self.ranges.stage(STEP).latest * 1e3 - times.verified_ms - sum(times.made_ms.values())
+        controller.ended(times.speculated, host_ms)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Move `seq` from slot `source` to slot `target`."""

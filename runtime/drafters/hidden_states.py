@@ -43,7 +43,7 @@ CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
 """The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
-_TAKE_IN = "take_in"
+_CATCH_UP_CALL = "catch_up"
 """A call of the draft graph that computes pending rows and drafts nothing."""
 MOST_CALLS = 128
 """Call shapes in memory for every four slots. Shapes that compute a prompt's rows have one slot each."""
@@ -87,7 +87,7 @@ class HiddenStateDrafter(TreeMaker):
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         device.expect({
             "drafter's KV and pending rows": sum(state.values()),
-            "drafter's chains aside": state.get(names.CHAIN_LOGITS, 0) if several else 0,
+            "copies of the drafter's chains": state.get(names.CHAIN_LOGITS, 0) if several else 0,
             "drafter's tables": sum(table.nbytes for table in tables.values()),
         }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
         self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
@@ -104,7 +104,7 @@ class HiddenStateDrafter(TreeMaker):
         self._lost_chain: Buffer | None = None
         self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
         chains = self._state.get(names.CHAIN_LOGITS) if several else None
-        self._chains = [_Aside(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
+        self._chains = [_Backup(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
         self._nodes = [shape.nodes] * verifier.max_num_seqs
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
@@ -138,7 +138,7 @@ class HiddenStateDrafter(TreeMaker):
         for slot, seq in zip(slots, batch, strict=True):
             state = self._state_of(seq)
             while state and state.pending > space:
-                self._take_in(seq, slot)
+                self._catch_up(seq, slot)
             found.append(state.pending if state else 0)
             reads = reads or state is not None
         return found if reads else None
@@ -155,7 +155,7 @@ class HiddenStateDrafter(TreeMaker):
         """Compute all pending rows but the last few. The token of the last row is not known yet."""
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
-            self._take_in(seq, slot)
+            self._catch_up(seq, slot)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
         """Update the counts of pending rows. The verifier has gathered the rows already."""
@@ -177,18 +177,18 @@ class HiddenStateDrafter(TreeMaker):
             if not drafting.pending:
                 raise ValueError("nothing was committed since the last draft of a sequence")
             while drafting.pending > CATCH_UP:
-                self._take_in(seq, slot)
+                self._catch_up(seq, slot)
             rows[slot] = drafting.pending
         if not any(rows):
             return [root_only(seq.tokens[-1]) for seq in batch]
         call = self._call(DRAFT, range(len(batch)), self._width(max(rows)))
-        kept = self._kept_chains(batch, rows)
-        for aside in kept:
-            aside.save()
+        kept = self._chain_backups(batch, rows)
+        for backup in kept:
+            backup.save()
         self._fill(call, batch, rows)
         self._run(DRAFT, call)
-        for aside in kept:
-            aside.restore()
+        for backup in kept:
+            backup.restore()
         for seq, count in zip(batch, rows, strict=True):
             if count:
                 seq.drafting[self].used = 0
@@ -222,7 +222,7 @@ class HiddenStateDrafter(TreeMaker):
         """Run every call until the device replays it as a graph."""
         self.verifier.warm()
         slots = self.verifier.max_num_seqs
-        calls = [(_TAKE_IN, range(slot, slot + 1), CATCH_UP) for slot in range(min(slots, WARM_SLOTS))]
+        calls = [(_CATCH_UP_CALL, range(slot, slot + 1), CATCH_UP) for slot in range(min(slots, WARM_SLOTS))]
         for sequences in sorted({1, slots}, reverse=True):
             calls += [(DRAFT, range(sequences), width) for width in names.DRAFT_WIDTHS]
             calls += [(RESAMPLE, range(sequences), 0)] if RESAMPLE in self._programs else []
@@ -236,10 +236,10 @@ class HiddenStateDrafter(TreeMaker):
                 call.work()
                 self._device.wait()
 
-    def _take_in(self, seq: Sequence, slot: int) -> None:
+    def _catch_up(self, seq: Sequence, slot: int) -> None:
         """Compute CATCH_UP rows of a sequence that has more, and move the rest to the front. Overwrites its chain."""
         drafting: Drafting = seq.drafting[self]
-        call = self._call(_TAKE_IN, range(slot, slot + 1), self._width(CATCH_UP))
+        call = self._call(_CATCH_UP_CALL, range(slot, slot + 1), self._width(CATCH_UP))
         self._fill(call, [seq], [CATCH_UP])
         self._run(DRAFT, call)
         drafting.used = self.shape.steps
@@ -282,7 +282,7 @@ class HiddenStateDrafter(TreeMaker):
             values[names.DRAFTED][:] = rows
         return values[names.TOKENS]
 
-    def _kept_chains(self, batch: Several[Sequence], rows: Several[int]) -> list[_Aside]:
+    def _chain_backups(self, batch: Several[Sequence], rows: Several[int]) -> list[_Backup]:
         """Return copies of the chains that a draft overwrites although it computes no row of their sequences."""
         if 0 not in rows or not self._chains:
             return []
@@ -338,7 +338,7 @@ class HiddenStateDrafter(TreeMaker):
         given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
         pending = given.pop(names.PENDING_FEATURES) if kind != RESAMPLE else None
         store = self._store
-        if kind == _TAKE_IN:
+        if kind == _CATCH_UP_CALL:
             store = None
             if names.CHAIN_LOGITS in given:
                 chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
@@ -425,7 +425,7 @@ class _Shift:
         self._run()
 
 
-class _Aside:
+class _Backup:
     """A copy of a buffer, which restores the buffer after a call has overwritten it."""
 
     def __init__(self, device: Device, buffer: Buffer) -> None:

@@ -41,8 +41,8 @@ def outcome(tree: DraftTree, accepted: int) -> Outcome:
 def offers(found: DraftTree | None = None, steps: int = 0, fresh: bool = True) -> list[Offer]:
     """Return the offers of a lookup and a drafter: the ready tree, resampling if steps remain, and a fresh draft."""
     kinds = [(OfferKind.RESAMPLE, steps)] * (steps > 0) + [(OfferKind.FRESH, 0)] * fresh
-    at_hand = [Offer(OfferKey("lookup", OfferKind.LOOKUP), found)] if found is not None else []
-    return [*at_hand, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
+    ready = [Offer(OfferKey("lookup", OfferKind.LOOKUP), found)] if found is not None else []
+    return [*ready, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
 
 
 def planned(
