@@ -152,12 +152,12 @@ def _begin(played: Replay, values: dict[str, Any]) -> None:
 def _play(played: Replay, values: dict[str, Any]) -> None:
     tokens = played.requests[values["request"]]
     if values["position"] != len(tokens) - 1 or values["tokens"][0] != tokens[-1]:
-        raise ValueError(f"the tree begins at {values['position']}, the request stands at {len(tokens) - 1}")
+        raise ValueError(f"the tree begins at {values['position']}, expected {len(tokens) - 1}")
     path = accepted_path(values["tokens"], values["parents"], values["said"])
     last = path[-1] if path else 0
     committed = [*(values["tokens"][node] for node in path), values["said"][last]]
     if list(path) != values["path"] or committed != values["committed"]:
-        raise ValueError(f"nodes {list(path)} are accepted, the trace says {values['path']}")
+        raise ValueError(f"nodes {list(path)} are accepted, the trace has {values['path']}")
     tokens.extend(committed)
     source = str(OfferKind(values["source"]))
     looked_up: set[int] = set()
@@ -175,7 +175,7 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     gains = choice["gains"]
     expected = OfferKind.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
-        raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
+        raise ValueError(f"the largest gain is that of {expected}, the trace has a tree from {source}")
     shares, rate = choice.get("shares"), choice["rate"]
     if shares is None:
         shares = ranked_shares(np.array(choice["log_probs"], np.float32))

@@ -60,7 +60,7 @@ def test_every_choice_of_an_adaptive_run_replays() -> None:
     step = json.loads(lines[number])
     step["choice"]["gains"]["fresh"] = step["choice"]["gains"]["lookup"] + 1.0
     lines[number] = json.dumps(step)
-    with pytest.raises(DataError, match=f"line {number + 1} .* most was expected of a tree from fresh"):
+    with pytest.raises(DataError, match=f"line {number + 1} .* the largest gain is that of fresh"):
         replay(lines)
 
 
@@ -153,7 +153,7 @@ def test_a_line_that_is_no_record_is_refused(line: str) -> None:
 
 def test_a_missing_line_is_refused_at_the_next_of_its_request() -> None:
     lines = traced(max_num_seqs=1)
-    with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, the request stands at \d+"):
+    with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, expected \d+"):
         replay([*lines[:2], *lines[3:]])
     with pytest.raises(DataError, match=r"^line 1 of the trace"):
         replay(lines[1:])
