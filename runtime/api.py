@@ -268,8 +268,8 @@ class Runtime:
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
 
-        Raises UsageError if the runtime is closed. Raises UsageError for a prompt that is neither text nor ids, is
-        empty without a BOS token, fills the context, or has an id past the vocabulary.
+        Raises UsageError if the runtime is closed, or if the prompt is neither text nor ids. Raises UsageError for a
+        prompt that is empty without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.tokenizer.encode("")

@@ -178,8 +178,8 @@ def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | Non
 
     branches: True if the verifier accepts such trees; otherwise the result is the likeliest chain.
     block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row cache_len + i of
-    the KV buffers. If a tree's rows would be in two blocks, the result is the better of two parts by expected tokens:
-    the likeliest nodes that fit into the first block, or the likeliest chain.
+    the KV buffers. If a tree's rows would be in two blocks, two parts are possible: the likeliest nodes that fit
+    into the first block, and the likeliest chain. The result is the part with more expected tokens.
     """
     within = block_rows is None or cache_len % block_rows + len(tree) <= block_rows
     if branches and within:
