@@ -26,7 +26,7 @@ def shares(tree: DraftTree) -> list[float]:
 
 def test_a_new_record_starts_with_the_drafted_probabilities() -> None:
     probabilities = [0.85, 0.6, 0.43, 0.2]
-    assert shares(DepthCalibration().calibrated(chain(*probabilities))) == pytest.approx(drafted, rel=0.2)
+    assert shares(DepthCalibration().calibrated(chain(*probabilities))) == pytest.approx(probabilities, rel=0.2)
 
 
 def test_rates_are_learned_by_depth() -> None:
