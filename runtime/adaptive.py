@@ -1,4 +1,4 @@
-"""Trees as large as pays: sizes from the measured cost curve and from what has been accepted lately."""
+"""The adaptive controller: it chooses tree sizes from the measured cost curve and recent acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import exp
 
 from redraft.runtime.calibration import FAST, SLOW, DepthCalibration, RankCalibration
-from redraft.runtime.controller import Call, at_hand
+from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
@@ -18,22 +18,22 @@ from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, Off
 
 MAX_DEPTH = 16
 LONGEST_PAUSE = 32
-"""Steps at most between two tries while speculation loses."""
+"""Plain steps, at most, between two attempts while speculation does not pay."""
 _LEARN = 1 / 8
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 _FIRST_PROBE, _LONGEST_PROBE = 8, 256
 """Steps between two probes of a size that does not seem to pay."""
 _PROBED = (8, 4, 2)
-"""Sizes that are probed, root included."""
+"""Sizes to probe, root included."""
 _NEAR = 0.1
 
 
 @dataclass(slots=True)
 class Experience:
-    """Running means over the steps that speculated: tokens committed by a step, and its cost in plain steps.
+    """Running means over speculative steps: tokens committed by a step, and its cost in plain steps.
 
-    In plain steps, since a machine that becomes busy or idle makes both slower or faster.
+    The unit is a plain step, since the machine's load changes the time of both.
     """
 
     tokens: float
@@ -47,9 +47,9 @@ class Experience:
 
 @dataclass(slots=True)
 class MethodRecord:
-    """What requests of one method have shown, with which its next request starts.
+    """Statistics of a method's requests, with which its next request starts.
 
-    gain: tokens that trees promised beyond what verifying them costs, by offer.
+    gain: tokens that trees promised beyond their cost of verification, by offer.
     """
 
     experience: Experience = field(default_factory=lambda: Experience(tokens=1.0, plain_steps=1.0))
@@ -61,13 +61,13 @@ class ControllerState:
     """The controller's state of one sequence.
 
     method:   the record of its method.
-    gain:     as `MethodRecord.gain`, of its own steps.
-    found:    nodes of the trees at hand that are worth verifying, and their gain, of this step.
+    gain:     as `MethodRecord.gain`, from its own steps.
+    found:    number of ready nodes that are worth verifying, and their gain, of this step.
     offered:  the tree that was made for this step, for `observe`.
     rate, gains, tried, probed, together: as in `Choice`, of this step.   weighed: its found, whole and shares.
-    shares:   how often each node after the root is expected to be kept, likeliest first, of this step.
+    shares:   probability of each node after the root to be accepted, likeliest first, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
-    since_fresh, patience: steps since the last fresh draft, and how many may pass before one is tried again.
+    since_fresh, patience: steps since the last fresh draft, and the number after which another is tried.
     """
 
     experience: Experience
@@ -91,21 +91,20 @@ class ControllerState:
 class Adaptive:
     """Maximises tokens per millisecond.
 
-    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities) tokens in t(n + 1) ms. Those of a
-    drafter's trees are corrected by depth (`DepthCalibration`), or known by rank if the trees stay on a device
-    (`RankCalibration`); a lookup's are its own. The best n has the largest yield less `rate` tokens for every
-    millisecond, `rate` being what the sequence achieves at present and at least plain decoding's (Dinkelbach's method
-    for a ratio of sums; choosing by the ratio of one step alone would cut the best trees short). What remains is the
-    tree's gain. In a batch all trees are cut to one number of nodes, whose yield is the sum of theirs and whose rate
-    is the sum of their rates: a call costs what its largest tree does.
+    A tree of its n likeliest nodes yields 1 + (the sum of their joint probabilities) tokens in t(n + 1) ms. A lookup
+    estimates its own probabilities. Those of a drafter's trees are corrected by depth (`DepthCalibration`), or learned
+    by rank if the trees stay on a device (`RankCalibration`). The best n has the largest yield less `rate` tokens for
+    every millisecond, and this difference is the tree's gain. `rate` is the sequence's present rate, at least that of
+    plain decoding (Dinkelbach's method for a ratio of sums). The ratio of one step alone would make trees too small.
+    In a batch, all trees are cut to one number of nodes, since the largest tree determines a call's cost. The batch's
+    yield is then the sum of their yields, and its rate the sum of their rates.
 
-    The offer that is taken has the largest gain, less the cost of making it. The gain of a tree at hand is known; that
-    of resampling with so many steps left and that of a fresh draft are learned from the last ones. A fresh draft that
-    has not paid is tried again after a while, and after twice as long each time.
+    The controller uses the offer with the largest gain, less the cost of making its tree. The gain of a ready tree is
+    known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
+    draft does not pay, the next one is delayed, and the delay doubles each time.
 
-    When speculating steps yield less per millisecond than plain ones, what the host does for them included, speculation
-    pauses, at first for a step and for twice as long each time, and then tries again. A new request starts with the
-    experience of all requests of its method.
+    Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
+    pause is one step at first, and doubles each time. A new request starts with its method's experience.
     """
 
     weighs = True
@@ -114,7 +113,7 @@ class Adaptive:
         self._verifying = verifying
         self._table: Several[float] = verifying.table_ms(1)
         self._priced = self._table
-        """The table of this step: no size costs less than the widest tree of other controllers."""
+        """The cost table of this step. No size costs less than the largest tree of other controllers."""
         self._made_ms: dict[Call, float] = {}
         self._offers_ms: dict[str, float] = {}
         self._step_ms: dict[Call, float] = {}
@@ -131,12 +130,12 @@ class Adaptive:
         self._ranks: dict[OfferKey, RankCalibration] = {}
 
     def expect(self, drafter: str, costs: Costs) -> None:
-        """Take these costs of a drafter's calls for true until they have been timed."""
+        """Use these costs of a drafter's calls until its calls have been timed."""
         self._made_ms.setdefault((drafter, OfferKind.FRESH), costs.fresh_ms)
         self._made_ms.setdefault((drafter, OfferKind.RESAMPLE), costs.resample_ms)
 
     def begin(self, sequences: int, methods: str) -> None:
-        """See `Controller.begin`."""
+        """Begin a step with the costs for `sequences` sequences."""
         self._steps += 1
         table = self._verifying.table_ms(sequences)
         if table is not self._table:
@@ -149,7 +148,7 @@ class Adaptive:
         self._sequences, self._methods = sequences, methods
 
     def budget(self, seq: Sequence) -> Budget:
-        """See `Controller.budget`."""
+        """Return the full budget, or none while speculation pauses."""
         state = self._state_of(seq)
         state.weighed, state.probed = None, False
         if state.waiting == 0:
@@ -160,7 +159,7 @@ class Adaptive:
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
-        """See `Controller.plan`."""
+        """Select the offer with the largest gain for each sequence."""
         return [
             Plan(limit, root_only(seq.tokens[-1])) if limit is NO_TREE else self._plan(seq, offered, limit)
             for seq, offered, limit in zip(batch, offers, limits, strict=True)
@@ -170,7 +169,7 @@ class Adaptive:
         state = self._state_of(seq)
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
-        found = at_hand(seq, offers)
+        found = merged_ready(seq, offers)
         state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
         state.found = best_first(state.shares, rate, self._table)
         best, taken, fresh = state.found[1], None, None
@@ -196,7 +195,7 @@ class Adaptive:
     def cut(
         self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
     ) -> list[Tree]:
-        """See `Controller.cut`."""
+        """Cut all trees to the number of nodes with the largest gain."""
         self._price(widest)
         table = self._priced
         wholes, shares, states = [], [], []
@@ -233,18 +232,18 @@ class Adaptive:
         ]
 
     def _price(self, widest: int) -> None:
-        """Set what sizes cost in this step next to such a tree of another controller."""
+        """Set this step's cost table, given the largest tree of other controllers."""
         if widest > 1:
             paid = self._table[min(widest, len(self._table) - 1)]
             self._priced = [0.0, *[max(ms, paid) for ms in self._table[1:]]]
 
     def _own_gain(self, state: ControllerState, nodes: int) -> float:
-        """Return what a sequence of a batch gains if all trees have so many nodes, at least nothing."""
+        """Return the gain of one sequence of a batch if all trees have `nodes` nodes, at least 0."""
         promised = sum(state.shares[:nodes]) - state.rate * (self._priced[nodes + 1] - self._priced[1])
         return max(promised, 0.0)
 
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
-        """Return all that could be verified for a sequence. Sets how often each node is expected to be kept."""
+        """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
         tree = plan.found
         if made is not None and made.on_device:
             return self._weigh_on_device(state, plan, made)
@@ -256,7 +255,7 @@ class Adaptive:
         return tree
 
     def _weigh_on_device(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
-        """The same of two trees that cannot be merged without a copy from the device: the one that gains more."""
+        """Return the better of two trees, since merging them would copy one from the device. Otherwise as `_weigh`."""
         shares = self._ranks_of(plan).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
@@ -267,10 +266,10 @@ class Adaptive:
         return tree
 
     def _probe(self, largest: int) -> int:
-        """Return how many nodes to verify although they do not seem to pay: sizes take turns, up to `largest`.
+        """Return how many nodes to verify although they do not seem to pay. Sizes take turns, up to `largest`.
 
-        Sizes that are never verified are never timed, so a curve that says too much of them would stay. The next probe
-        comes after twice as many steps, unless this one finds the curve wrong.
+        A size that is never verified is never timed, so its estimate could stay too high. The delay until the next
+        probe doubles, unless this probe finds the estimate wrong.
         """
         size = min(_PROBED[self._probes % len(_PROBED)], largest)
         self._probes += 1
@@ -295,14 +294,14 @@ class Adaptive:
         return found
 
     def explain(self, seq: Sequence) -> Choice | None:
-        """See `Controller.explain`."""
+        """Return the inputs of the sequence's latest choice."""
         state = self._state_of(seq)
         if state.weighed is None:
             return None
         return Choice(state.rate, state.gains, state.tried, *state.weighed, self._priced, state.probed, state.together)
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """See `Controller.timed`."""
+        """Update the estimated costs of drafter calls and offers."""
         known_ms = self._offers_ms.setdefault(self._methods, offers_ms)
         counted_ms = self._looked_up_ms = _without_outlier(offers_ms, known_ms)
         self._offers_ms[self._methods] = known_ms + FAST * (counted_ms - known_ms)
@@ -314,7 +313,7 @@ class Adaptive:
             self._made_ms[call] = known_ms + FAST * (counted_ms - known_ms)
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """See `Controller.observe`."""
+        """Update the state of the sequence and the statistics of its method."""
         if not plan.speculates:
             return
         state: ControllerState = seq.control
@@ -339,22 +338,22 @@ class Adaptive:
             state.pause = 0
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """See `Controller.ended`."""
+        """Update the estimated host time of plain and of speculative steps."""
         key = self._sequences, self._methods, speculated
         known_ms = self._host_ms.setdefault(key, host_ms)
         self._host_ms[key] += FAST * (_without_outlier(host_ms, known_ms) - known_ms)
 
     def _extra_ms(self) -> float:
-        """Return what the host does for a step that speculates beyond what it does for a plain one.
+        """Return the host's extra milliseconds in a speculative step, compared with a plain one.
 
-        That is at least the time of looking up.
+        The result is at least the time of lookups.
         """
         plain, speculated = (self._host_ms.get((self._sequences, self._methods, kind)) for kind in (False, True))
         known = plain is not None and speculated is not None
         return max(speculated - plain, self._looked_up_ms) if known else self._looked_up_ms  # type: ignore[operator]
 
     def _learn_gain(self, state: ControllerState, key: OfferKey, gain: float) -> None:
-        """Note what a tree that was made was worth, and when a fresh draft that is not worth its cost is next tried."""
+        """Record the gain of a new tree, and delay the next fresh draft if this one did not pay."""
         for known, weight in ((state.gain, _LEARN), (state.method.gain, FAST)):
             before = known.get(key, gain)
             known[key] = before + weight * (gain - before)
@@ -376,9 +375,9 @@ class Adaptive:
 
 
 def _without_outlier(taken_ms: float, known_ms: float) -> float:
-    """The time of a call, but of one that was interrupted: it says nothing of the cost.
+    """Return the time of a call, limited if it is an outlier.
 
-    Mistaken for a dear one, it would not be tried again soon.
+    An interrupted call would make the size look expensive, and delay its next use.
     """
     return min(taken_ms, _OUTLIER * max(known_ms, _LEAST_MS))
 
@@ -388,15 +387,18 @@ def _near(ratio: float, other: float) -> bool:
 
 
 def ranked_shares(log_probs: FloatArray) -> list[float]:
-    """Probabilities of the nodes after the root to be kept, likeliest first, from joint logarithms [n]."""
+    """Return the probabilities of the nodes after the root, likeliest first, from joint logarithms [n]."""
     return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
 
 
 def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
-    """How many of the first nodes are worth verifying, by the probability of each to be kept, and their gain."""
+    """Return how many of the first nodes are worth verifying, and their gain.
+
+    shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
+    """
     best, nodes = 0.0, 0
-    promised = rate * table_ms[1]  # of the root's own time nothing is asked
-    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends it
+    promised = rate * table_ms[1]  # the root's own time costs no tokens
+    for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
         promised += share
         gain = promised - rate * ms
         if gain > best:

@@ -1,4 +1,4 @@
-"""The runtime as a program sees it: open a bundle, generate or stream, read the figures."""
+"""The runtime's public interface: open a bundle, generate or stream text, and read metrics."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from redraft.runtime.verifier import Verifier, open_verifier
 from redraft.types import NO_SPECULATION, Budget
 
 Prompt = str | Sequence[int]
-"""Text, or token ids taken as they are."""
+"""Text, or token ids that are used unchanged."""
 GREEDY = SamplingParams()
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
-_KEPT_STEPS = 256
-"""Steps after which a generation's end keeps what is believed of costs."""
+_SAVE_STEPS = 256
+"""A generation writes the estimated costs to disk if this many steps have corrected them."""
 
 
 @dataclass(frozen=True)
 class Generation:
     """One finished request.
 
-    token_ids:  the new tokens, the end-of-sequence token that ended them included; `text` leaves special tokens out
-                and ends before a stop string and before an unfinished character.
-    logit_margins: lead of each token's logit over the runner-up's, where it was asked for.
+    token_ids:     the new tokens, with the end-of-sequence token if one ended them. `text` leaves special tokens out
+                   and ends before a stop string and before an unfinished character.
+    logit_margins: lead of each token's logit over the second largest, if the caller asked for it.
     """
 
     text: str
@@ -67,7 +67,7 @@ class Generation:
     logit_margins: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return one JSON object."""
         return {
             "text": self.text,
             "token_ids": list(self.token_ids),
@@ -78,7 +78,7 @@ class Generation:
 
 
 class Runtime:
-    """An open engine bundle. Not for several threads at once; one generation runs at a time."""
+    """An open engine bundle. It runs one generation at a time, and only one thread may use it."""
 
     def __init__(
         self, verifier: Verifier, tokenizer: Tokenizer, costs: VerifyCosts, max_model_len: int,
@@ -86,7 +86,7 @@ class Runtime:
         drafter_options: Mapping[str, Mapping[str, Any]] | None = None, bundle: Bundle | None = None,
         identity: Mapping[str, str | int] | None = None, exact: bool = False,
     ) -> None:  # fmt: skip
-        """`identity` is what measured costs depend on besides the machine; `open` fills in all of it."""
+        """identity: settings that measured costs depend on, apart from the machine. `open` sets all of them."""
         self.verifier = verifier
         self.tokenizer = tokenizer
         self.costs = costs
@@ -110,16 +110,16 @@ class Runtime:
     ) -> Self:  # fmt: skip
         """Open the bundle at `path`.
 
-        threads: of the engine, None takes one a core.   max_num_seqs: sequences that may run at once.
+        threads: of the engine; None uses one a core.   max_num_seqs: sequences that may run at once.
         verify:  True checks every byte of the bundle, None too if a file has changed since the last full check on this
                 machine, False none.
         drafter_options: settings by id, for example {"ngram": {"prompt_lookup_max": 3}}.
-        device: where everything between a step's tokens stays, `cpu` or `cuda`; None takes the GPU for TensorRT
-                engines, and else the CPU by a path of its own, the faster one there.
-        exact:  whether a text is the same to the bit whatever is computed with it: alone, in a batch, with any method
-                (`exactness`). False computes single tokens of one sequence a few percent faster, by kernels that
-                round otherwise than those for several: in 8 and 4 bits most longer texts then part somewhere.
-        The first opening on a machine takes a second longer, to measure what verification costs.
+        device: `cpu` or `cuda`. Everything between a step's tokens stays on it. None uses the GPU for TensorRT engines,
+                and otherwise a faster path on the CPU.
+        exact:  True if a text must be the same to the bit alone, in a batch and with any method (`exactness`).
+                False uses kernels that compute single tokens of one sequence a few percent faster. They round
+                differently from kernels for several tokens, so most longer texts differ in 8 and 4 bits.
+        The first opening on a machine takes a second longer, since it measures verification costs.
         Raises BundleError, BackendError, and UsageError for fewer than one slot or thread, or an unknown device.
         """
         for name, value in (("max_num_seqs", max_num_seqs), ("threads", 1 if threads is None else threads)):
@@ -154,7 +154,7 @@ class Runtime:
 
     @property
     def exact(self) -> bool:
-        """True if texts are computed with exact kernels, which only the host has (see `exactness`)."""
+        """True if exact kernels compute the texts. Only the host has such kernels (see `exactness`)."""
         return self._exact and isinstance(self.verifier.device, HostDevice)
 
     @property
@@ -164,7 +164,7 @@ class Runtime:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """All words for `method` that this bundle knows."""
+        """All values of `method` that this bundle supports."""
         return method_words(self._built)
 
     @property
@@ -173,11 +173,11 @@ class Runtime:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What every output must say of the bundle: random weights, a tokenizer that is not the model's."""
+        """Warnings that every output must show: random weights, or a tokenizer that is not the model's."""
         return self._bundle.manifest.model.caveats if self._bundle is not None else ()
 
     def close(self) -> None:
-        """Let go of the engine and its buffers; closing again does nothing."""
+        """Release the engine and its buffers. Closing again does nothing."""
         self._drafters.clear()
         self.__dict__.pop("_predicted", None)
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
@@ -187,13 +187,13 @@ class Runtime:
                 verifier.close()
 
     def _keep_costs(self, steps: int) -> None:
-        """Keep what is believed of costs for the next opening, if so many steps have corrected it since it was kept."""
+        """Save the estimated costs for the next opening, if at least `steps` steps have corrected them since."""
         if self._identity and self.costs.steps - self._kept_steps >= steps:
             self._kept_steps = self.costs.steps
             keep_costs(self.costs, self._identity)
 
     def _check_open(self) -> None:
-        """Raises UsageError once the runtime is closed."""
+        """Raise UsageError if the runtime is closed."""
         if "verifier" not in self.__dict__:
             raise UsageError("this runtime is closed", "open it again")
 
@@ -210,15 +210,15 @@ class Runtime:
         synthetic_acceptance: Sequence[float] | None = None, record_logit_margins: bool = False,
         trace: IO[str] | None = None,
     ) -> list[Generation]:  # fmt: skip
-        """Continue every prompt, as many at a time as there are slots.
+        """Continue every prompt, at most `max_num_seqs` at a time.
 
-        params:      one for all prompts, or a list of one each.
-        speculation: how to draft, one for all prompts or a list; a word alone is `SpeculationParams(method=word)`.
+        params:      one for all prompts, or a list with one for each prompt.
+        speculation: how to draft, one for all prompts or a list. A string is `SpeculationParams(method=string)`.
                      Requests of several methods share a batch, and each step verifies all their trees in one call.
-        trace: where each step is written (`redraft.runtime.trace`).
-        synthetic_acceptance: force acceptance by depth; the output is labelled.   record_logit_margins: fill
+        trace: the file that receives each step (`redraft.runtime.trace`).
+        synthetic_acceptance: forced acceptance by depth; the output is labelled.   record_logit_margins: fill
                               `Generation.logit_margins`.
-        Raises UsageError for what cannot be done, before anything is computed.
+        Raises UsageError for invalid arguments, before any computation.
         """
         if isinstance(prompts, str | bytes):
             raise UsageError("expected a list of prompts, found one", "put it into a list")
@@ -229,13 +229,13 @@ class Runtime:
             cycle, requests = self._cycle(prompts, params, speculation, forced, record_logit_margins, trace)
             for _ in scheduler.run(cycle, requests):
                 pass
-            self._keep_costs(_KEPT_STEPS)
+            self._keep_costs(_SAVE_STEPS)
         return [self._generation(request, forced is not None) for request in requests]
 
     def warm(self, method: str | None = None) -> None:
-        """Load what `method` needs, and on a GPU run every shape of its steps, so that no request waits for that.
+        """Load everything that `method` needs. On a GPU, also run every shape of its steps once.
 
-        Else the first request with that method does. Raises UsageError, BundleError and BackendError.
+        Otherwise, the first request with that method does both. Raises UsageError, BundleError and BackendError.
         """
         with self._running():
             self.verifier.warm()
@@ -245,9 +245,9 @@ class Runtime:
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
         trace: IO[str] | None = None,
     ) -> Iterator[str]:  # fmt: skip
-        """Continue `prompt`, yielding text as it becomes certain. The chunks joined are `generate`'s text.
+        """Continue `prompt` and yield text as soon as it is final. The joined chunks are `generate`'s text.
 
-        Raises as `generate` does, here and not with the first chunk.
+        Raises the errors of `generate` at the call, not at the first chunk.
         """
         with self._running():
             cycle, (request,) = self._cycle([prompt], params, speculation, trace=trace)
@@ -262,16 +262,16 @@ class Runtime:
                     yield chunk
 
     def forget(self, tenant: str) -> None:
-        """Drop the outputs that methods keep for a tenant. A tenant without any changes nothing."""
+        """Drop the outputs that methods keep for a tenant. A tenant without outputs changes nothing."""
         with self._running():
             for drafter in self._drafters.values():
                 drafter.forget(tenant)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
-        Raises UsageError for one that is neither text nor ids, is empty without a BOS token, leaves no room, or holds
-        an id past the vocabulary, and once the runtime is closed.
+        Raises UsageError if the runtime is closed, or if the prompt is neither text nor ids. Raises UsageError for a
+        prompt that is empty without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.tokenizer.encode("")
@@ -288,16 +288,19 @@ class Runtime:
             )
         return ids
 
-    def _running(self) -> _Held:
+    def _running(self) -> _GenerationLock:
         self._check_open()
-        return _Held(self._busy)
+        return _GenerationLock(self._busy)
 
     def _cycle(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
         forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
     ) -> tuple[Cycle, list[Request]]:  # fmt: skip
-        """A cycle and its requests. May measure what drafts cost, which overwrites KV rows: only while nothing runs."""
+        """Return a cycle and its requests.
+
+        This may measure the costs of drafts, which overwrites KV rows, so no request may be running.
+        """
         sampling = _each(params, SamplingParams, len(prompts))
         asked = _each(speculation, (str, SpeculationParams, NoneType), len(prompts))
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
@@ -313,13 +316,13 @@ class Runtime:
         return cycle, requests
 
     def _plan(self, asked: SpeculationParams, forced: Acceptance | None = None) -> Speculation:
-        """How requests with these parameters speculate. Raises UsageError."""
+        """Return how requests with these parameters speculate. Raises UsageError."""
         word, budget = asked.method or self.default_method, asked.budget
         self._check_budget(budget)
         name, lookup = split_pair(word)
         drafter = self._drafter(name)
         if lookup and not drafter.has_engines:
-            raise UsageError(f"there is no method {word!r}", f"choose one of {', '.join(self.methods)}")
+            raise UsageError(f"this bundle has no method {word!r}", f"choose one of {', '.join(self.methods)}")
         if word == NONE:
             for given, what in ((asked.prediction, "prediction"), (asked.tenant, "tenant")):
                 if given is not None:
@@ -355,7 +358,7 @@ class Runtime:
         return Speculation(drafter, self._adaptive, word, most)
 
     def _check_budget(self, budget: Budget | None) -> None:
-        """Raises UsageError for trees that the device cannot verify."""
+        """Raise UsageError for trees that the device cannot verify."""
         check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
         if budget and self.verifier.device.step_graphs and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
             raise UsageError(
@@ -371,7 +374,7 @@ class Runtime:
         return self._drafters[name]
 
     def _paired(self, lookup: str, drafter: Drafter) -> Drafter:
-        """A lookup and a drafter, as one."""
+        """Return a lookup and a drafter as one drafter."""
         word = pair(drafter.name, lookup)
         if word not in self._drafters:
             self._drafters[word] = Pair(self._drafter(lookup), drafter)
@@ -383,7 +386,7 @@ class Runtime:
         return PredictionDrafter(self.verifier)
 
     def _expect_costs(self, name: str) -> None:
-        """Let the controller know what a drafter's calls cost, once they are needed."""
+        """Give the controller the costs of a drafter's calls when they are first needed."""
         drafter = self._drafters[name]
         if name not in self._expected and isinstance(drafter, TreeMaker):
             self._expected.add(name)
@@ -413,7 +416,7 @@ class Runtime:
         return request
 
     def _prediction(self, prediction: Prompt) -> list[int]:
-        """Token ids of a predicted output, without a BOS token. Raises UsageError."""
+        """Return the token ids of a predicted output, without a BOS token. Raises UsageError."""
         if isinstance(prediction, str):
             ids = self.tokenizer.encode(prediction, special_tokens=False) if prediction else []
         else:
@@ -451,7 +454,7 @@ class Runtime:
 
 
 def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> list[Any]:
-    """The parameters of each prompt: one for all, or a list. Raises UsageError for other types and lengths."""
+    """Return the parameters of each prompt: one for all, or a list. Raises UsageError for other types and lengths."""
     found = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values] * count
     kinds = kind if isinstance(kind, tuple) else (kind,)
     wrong = next((value for value in found if not isinstance(value, kinds)), None)
@@ -464,7 +467,7 @@ def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> l
 
 
 def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bundle) -> None:
-    """Raises UsageError for options of a drafter that the bundle lacks."""
+    """Raise UsageError for options of a drafter that the bundle lacks."""
     known = (NONE, *LOOKUPS, *bundle.manifest.drafters)
     for name in options or ():
         if name not in known:
@@ -474,7 +477,7 @@ def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bund
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:
-    """The token ids. Raises UsageError for what are none."""
+    """Return the token ids. Raises UsageError for any other value."""
     try:
         if isinstance(prompt, bytes):
             raise TypeError
@@ -483,8 +486,8 @@ def _ids(prompt: Sequence[int]) -> list[int]:
         raise UsageError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}") from None
 
 
-class _Held:
-    """Holds the runtime for one generation, refusing a second one that would share its KV rows."""
+class _GenerationLock:
+    """Locks the runtime for one generation. A second one would share its KV rows, so it is refused."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
@@ -498,7 +501,7 @@ class _Held:
 
 
 def _identity(bundle: Bundle, device: Device, threads: int | None, max_num_seqs: int) -> dict[str, str | int]:
-    """What measured costs depend on besides the machine."""
+    """Return the settings that measured costs depend on, apart from the machine."""
     manifest = bundle.manifest
     graph = device.verifier_graph if isinstance(device, HostDevice) else names.VERIFIER
     return {

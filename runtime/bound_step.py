@@ -1,4 +1,4 @@
-"""The buffers of one shape of a step on the device, and the programs bound over them."""
+"""The device buffers of one shape of a step, and the programs that use them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
 
 KV_RANK = 4
-"""Of buffers [B, H, C, D], whose rows are in axis 2."""
+"""Rank of the buffers [B, H, C, D], whose rows are in axis 2."""
 
 
 class StepBuffers:
-    """What all steps of a verifier share: programs, the KV buffers and drafted trees of all slots, and memory for a
-    call's own values.
+    """The shared parts of a verifier's steps: programs, KV buffers, drafted trees, and memory for one call's values.
 
-    Calls never run at once, so that the largest one's logits and features have space for those of any other.
+    Calls never run at the same time, so they share the memory of the largest one's logits and features.
     """
 
     def __init__(
@@ -44,13 +43,13 @@ class StepBuffers:
         self._largest: dict[str, Buffer] = {}
 
     def program(self, name: str) -> Program:
-        """A program that is loaded once it is needed."""
+        """Return a program, which is loaded on first use."""
         if name not in self.programs:
             self.programs[name] = self.device.program(name)
         return self.programs[name]
 
     def buffer(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> Buffer:
-        """Memory that steps share."""
+        """Return memory that steps share."""
         try:
             return self._largest[name].part(*shape)
         except (KeyError, ValueError):
@@ -59,10 +58,9 @@ class StepBuffers:
 
 
 class BoundStep:
-    """Buffers for the sequences (B) in `slots`, of `width` tokens each (T), `rows` of whose logits are wanted (R: 1 or
-    T).
+    """Buffers for the sequences (B) in `slots`, with `width` tokens each (T) and logits of `rows` of them (R: 1 or T).
 
-    fields: shapes of what the host sends besides lengths.   given: buffers that others own.
+    fields: shapes of the host's inputs except lengths.   given: buffers of other owners.
     """
 
     def __init__(
@@ -97,19 +95,19 @@ class BoundStep:
         self.logits = self._buffers[names.LOGITS]
 
     def _accepted(self, nodes: Iterable[int]) -> list[Outcome]:
-        """What accept_output says of trees of so many nodes, once the device has been waited for."""
+        """Return the outcomes in accept_output for trees of these sizes. Call it after waiting for the device."""
         accept_output = self._accept_output.values
         first = (accept_output.shape[1] + 1) // 2
         outcomes = []
         for row, count in zip(accept_output.tolist(), nodes, strict=True):
-            said, kept = row[first : first + count], row[0]
+            targets, kept = row[first : first + count], row[0]
             path = tuple(row[2 : 1 + kept])
-            tokens = (said[0], *[said[node] for node in path]) if path else (said[0],)
-            outcomes.append(Outcome(said, path, tokens[-1], tokens))
+            tokens = (targets[0], *[targets[node] for node in path]) if path else (targets[0],)
+            outcomes.append(Outcome(targets, path, tokens[-1], tokens))
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:
-        """The accepting graph, and the copy of accept_output."""
+        """Return the run of the accepting graph and of the copy of accept_output."""
         run = self._bind(names.STEP_ACCEPT, over)
         self._accept_output = self._shared.device.host_outputs(
             over.get(names.ACCEPT_OUTPUT) or self._buffers[names.ACCEPT_OUTPUT]
@@ -117,7 +115,7 @@ class BoundStep:
         return run
 
     def _gathering(self, path: Buffer) -> list[Run]:
-        """Copies of the feature rows at `path` [B, T] to where each reader keeps those that are pending."""
+        """Return copies of the feature rows at `path` [B, T] to each reader's pending rows."""
         runs = []
         rows = path.shape[1]
         for place, reader in enumerate(self._shared.readers):
@@ -132,13 +130,13 @@ class BoundStep:
         return runs
 
     def _set_offsets(self, pending: Sequence[Sequence[int] | None]) -> None:
-        """Fill in where the rows that are gathered for each reader begin; what nobody reads goes to the front."""
+        """Set the position of each reader's gathered rows. Rows without a reader go to the front."""
         for of_reader, offsets in zip(self._offsets, pending, strict=True):
-            for place in range(len(of_reader)):  # one by one, which is faster than from a list
+            for place in range(len(of_reader)):  # one by one is faster than from a list
                 of_reader[place] = offsets[place] if offsets is not None else 0
 
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
-        """A program over the step's buffers and `over`, new ones for what nothing has named yet."""
+        """Bind a program to the step's buffers and those in `over`. It creates buffers for other names."""
         loaded = self._shared.programs[program]
         buffers = dict(over or {})
         for spec in (*loaded.inputs, *loaded.outputs):
@@ -147,14 +145,14 @@ class BoundStep:
         return loaded.bind({spec.name: buffers[spec.name] for spec in (*loaded.inputs, *loaded.outputs)})
 
     def _buffer(self, name: str, dtype: Dtype, shape: tuple[Dim, ...]) -> Buffer:
-        """The buffer of this name, made if there is none."""
+        """Return the buffer of this name, created on first use."""
         if name not in self._buffers:
             self._buffers[name] = self._shared.device.empty(dtype, *sized(shape, self._sizes))
         return self._buffers[name]
 
 
 class BoundTreeStep(BoundStep):
-    """A step over trees of `width` nodes in the first slots, each from the host or from the store."""
+    """A step over trees of `width` nodes in the first slots. Each tree is in the host's inputs or in the store."""
 
     def __init__(self, buffers: StepBuffers, sequences: int, width: int) -> None:
         tree, several = (sequences, width), (sequences,)
@@ -180,11 +178,11 @@ class BoundTreeStep(BoundStep):
         self._latest = self._whole
 
     def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
-        """See `redraft.runtime.verifier.TreeStep.fill`."""
+        """Set the inputs of the next run. Raises ValueError for a tree that was drafted for another slot."""
         self.host_inputs.open()
         lengths, counts, on_device, kv_len = self._fields
         kv_len[0] = max(cache_len) + self.width
-        for slot, tree in enumerate(trees):  # one by one, which is faster than from a list for the few that there are
+        for slot, tree in enumerate(trees):  # one by one is faster than from a list for the few trees of a batch
             lengths[slot] = cache_len[slot]
             counts[slot] = len(tree)
             on_device[slot] = tree.on_device
@@ -195,30 +193,31 @@ class BoundTreeStep(BoundStep):
         self._set_offsets(pending)
 
     def run(self, greedy: bool) -> None:
-        """See `redraft.runtime.verifier.TreeStep.run`: all five parts as one if `greedy`."""
+        """Run all five parts as one if `greedy`, else the first three."""
         self._latest = self._whole if greedy else self._verify
         self._latest()
 
     def seconds(self) -> float:
-        """See `redraft.runtime.verifier.TreeStep.seconds`."""
+        """Return the seconds of the latest run on an asynchronous device."""
         return self._latest.seconds()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """See `redraft.runtime.verifier.TreeStep.outcomes`. Logits are copied for samplers that need more than tokens,
-        and after a run that was not greedy the rows are compacted and gathered here.
+        """Return the outcomes. After a run that was not greedy, the samplers choose the tokens here.
+
+        Only samplers that need logits cause a copy of them.
         """
         accepted = self._accepted(map(len, trees))
         return accepted if self._latest is self._whole else self._settled(accepted, batch, trees)
 
     def _settled(self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """Let the samplers decide, then compact the rows of the accepted paths and gather their features."""
-        said = [outcome.target_token_ids for outcome in accepted]
+        """Let the samplers choose, then compact the rows of the accepted paths and gather their features."""
+        target_token_ids = [outcome.target_token_ids for outcome in accepted]
         outcomes, logits = [], None
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
             if is_greedy(seq):
                 outcomes.append(accepted[slot])
             elif isinstance(seq.sampler, OverTokens):
-                outcomes.append(accept(tree, seq.sampler.sample_likeliest(said[slot], tree, seq.tokens)))
+                outcomes.append(accept(tree, seq.sampler.sample_likeliest(target_token_ids[slot], tree, seq.tokens)))
             else:
                 logits = self.logits.read() if logits is None else logits
                 outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens))
@@ -231,9 +230,9 @@ class BoundTreeStep(BoundStep):
 
 
 def place(tree: Tree, tokens: IntArray, parents: IntArray) -> None:
-    """Fill in a tree of the host, [T] each; nodes that it lacks hang from its root, and do not count."""
+    """Write a host tree to its inputs, [T] each. Padding nodes are children of the root, and do not count."""
     count = len(tree)
-    if count == 1:  # as plain decoding has it, which one entry is faster for
+    if count == 1:  # plain decoding; writing one entry is faster
         tokens[0], parents[0] = tree.tokens[0], -1
     else:
         tokens[:count] = tree.tokens
@@ -244,7 +243,7 @@ def place(tree: Tree, tokens: IntArray, parents: IntArray) -> None:
 
 
 class BoundPrefill(BoundStep):
-    """A chunk of a prompt in one slot, whose last token's logits are wanted."""
+    """A chunk of a prompt in one slot. It computes the logits of the chunk's last token."""
 
     def __init__(self, buffers: StepBuffers, width: int, slot: int) -> None:
         chunk = (1, width)
@@ -261,7 +260,7 @@ class BoundPrefill(BoundStep):
         self.run = device.chain([*runs, self._accept_output.fetch])
 
     def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
-        """See `redraft.runtime.verifier.PrefillStep.fill`; padding continues the chain."""
+        """Set the inputs of the next run. Padding continues the chain."""
         values, count = self.host_inputs.open(), len(tokens)
         values[names.TOKEN_IDS][0, :count] = tokens
         values[names.TOKEN_IDS][0, count:] = 0
@@ -272,13 +271,13 @@ class BoundPrefill(BoundStep):
         self._set_offsets(pending)
 
     def outcome(self, seq: Request) -> Outcome:
-        """See `redraft.runtime.verifier.PrefillStep.outcome`."""
+        """Return the outcome of the sampler of `seq` after the chunk."""
         if is_greedy(seq):
             return self._accepted([1])[0]
         return seq.sampler.verify(self.logits.read()[0], root_only(seq.tokens[-1]), seq.tokens)
 
     def _root(self) -> dict[str, Buffer]:
-        """What the accepting graph is given: a tree of the root alone, whose token does not matter."""
+        """Return inputs of the accepting graph: a tree of the root alone, with any token."""
         empty = self._shared.device.empty
         root: dict[str, Buffer] = {
             names.TOKEN_IDS: empty("int64", 1, 1), names.PARENTS: empty("int64", 1, 1),
@@ -292,14 +291,14 @@ class BoundPrefill(BoundStep):
 
 
 def is_greedy(seq: Request) -> bool:
-    """True if the accepting graph says what the request's sampler would."""
+    """True if the request's sampler chooses the same tokens as the accepting graph."""
     return type(seq.sampler) is Greedy and seq.sampler.logit_margins is None
 
 
 def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Callable[[int, int, int], None]:
-    """A function of source, target and rows that copies what is kept for a sequence from one slot to another.
+    """Return a function of source, target and rows that copies a sequence's state from one slot to another.
 
-    On the host it copies so many rows of KV buffers, on other devices all.
+    On the host it copies the given number of KV rows, on other devices all rows.
     """
     if not device.step_graphs:
         arrays = [array_of(buffer) for buffer in state.values()]
@@ -325,7 +324,7 @@ def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Call
 
 
 def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, start: Buffer) -> Run:
-    """Copies features[b, path[b, i]] to pending[b, start[b] + i]."""
+    """Return a copy of features[b, path[b, i]] to pending[b, start[b] + i]."""
     return program.bind({
         names.FEATURE_ROWS: features, names.PATH: path, names.PENDING_FEATURES: pending, names.PENDING_OFFSET: start,
         names.present(names.PENDING_FEATURES): pending,
@@ -333,5 +332,5 @@ def gathered(program: Program, features: Buffer, path: Buffer, pending: Buffer, 
 
 
 def _offset(reader: int) -> str:
-    """The host's input that says where the rows of a reader begin."""
+    """Return the name of the host input with the first pending row of a reader."""
     return f"{names.PENDING_OFFSET}.{reader}"

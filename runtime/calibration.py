@@ -1,4 +1,4 @@
-"""How often drafted nodes are kept, learned from verifications: by depth and probability, or by rank."""
+"""Acceptance rates of drafted nodes, learned from verifications: by depth and probability, or by rank."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from redraft.types import DraftTree, Tree
 
 FAST, SLOW = 1 / 32, 1 / 128
-"""Weights of one observation in running means: of one sequence's, and of what all of them share."""
+"""Weights of one observation in running means: those of one sequence, and those that all sequences share."""
 _SETTLED = 31
-"""Observations after which a mean over all of them becomes a running one: FAST is the weight of the next."""
+"""Observations before a plain mean becomes a running one, in which the next has the weight FAST."""
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
 _UNSEEN = 0.25
-"""Share of kept nodes that is taken for granted where nothing was seen: enough for whole trees to be tried."""
+"""Assumed acceptance rate of nodes that were never verified, high enough for whole trees to be tried."""
 
 
 class DepthCalibration:
-    """How often tokens that a drafter's trees give some probability come true, by depth and probability.
+    """Acceptance rates of a drafter's nodes, by depth and drafted probability.
 
-    A drafter is trained to say how likely a token is to be sampled; what counts here is how likely it is to be kept,
-    which for a greedy verifier is another number. Shares are running means that begin with the probability itself.
+    A drafter learns how likely a token is to be sampled. The controller needs how likely it is to be accepted, which
+    differs if the verifier is greedy. Rates are running means that begin with the drafted probability itself.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DepthCalibration:
         self._shares = [list(shares) for _ in range(_DEPTHS)]
 
     def observe(self, tree: Tree, tokens: tuple[int, ...]) -> None:
-        """Compare the tree with what was said, down to where it does not follow."""
+        """Compare the tree with the committed tokens, down to the first token that it lacks."""
         ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
         node = 0
         for depth, token in enumerate(tokens):
@@ -48,7 +48,7 @@ class DepthCalibration:
             node = next_node
 
     def calibrated(self, tree: Tree) -> Tree:
-        """The tree with, for each node's probability given its parent, the share of such nodes that came true."""
+        """Return the tree with the acceptance rate of such nodes in place of each node's conditional probability."""
         parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
         depths, corrected = [0] * len(parents), [0.0] * len(parents)
         for node in range(1, len(parents)):
@@ -62,9 +62,10 @@ class DepthCalibration:
 
 
 class RankCalibration:
-    """How often the node of each rank is kept, of trees that stay on a device and come likeliest first.
+    """Acceptance rates by rank, for trees that stay on a device with their likeliest nodes first.
 
-    Running means, at first over all there is. What is not verified is forgotten slowly, so that it is tried again.
+    They are means over all observations at first, and running means later. Rates of nodes that are not verified slowly
+    return to the assumed one, so that such nodes are tried again.
     """
 
     def __init__(self) -> None:
@@ -72,12 +73,12 @@ class RankCalibration:
         self._seen: list[int] = []
 
     def shares(self, nodes: int) -> list[float]:
-        """Of the first so many nodes beside the root, how often each is kept."""
+        """Return the acceptance rates of the first `nodes` nodes after the root."""
         self._grow(nodes)
         return self._shares[:nodes]
 
     def observe(self, nodes: int, path: tuple[int, ...]) -> None:
-        """Of the first `nodes` nodes, root included, those of `path` were kept."""
+        """Record a verification of the first `nodes` nodes, root included, that accepted those of `path`."""
         count = nodes - 1
         self._grow(count)
         shares, seen = self._shares, self._seen

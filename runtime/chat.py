@@ -17,7 +17,7 @@ from redraft.runtime.chat_environment import chat_environment
 
 DEFAULT = names.DEFAULT_CHAT_TEMPLATE
 TOOL_USE = "tool_use"
-"""The template for a conversation with tools. Models without one use the default template."""
+"""The template for a conversation with tools. Models without it use the default template."""
 
 _CHECK = "give messages of the form that the model's template expects"
 _FIX = "fix the template in the checkpoint and build again"
@@ -25,7 +25,7 @@ _FIX = "fix the template in the checkpoint and build again"
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """A model's chat templates by name, and the special tokens that they may write.
+    """A model's chat templates by name, and the special tokens that they may contain.
 
     special_tokens: text by name, for example {"bos_token": "<s>"}. Tokens that the model lacks are left out.
     """
@@ -47,10 +47,10 @@ class ChatTemplates:
     ) -> str:  # fmt: skip
         """Render the prompt of a conversation.
 
-        tools:         JSON schemas of functions; with them a template named `tool_use` replaces the default one.
+        tools:         JSON schemas of functions; a template named `tool_use` then replaces the default one.
         documents:     objects that the template may quote, usually with `title` and `text`.
-        chat_template: name of the template to use.   variables: what else the template may read.
-        Raises UsageError if there is no such template, if it does not compile, or if it refuses its input.
+        chat_template: name of the template to use.   variables: further values for the template.
+        Raises UsageError if the template does not exist, does not compile, or refuses its input.
         """
         template = self._template(chat_template, tools is not None)
         values = {
@@ -69,16 +69,16 @@ class ChatTemplates:
             raise UsageError(f"the chat template fails on these messages ({_reason(error)})", _CHECK) from error
 
     def check(self) -> None:
-        """Raise UsageError if there is no default template, or if it does not compile."""
+        """Raise UsageError if the model has no default template, or if it does not compile."""
         self._template(None, tools=False)
 
     def _template(self, name: str | None, tools: bool) -> Template:
-        """The compiled template to use. Raises UsageError if there is none, or if it does not compile."""
+        """Return the compiled template. Raises UsageError if it does not exist or does not compile."""
         chosen = self._choose(name, tools)
         return _compile(chosen, self.sources[chosen])
 
     def _choose(self, name: str | None, tools: bool) -> str:
-        """The name of the template to use. Raises UsageError if there is none."""
+        """Return the name of the template to use. Raises UsageError if it does not exist."""
         if not self.sources:
             raise UsageError("this model has no chat template", "give a plain prompt, without --chat")
         wanted = name or (TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT)
@@ -102,7 +102,7 @@ def _compile(name: str, source: str) -> Template:
 
 
 def _reason(error: Exception) -> str:
-    """One line for an error: its message, with its type unless the template itself raised it."""
+    """Return one line for an error: its message, with its type unless the template itself raised it."""
     message = " ".join(str(error).split())
     if type(error) in (TemplateError, TemplateSyntaxError):
         return message

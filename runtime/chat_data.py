@@ -1,4 +1,4 @@
-"""What a chat template sees of a conversation: plain values, without methods that could do harm."""
+"""The data of a conversation for a chat template: plain values, without methods that could do harm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__), (int, int.__int__), (float, float.__float__),
 )  # fmt: skip
-"""Enumerations and numpy's scalars derive from these types. Converted, they lose methods of their own."""
+"""Base types of enumerations and of numpy's scalars. Converting to them removes the methods of subclasses."""
 _FORM = 'give messages like {"role": "user", "content": "Hello"}'
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as a template sees them: plain, without fields that are None, reasoning under all its usual names.
+    """Return plain messages for a template: without fields that are None, and with reasoning under all its usual names.
 
     Raises UsageError for an empty conversation and for messages of another form.
     """
@@ -33,13 +33,13 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the two names that templates read."""
+    """Return the message with its reasoning under the two names that templates read."""
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def plain_objects(name: str, values: Sequence[Message]) -> list[dict[str, Any]]:
-    """A list of plain objects. Raises UsageError naming the first value that is no object."""
+    """Return a list of plain objects. Raises UsageError for the first value that is no object."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise UsageError(f"expected a list of {name}, found {type(values).__name__}", _FORM)
     found = []
@@ -54,7 +54,7 @@ def plain_objects(name: str, values: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """`value` made of JSON's types. Objects that have none, images for example, become a text with their type."""
+    """Return `value` made of JSON's types. Other objects, such as images, become a text with their type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind, convert in _SCALARS:

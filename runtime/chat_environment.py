@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 
 @cache
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """The environment that compiles every chat template."""
+    """Return the environment that compiles every chat template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
@@ -30,12 +30,12 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text for training. It writes its body."""
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text for training. It renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as an attribute of instances)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a call of its body: variables set inside do not leave it."""
+        """Parse the block as a call of its body, so that variables of the body are local."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)

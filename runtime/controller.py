@@ -1,4 +1,4 @@
-"""Who decides how much to speculate, and the decision that never changes: a fixed budget."""
+"""Controllers decide how much to speculate. The simplest one has a fixed budget."""
 
 from __future__ import annotations
 
@@ -12,56 +12,59 @@ from redraft.runtime.tree import cut, merge, root_only
 from redraft.types import Budget, Choice, OfferKind, Outcome, Tree
 
 Call = tuple[str, OfferKind]
-"""A kind of call of a drafter: its id, and the kind of tree that it makes."""
+"""A kind of drafter call: the drafter's id, and the kind of tree that it makes."""
 
 
 class Controller(Protocol):
-    """Decides for the sequences of a step what may be offered, which offers are taken, and what of it is verified.
+    """Limits the offers for a step's sequences, selects among them, and selects the part to verify.
 
     Each method takes the sequences of a batch that this controller serves, in one order.
     """
 
     weighs: bool
-    """True if it chooses sizes by what they cost: then it cuts after the others."""
+    """True if costs decide its tree sizes. It then cuts after the other controllers."""
 
     def begin(self, sequences: int, methods: str) -> None:
-        """A step over so many sequences begins, other controllers' too. methods: the words for all their drafters."""
+        """Begin a step.
+
+        sequences: those of other controllers included.   methods: names of all their methods.
+        """
 
     def budget(self, seq: Sequence) -> Budget:
-        """Return what may be drafted now; nodes = 0 means: do not speculate."""
+        """Return the budget of a draft now; nodes = 0 means no speculation."""
 
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
-        """Return what to take of each sequence's offers."""
+        """Return the offers to use for each sequence."""
 
     def cut(
         self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
     ) -> list[Tree]:
-        """Return the part worth verifying of the trees at hand and of those that were made to plan.
+        """Return the part worth verifying of the ready trees and of those in `made`.
 
-        All together, since a call costs what its widest tree does. A sequence without an offer gets its root.
+        It cuts all trees together, since the largest one determines a call's cost. Without an offer, a tree is a root.
         widest: nodes of the largest tree that other controllers bring, root included.
         """
 
     def explain(self, seq: Sequence) -> Choice | None:
-        """Return what the tree of this step was chosen from; None if nothing was weighed."""
+        """Return the inputs of this step's choice of a tree; None if the controller compares no costs."""
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """Tell how long this step's offers and calls of drafters took, for the whole batch.
+        """Record the milliseconds of this step's offers and drafter calls, for the whole batch.
 
-        nodes: of the largest tree that was verified, its root included.
+        nodes: of the largest verified tree, its root included.
         """
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Tell that `tree` was verified with this outcome. Called after plain steps too."""
+        """Record the outcome of verifying `tree`. Called after plain steps too."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """Tell that the step has ended. host_ms: what it took besides the calls of verifier and drafters."""
+        """End the step. host_ms: its time without the calls of verifier and drafters."""
 
 
 class FixedBudget:
-    """The same budget at every step, resampling if possible; with NO_SPECULATION, plain decoding."""
+    """The same budget at every step. It prefers resampling to a fresh draft; NO_SPECULATION is plain decoding."""
 
     weighs = False
 
@@ -69,22 +72,22 @@ class FixedBudget:
         self._budget = budget
 
     def begin(self, sequences: int, methods: str) -> None:
-        """See `Controller.begin`."""
+        """Do nothing: the budget does not depend on the batch."""
 
     def budget(self, seq: Sequence) -> Budget:
-        """See `Controller.budget`."""
+        """Return the fixed budget."""
         return self._budget
 
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
-        """See `Controller.plan`: what can be resampled, else a fresh draft, with the trees at hand."""
+        """Select resampling if it is possible, else a fresh draft, together with the ready trees."""
         return [self._plan(*each) for each in zip(batch, offers, limits, strict=True)]
 
     def _plan(self, seq: Sequence, offers: Several[Offer], limits: StepLimits) -> Plan:
         if limits is NO_TREE:
             return Plan(limits, root_only(seq.tokens[-1]))
-        found = at_hand(seq, offers)
+        found = merged_ready(seq, offers)
         for kind in (OfferKind.RESAMPLE, OfferKind.FRESH):
             for offer in offers:
                 if offer.key.kind is kind:
@@ -94,27 +97,27 @@ class FixedBudget:
     def cut(
         self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
     ) -> list[Tree]:
-        """See `Controller.cut`."""
+        """Merge each plan's trees, and cut them to the budget."""
         return [
             cut(_joined(plan.found, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
             for plan, tree in zip(plans, made, strict=True)
         ]
 
     def explain(self, seq: Sequence) -> None:
-        """See `Controller.explain`."""
+        """Return None: a fixed budget compares no costs."""
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """See `Controller.timed`."""
+        """Ignore the times."""
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """See `Controller.observe`."""
+        """Ignore the outcome."""
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """See `Controller.ended`."""
+        """Do nothing."""
 
 
-def at_hand(seq: Sequence, offers: Several[Offer]) -> Tree:
-    """The trees that need not be made, merged; the root alone if there are none."""
+def merged_ready(seq: Sequence, offers: Several[Offer]) -> Tree:
+    """Merge the ready trees; the root alone if no tree is ready."""
     found: Tree | None = None
     for offer in offers:
         if offer.tree is not None:
@@ -123,7 +126,7 @@ def at_hand(seq: Sequence, offers: Several[Offer]) -> Tree:
 
 
 def _joined(found: Tree, made: Tree | None) -> Tree:
-    """Two trees as one. A tree that stays on a device is copied for that, but not to join a root alone."""
+    """Merge two trees. A tree on a device is copied to the host first, unless the other is a root alone."""
     if made is None:
         return found
     return made if len(found) == 1 else merge(found, made)

@@ -1,4 +1,4 @@
-"""Requests of several controllers in one batch: each plans and cuts for its own."""
+"""Requests of several controllers in one batch. Each controller plans and cuts for its own requests."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Controllers:
             self._slots.setdefault(seq.speculation.controller, []).append(slot)
 
     def begin(self, sequences: int, methods: str) -> None:
-        """See `Controller.begin`."""
+        """Begin the step of every controller."""
         for controller in self._slots:
             controller.begin(sequences, methods)
 
     def budget(self, seq: Sequence) -> Budget:
-        """See `Controller.budget`."""
+        """Return the budget from the sequence's own controller."""
         return seq.speculation.controller.budget(seq)
 
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
     ) -> list[Plan]:
-        """See `Controller.plan`."""
+        """Plan with each controller for its own sequences."""
         plans: dict[int, Plan] = {}
         for controller, slots in self._slots.items():
             own = controller.plan(*[[values[slot] for slot in slots] for values in (batch, offers, limits)])  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ class Controllers:
     def cut(
         self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
     ) -> list[Tree]:
-        """See `Controller.cut`. Those that weigh costs come last, and know what the others bring."""
+        """Cut with each controller. Those that compare costs come last, since they need the other trees' sizes."""
         trees: dict[int, Tree] = {}
         for controller, slots in sorted(self._slots.items(), key=lambda item: item[0].weighs):
             own_batch, own_plans, own_made = ([values[slot] for slot in slots] for values in (batch, plans, made))
@@ -53,19 +53,19 @@ class Controllers:
         return [trees[slot] for slot in range(len(batch))]
 
     def explain(self, seq: Sequence) -> Choice | None:
-        """See `Controller.explain`."""
+        """Return the choice of the sequence's own controller."""
         return seq.speculation.controller.explain(seq)
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
-        """See `Controller.timed`."""
+        """Record the times in every controller."""
         for controller in self._slots:
             controller.timed(offers_ms, made_ms, nodes)
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """See `Controller.observe`."""
+        """Record the outcome in the sequence's own controller."""
         seq.speculation.controller.observe(seq, plan, tree, outcome)
 
     def ended(self, speculated: bool, host_ms: float) -> None:
-        """See `Controller.ended`."""
+        """End the step of every controller."""
         for controller in self._slots:
             controller.ended(speculated, host_ms)

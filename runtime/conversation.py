@@ -1,4 +1,4 @@
-"""A chat with a model: messages in, the token ids of the prompt for the next answer out."""
+"""A chat with a model: it turns messages into the token ids of the prompt for the next answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ConversationTooLong(UsageError):
 class Conversation:
     """The messages of one chat, which the model's default chat template turns into prompts.
 
-    system: the first message of the chat, by the role `system`. None begins with the user's.
+    system: the first message of the chat, with the role `system`. If it is None, the user's message is the first.
     Raises UsageError if the model has no default chat template, or if the template does not compile.
     """
 
@@ -28,7 +28,7 @@ class Conversation:
         self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user and return the token ids of the prompt for the answer.
+        """Add a message of the user, and return the token ids of the prompt for the answer.
 
         Raises UsageError if the template refuses the messages, and ConversationTooLong.
         """

@@ -1,7 +1,7 @@
-"""What verification costs on this machine: milliseconds by sequences and nodes, measured first, then corrected.
+"""Verification costs on this machine: milliseconds by sequences and nodes, measured first and corrected later.
 
-A curve taken while something else ran is wrong, and a machine is not always as busy as at the first opening. So every
-real call corrects what is believed, its level and its shape (`VerifyCosts`).
+A curve that was measured on a busy machine is wrong, and the load changes after the first opening. So every call
+corrects the level and the shape of the estimated curve (`VerifyCosts`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from redraft.types import Costs
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Tree sizes that are measured, root included."""
 MEASURED_KV_LEN = 256
-"""Rows live while measuring."""
+"""KV rows in use while measuring."""
 SETTLED_STEPS = 16
-"""Calls after which what is believed is corrected, by the median of each size."""
+"""Calls before a correction of the estimate, which uses the median of each size."""
 _SECONDS = 1.2
 _ROUNDS = range(3, 40)
 _TURNS, _TYPICAL_NODES, _TYPICAL_ROWS = 60, 6, 2
 _CLIP = math.log(4)
-"""A correction at most: nothing real is further from what was measured but a call that was interrupted."""
+"""Largest correction, as a logarithm. Only interrupted calls differ more from the measured time."""
 _FORGET = 0.8
-"""Share of a size's own calls that still counts after another correction."""
+"""Weight that a size's earlier calls keep after a correction."""
 _KEPT_DRIFT = 0.05
-"""Relative change of a time from which on the new one is written."""
+"""Smallest relative change of a time that is written to disk."""
 _LOG = logging.getLogger("redraft.costs")
 
 
@@ -44,14 +44,14 @@ _LOG = logging.getLogger("redraft.costs")
 class CostCurve:
     """`table_ms[n]` is the time of one verification of n nodes a sequence, root included; entry 0 is 0.
 
-    It never falls and is interpolated between the sizes measured.
+    It never falls, and sizes between the measured ones are interpolated.
     """
 
     table_ms: tuple[float, ...]
 
     @classmethod
     def from_points(cls, points: Mapping[int, float]) -> CostCurve:
-        """The curve through milliseconds by size. Raises ValueError where a time is not positive and finite."""
+        """Return the curve through milliseconds by size. Raises ValueError if a time is not positive and finite."""
         sizes = sorted(points)
         times = np.array([points[size] for size in sizes], dtype=np.float64)
         if not sizes or sizes[0] != 1 or not np.all(np.isfinite(times)) or times.min() <= 0:
@@ -61,21 +61,20 @@ class CostCurve:
 
     @property
     def largest(self) -> int:
-        """Largest number of nodes the curve covers, root included."""
+        """Largest number of nodes in the curve, root included."""
         return len(self.table_ms) - 1
 
 
 class VerifyCosts:
-    """t(B, n): milliseconds of a verification of n nodes for each of B sequences, as measured and as believed.
+    """t(B, n): milliseconds of a verification of n nodes for each of B sequences, as measured and as estimated now.
 
-    What is believed of a size is what was measured, times a factor. Real calls move the factors, `SETTLED_STEPS` of
-    them at a time. All move by how wrong the median call was: the level, which a busy machine changes. Then those of
-    the sizes called move by what is left, and others with them, the less the further their size is away and the more
-    calls of their own they had: the shape.
+    An estimate is the measured time, times a factor. After `SETTLED_STEPS` calls, all factors move by the median call's
+    error, which corrects the level: the machine's load. Then the factors of the called sizes move by their remaining
+    errors, which corrects the shape. Other sizes move less the further away they are, and the more calls they have had.
     """
 
     def __init__(self, curves: Mapping[int, CostCurve], believed: Mapping[int, CostCurve] | None = None) -> None:
-        """curves: measured, by sequences, all of one length.   believed: the same, where it is known from before."""
+        """curves: measured, by sequences, all of one length.   believed: the latest estimates, if known."""
         self.measured = dict(sorted(curves.items()))
         self.steps = 0
         self._tables: dict[int, list[float]] = {}
@@ -87,21 +86,21 @@ class VerifyCosts:
 
     @classmethod
     def of(cls, curve: CostCurve, sequences: int = 1) -> Self:
-        """Costs of which one curve is known."""
+        """Return costs with one known curve."""
         return cls({sequences: curve})
 
     @property
     def largest(self) -> int:
-        """Largest number of nodes of a sequence that is covered, root included."""
+        """Largest number of nodes of one sequence's tree, root included."""
         return next(iter(self.measured.values())).largest
 
     @property
     def believed(self) -> dict[int, CostCurve]:
-        """What is believed, by sequences."""
+        """Estimated curves, by sequences."""
         return {sequences: CostCurve(tuple(self.table_ms(sequences))) for sequences in sorted(self._logs)}
 
     def table_ms(self, sequences: int) -> list[float]:
-        """Milliseconds by nodes, entry 0 is 0. It never falls. The list is another after a correction."""
+        """Return milliseconds by nodes, which never fall; entry 0 is 0. A correction makes a new list."""
         table = self._tables.get(sequences)
         if table is None:
             if sequences not in self._logs:
@@ -110,7 +109,7 @@ class VerifyCosts:
         return table
 
     def observe(self, sequences: int, nodes: int, ms: float) -> bool:
-        """A call over `sequences` trees of at most `nodes` nodes took `ms`. True if what is believed has changed."""
+        """Record a call over `sequences` trees of at most `nodes` nodes. Returns true if the estimate has changed."""
         self._calls.append((sequences, nodes, ms))
         if len(self._calls) < SETTLED_STEPS:
             return False
@@ -118,7 +117,7 @@ class VerifyCosts:
         return True
 
     def drift(self, kept: Mapping[int, CostCurve]) -> float:
-        """The largest relative difference between what is believed and `kept`."""
+        """Return the largest relative difference between the estimate and `kept`."""
         pairs = [
             (new, old)
             for sequences, curve in kept.items()
@@ -150,7 +149,7 @@ class VerifyCosts:
         self._tables.clear()
 
     def _reshape(self, sequences: int, nodes: int, wrong: float, calls: int) -> None:
-        """Move the logarithm of t(sequences, nodes) by most of `wrong`, and those of the others by less."""
+        """Move the logarithm of t(sequences, nodes) by most of `wrong`, and those of other sizes by less."""
         sizes = np.log2(np.arange(1, self.largest + 1))
         for other, logs in self._logs.items():
             away = np.abs(sizes - math.log2(nodes)) + 2 * abs(math.log2(other / sequences))
@@ -163,7 +162,7 @@ class VerifyCosts:
         self._known[sequences] = np.zeros(len(logs))
 
     def _between(self, sequences: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Interpolated between the numbers of sequences that are known, both as logarithms."""
+        """Interpolate between the known numbers of sequences, both as logarithms."""
         known = sorted(self._logs)
         below = max([number for number in known if number <= sequences], default=known[0])
         above = min([number for number in known if number >= sequences], default=known[-1])
@@ -176,9 +175,9 @@ class VerifyCosts:
 def measure_curve(
     verifier: Verifier, sizes: tuple[int, ...] = SIZES, seconds: float = _SECONDS, sequences: int | None = None
 ) -> CostCurve:
-    """Time `verifier` over so many sequences, or full batch, the sizes taking turns: the least time of each.
+    """Measure the least time of each size over `sequences` sequences. Sizes take turns.
 
-    Takes about `seconds`. Overwrites KV rows, so no request may be running.
+    This takes about `seconds`. It overwrites KV rows, so no request may be running.
     """
     batch = sequences or verifier.max_num_seqs
     fitting = [size for size in sizes if size <= min(verifier.max_model_len, verifier.largest_tree)]
@@ -194,13 +193,13 @@ def measure_curve(
 
 
 def measure_costs(verifier: Verifier) -> VerifyCosts:
-    """The curves of one sequence and of full batch."""
+    """Measure the curves of one sequence and of a full batch."""
     batches = sorted({1, verifier.max_num_seqs})
     return VerifyCosts({n: measure_curve(verifier, seconds=_SECONDS / len(batches), sequences=n) for n in batches})
 
 
 def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
-    """What was believed when this `identity` last ran on this machine, else what is measured now, and kept."""
+    """Load the estimate of the last run with this `identity` on this machine; otherwise measure and save one."""
     path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     if path is not None and path.exists():
         kept = read_kept(path)
@@ -214,7 +213,7 @@ def load_costs(verifier: Verifier, identity: Identity) -> VerifyCosts:
 
 
 def keep_costs(costs: VerifyCosts, identity: Identity) -> None:
-    """Keep what was measured and what is believed, unless it is nearly what is kept already."""
+    """Save the measured and the estimated costs, unless the file holds nearly the same."""
     path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     kept = _curves((read_kept(path) or {}).get("believed"))
     if kept and set(kept) <= set(costs.measured) and _same_length(kept, costs) and costs.drift(kept) < _KEPT_DRIFT:
@@ -230,7 +229,7 @@ def _largest(verifier: Verifier) -> int:
 
 
 def parse_costs(values: dict[str, Any] | None, verifier: Verifier) -> VerifyCosts | None:
-    """The costs that a kept file says; None if it does not fit the verifier or says anything else."""
+    """Return the costs in a file's JSON; None if they do not fit the verifier or have another form."""
     measured, believed = (_curves((values or {}).get(name)) for name in ("measured", "believed"))
     if (
         measured is None
@@ -255,9 +254,9 @@ def _same_length(kept: Mapping[int, CostCurve], costs: VerifyCosts) -> bool:
 
 
 def cached_costs(verifier: Verifier, drafter: TreeMaker, identity: Identity) -> Costs:
-    """What a drafter's calls cost under this `identity` on this machine, measured once and kept, like the curve.
+    """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
 
-    Calls take turns with the verifier's, as in decoding, where each finds the other's weights in the caches.
+    Calls alternate with the verifier's, since in decoding each evicts the other's weights from the caches.
     """
     if not drafter.has_engines:
         return Costs()
@@ -271,6 +270,6 @@ def cached_costs(verifier: Verifier, drafter: TreeMaker, identity: Identity) -> 
     for _ in range(_TURNS):
         verifier.measure_ms(1, _TYPICAL_NODES, MEASURED_KV_LEN)
         taken.append(drafter.measure_ms(_TYPICAL_ROWS, MEASURED_KV_LEN))
-    fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects what is too low
+    fresh, resampled = (min(times) for times in zip(*taken, strict=True))  # decoding corrects times that are too low
     write_kept(path, {"fresh_ms": fresh, "resample_ms": resampled})
     return Costs(fresh, resampled)

@@ -1,4 +1,4 @@
-"""The cycle: offer, plan, draft, cut, verify, commit. It knows no method and no engine."""
+"""The decoding cycle: offer, plan, draft, cut, verify, commit. It depends on no method and no engine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import NO_SPECULATION, Budget, OfferKind, Outcome, Tree
 
 STAGES = {OfferKind.RESAMPLE: "resample", OfferKind.FRESH: "draft"}
-"""Parts of a step in which drafters make trees."""
+"""Names of the parts of a step in which drafters make trees."""
 
 
 MakerCall = tuple[TreeMaker, OfferKind]
-"""A call of a drafter that makes trees of one kind."""
+"""A drafter, and the kind of trees that one call of it makes."""
 
 
-class Took(NamedTuple):
-    """Milliseconds of a step's parts. Those on a device count if the verifier waited for them.
+class StepTimes(NamedTuple):
+    """Milliseconds of a step's parts. Work on a device counts if the verifier waited for it.
 
-    speculated: True if any sequence did.   nodes: of the largest tree that was verified, its root included.
+    speculated: True if any sequence did.   nodes: of the largest verified tree, its root included.
     """
 
     speculated: bool
@@ -40,9 +40,9 @@ class Took(NamedTuple):
 
 
 class Cycle:
-    """Moves a batch of sequences on. Sequence i of a batch sits in the verifier's slot i.
+    """Decodes a batch of sequences step by step. Sequence i of a batch has slot i of the verifier.
 
-    default: how sequences speculate that do not say so themselves.   costs: learn from every verification.
+    default: for sequences without a speculation of their own.   costs: learns from every verification.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Cycle:
         self._default = default
 
     def begin(self, seq: Sequence, slot: int) -> None:
-        """Compute the prompt of `seq` in a slot behind the batch's and commit its first token."""
+        """Compute the prompt of `seq` in the slot after the batch's, and commit its first token."""
         if seq.speculation is None:
-            assert self._default is not None, "neither the sequence nor the cycle says how to speculate"
+            assert self._default is not None, "neither the sequence nor the cycle has a speculation"
             seq.speculation = self._default
         drafter = seq.speculation.drafter
         drafter.begin(seq)
@@ -67,7 +67,7 @@ class Cycle:
         seq.begin(self.verifier.first_outcome(seq, slot), self.clock)
 
     def step(self, batch: Several[Sequence]) -> None:
-        """One verification for all: every sequence brings a tree and gains at least one token."""
+        """Verify one tree of every sequence in one call. Each sequence gains at least one token."""
         stage, controller = self.ranges.stage, controller_of(batch)
         with stage(STEP):
             with stage("offers"):
@@ -75,13 +75,13 @@ class Cycle:
             trees, made, calls = self.draft(controller, batch, plans)
             outcomes = self.verifier.verify(batch, trees, made)
             with stage("commit"):
-                took = self._took(plans, trees, calls)
-                self.commit(controller, batch, plans, trees, outcomes, took)
-        self.learn(controller, len(batch), took)
+                times = self._times(plans, trees, calls)
+                self.commit(controller, batch, plans, trees, outcomes, times)
+        self.learn(controller, len(batch), times)
         self.ranges.count(trees, outcomes)
 
     def plan(self, controller: Controller, batch: Several[Sequence]) -> list[Plan]:
-        """Return what is taken of the offers of each sequence's drafter."""
+        """Return the offers to use, for each sequence."""
         controller.begin(len(batch), methods_of(batch))
         limits = self._limits(controller, batch)
         if all([limit is NO_TREE for limit in limits]):
@@ -109,7 +109,7 @@ class Cycle:
     def draft(
         self, controller: Controller, batch: Several[Sequence], plans: Several[Plan]
     ) -> tuple[list[Tree], list[Tree | None], list[MakerCall]]:
-        """Return the trees to verify, the trees that were made by slot, and the calls of drafters that made them."""
+        """Return the trees to verify, the new trees by slot, and the drafter calls that made them."""
         if not any([plan.speculates for plan in plans]):
             return [plan.found for plan in plans], [], []
         calls = calls_of(plans)
@@ -118,7 +118,7 @@ class Cycle:
             return controller.cut(batch, plans, made), made, calls
 
     def _made(self, batch: Several[Sequence], plans: Several[Plan], calls: Several[MakerCall]) -> list[Tree | None]:
-        """Make trees to plan, by slot."""
+        """Make the planned trees, by slot."""
         made: list[Tree | None] = [None] * len(batch)
         for maker, kind in calls:
             budgets = [
@@ -134,49 +134,49 @@ class Cycle:
 
     def commit(
         self, controller: Controller, batch: Several[Sequence], plans: Several[Plan], trees: Several[Tree],
-        outcomes: Several[Outcome], took: Took,
+        outcomes: Several[Outcome], times: StepTimes,
     ) -> None:  # fmt: skip
-        """Give every sequence its tokens, and tell its drafter and its controller what came of its tree."""
-        if took.speculated:
-            controller.timed(took.offers_ms, took.made_ms, took.nodes)
+        """Give every sequence its tokens, and report each tree's outcome to its drafter and its controller."""
+        if times.speculated:
+            controller.timed(times.offers_ms, times.made_ms, times.nodes)
         for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
             self.record(seq, plan, tree, outcome)
             seq.commit(tree, outcome)
             seq.speculation.drafter.accept(seq, tree, outcome)
             controller.observe(seq, plan, tree, outcome)
 
-    def _took(self, plans: Several[Plan], trees: Several[Tree], calls: Several[MakerCall]) -> Took:
+    def _times(self, plans: Several[Plan], trees: Several[Tree], calls: Several[MakerCall]) -> StepTimes:
         stage = self.ranges.stage
         made_ms = {(m.name, kind): stage(f"{STAGES[kind]} {m.name}").latest * 1e3 for m, kind in calls}
-        return Took(
+        return StepTimes(
             any([plan.speculates for plan in plans]), max(map(len, trees)), stage("offers").latest * 1e3, made_ms,
             stage("verify").latest * 1e3,
         )  # fmt: skip
 
-    def learn(self, controller: Controller, sequences: int, took: Took) -> None:
-        """Learn from the verifier's call, and from the host's work around calls."""
+    def learn(self, controller: Controller, sequences: int, times: StepTimes) -> None:
+        """Update costs from the verifier's call, and the controller from the host's own time."""
         if self.costs is not None:
-            self.costs.observe(sequences, took.nodes, took.verified_ms)
-        host_ms = self.ranges.stage(STEP).latest * 1e3 - took.verified_ms - sum(took.made_ms.values())
-        controller.ended(took.speculated, host_ms)
+            self.costs.observe(sequences, times.nodes, times.verified_ms)
+        host_ms = self.ranges.stage(STEP).latest * 1e3 - times.verified_ms - sum(times.made_ms.values())
+        controller.ended(times.speculated, host_ms)
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """Give `seq` the slot `target`."""
+        """Move `seq` from slot `source` to slot `target`."""
         self.verifier.move(source, target, seq.cache_len)
         seq.speculation.drafter.move(seq, source, target)
 
 
 def calls_of(plans: Iterable[Plan]) -> list[MakerCall]:
-    """The calls of drafters that plans need, one a drafter and kind.
+    """Return the drafter calls that plans need, one a drafter and kind.
 
-    Resampling comes first: a fresh draft may write over what it reads.
+    Resampling comes first: a fresh draft may overwrite its inputs.
     """
     calls = {(plan.make.maker, plan.kind): None for plan in plans if plan.make is not None and plan.make.maker}
     return sorted(calls, key=lambda call: call[1] is OfferKind.FRESH) if len(calls) > 1 else list(calls)
 
 
 def controller_of(batch: Several[Sequence]) -> Controller:
-    """The controller of all sequences, or one that asks each one's own."""
+    """Return the controller of all sequences, or one that asks each sequence's own."""
     first = batch[0].speculation.controller
     if len(batch) == 1 or all([seq.speculation.controller is first for seq in batch]):
         return first
@@ -184,7 +184,7 @@ def controller_of(batch: Several[Sequence]) -> Controller:
 
 
 def methods_of(batch: Several[Sequence]) -> str:
-    """The words for the drafters of a batch."""
+    """Return the names of a batch's methods."""
     first = batch[0].speculation.method
     if len(batch) == 1 or all([seq.speculation.method == first for seq in batch]):
         return first
@@ -192,9 +192,9 @@ def methods_of(batch: Several[Sequence]) -> str:
 
 
 def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None, past_end: bool = False) -> Budget:
-    """`budget` within `most`, cut to the tokens that `seq` may still commit and to the rows that its slot still has.
+    """Cut `budget` to `most`, to the tokens that `seq` may still commit, and to the rows that its slot still has.
 
-    past_end: trees may be deeper, and tokens past the last are dropped: a tree on a device is not cut for their sake.
+    past_end: trees may reach past the last token, since cutting them on a device costs more than dropping tokens.
     """
     depth, nodes, width = seq.remaining - 1, rows - 1, budget.width
     if past_end and depth > 0:

@@ -1,7 +1,7 @@
-"""Draft trees that a drafter made on the device, and that need not come back to be verified.
+"""Draft trees on the device, which verification reads without a copy to the host.
 
-A drafter's call writes its trees to buffers of its own. Those of the slots that it drafted for are also put into the
-verifier's `TreeStore`, which a verification reads: it may hold trees of several calls, and of several drafters.
+A drafter's call writes its trees to buffers of its own. It also copies the trees of its slots to the verifier's
+`TreeStore`. So one verification can read trees of several calls and of several drafters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Field = Literal["tokens", "parents", "log_probs"]
 
 
 class TreeStore:
-    """A tree a slot on the device, for the next verification.
+    """One tree a slot on the device, for the next verification.
 
-    tokens, parents: buffers [slots, S] of int64.   nodes: S, those of the largest tree, root included.
+    tokens, parents: buffers [slots, S] of int64.   nodes: S, the size of the largest tree, root included.
     """
 
     def __init__(self, device: Device, slots: int, nodes: int) -> None:
@@ -27,25 +27,25 @@ class TreeStore:
         self.nodes = nodes
 
     def first(self, nodes: int) -> tuple[Buffer, Buffer]:
-        """Tokens and parents [1, nodes] of the first slot. Raises ValueError if a tree has space for fewer."""
+        """Return tokens and parents [1, nodes] of the first slot. Raises ValueError if a tree has fewer nodes."""
         if nodes > self.nodes:
             raise ValueError(f"a tree of {nodes} nodes does not fit in the store, which takes {self.nodes}")
         return self.tokens.part(1, nodes), self.parents.part(1, nodes)
 
     def of(self, sequences: int) -> tuple[Buffer, Buffer]:
-        """Tokens and parents [B, S] of the first slots."""
+        """Return tokens and parents [B, S] of the first slots."""
         slots = range(sequences)
         return slots_of(self.tokens, slots), slots_of(self.parents, slots)
 
 
 @dataclass(eq=False, slots=True)
 class DeviceDrafts:
-    """What one call of a drafter made for B sequences: buffers [B, K], the likeliest nodes first.
+    """The trees of one drafter call for B sequences: buffers [B, K], the likeliest nodes first.
 
     tokens, parents: int64, -1 is the root's parent.   log_probs: float32, joint, natural.
     nodes:           how many nodes of each tree exist, root included.
-    work:            made the trees, in the stage `stage` of a step.
-    The buffers are good until the next call for the same slots writes over them.
+    work:            the work that made the trees, in the stage `stage` of a step.
+    The buffers are valid until the next call for the same slots.
     """
 
     tokens: Buffer
@@ -57,16 +57,16 @@ class DeviceDrafts:
     _read: dict[Field, Array] = field(default_factory=dict)
 
     def tree(self, slot: int, nodes: int) -> DeviceTree:
-        """The root and at most `nodes` nodes after it of one sequence's tree."""
+        """Return the root and at most `nodes` nodes after it of one sequence's tree."""
         return DeviceTree(self, slot, min(nodes + 1, self.nodes[slot]))
 
     def copied(self, slot: int, nodes: int) -> DraftTree:
-        """The first nodes of a tree on the host."""
+        """Return the first nodes of a tree on the host."""
         tokens, parents, log_probs = (self.read(name)[slot, :nodes] for name in ("tokens", "parents", "log_probs"))
         return DraftTree(tokens, parents, log_probs)
 
     def read(self, name: Field) -> Array:
-        """A field of all trees on the host, copied once."""
+        """Return a field of all trees on the host, copied once."""
         if name not in self._read:
             buffer: Buffer = getattr(self, name)
             self._read[name] = buffer.read()
@@ -74,7 +74,7 @@ class DeviceDrafts:
 
 
 class DeviceTree:
-    """See `redraft.types.Tree`: the first nodes of a slot's tree. A field is copied from the device on first use."""
+    """The first nodes of a slot's tree, as a `redraft.types.Tree`. A field is copied from the device on first use."""
 
     __slots__ = ("_nodes", "drafts", "slot")
 
@@ -90,26 +90,26 @@ class DeviceTree:
 
     @property
     def tokens(self) -> IntArray:
-        """See `Tree.tokens`."""
+        """Token of each node, int64[n]."""
         return self.drafts.read("tokens")[self.slot, : self._nodes]
 
     @property
     def parents(self) -> IntArray:
-        """See `Tree.parents`."""
+        """Parent of each node, int64[n]; -1 for the root."""
         return self.drafts.read("parents")[self.slot, : self._nodes]
 
     @property
     def log_probs(self) -> FloatArray:
-        """See `Tree.log_probs`."""
+        """Joint natural logarithm of each node's probability, float32[n]."""
         return self.drafts.read("log_probs")[self.slot, : self._nodes]
 
     def first(self, nodes: int) -> DeviceTree:
-        """See `Tree.first`; nothing is copied."""
+        """Return the tree of the first nodes, without a copy."""
         return DeviceTree(self.drafts, self.slot, min(nodes + 1, self._nodes))
 
 
 def calls_of(trees: Iterable[object]) -> list[DeviceDrafts]:
-    """The calls on a device that made trees of a batch, each once."""
+    """Return the device calls that made the trees of a batch, each once."""
     found: list[DeviceDrafts] = []
     for tree in trees:
         if type(tree) is DeviceTree and tree.drafts not in found:

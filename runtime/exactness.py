@@ -1,8 +1,8 @@
-"""Whether logits depend on a sequence's own tokens only, to the bit, on this machine's kernels.
+"""A check that logits depend only on a sequence's own tokens, to the bit, with this machine's kernels.
 
-The same text is verified all at once, token by token, in chunks, as the branch of a tree, in every slot and beside
-others. Lossless in every precision means that nothing of that changes a bit of its logits: 8-bit activations turn the
-last bit of a float into a difference of a third of a logit.
+It verifies the same text all at once, token by token, in chunks, as the branch of a tree, in every slot and in batches.
+Texts are exact only if none of this changes a bit of the text's logits. With 8-bit activations, the last bit of a
+float can become a third of a logit.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from redraft.runtime.verifier import PREFILL_CHUNK, Verifier
 from redraft.types import DraftTree, FloatArray, IntArray
 
 _TOKENS, _VARIED = 300, 16
-"""Length of the text, longer than a block of most kernels' sums, and how many of its last tokens are computed anew."""
+"""Length of the text, longer than a block of most kernels' sums, and how many of its last tokens are computed again."""
 _ROW_COUNTS = (2, 3, 5, 8, 13, 16)
 _BRANCHED = np.array([-1, 0, 0, 1, 2, 4, 4, 3, 6], dtype=np.int64)
-"""A tree whose path 0, 2, 4, 6, 8 carries the text: none of its nodes but the root has a chain's row."""
+"""A tree with the text on its path 0, 2, 4, 6, 8. Only the root has the row that it has in a chain."""
 _PATH = [0, 2, 4, 6, 8]
 _SEED = 20
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """What was compared, and how much of it differed: the largest difference of a logit by what it was.
+    """Number of compared logits, and the largest difference by the kind of call.
 
-    The keys of `differences` are words for users; it is empty where every bit agrees.
+    The keys of `differences` are shown to users; it is empty if every bit agrees.
     """
 
     compared: int
@@ -40,7 +40,7 @@ class Exactness:
 
     @property
     def holds(self) -> bool:
-        """Whether every bit agrees."""
+        """True if every bit agrees."""
         return not self.differences
 
 
@@ -48,9 +48,10 @@ SINGLE_ROW = "one row in a call"
 
 
 def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
-    """Have the verifier compute two rows at least if a single one differs from several; what still differs then.
+    """Return the remaining differences. If a single row differs from several, every call then computes at least two.
 
-    Measured once under this `identity` on this machine and kept. Overwrites KV rows: only while no request runs.
+    The result is measured once for this `identity` on this machine and saved. It overwrites KV rows, so no request
+    may be running.
     """
     path = kept_file({**identity, "exactness": verifier.branches})
     kept = read_kept(path)
@@ -67,7 +68,7 @@ def settle_exactness(verifier: Verifier, identity: Identity) -> Exactness:
 
 
 def _parsed(kept: dict[str, Any]) -> Exactness | None:
-    """What a file says; None for anything else."""
+    """Return the result in a file's JSON; None for any other content."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         if kept["fewest_rows"] in (1, 2):
             return Exactness(int(kept["compared"]), {str(k): float(v) for k, v in kept["differences"].items()})
@@ -75,9 +76,9 @@ def _parsed(kept: dict[str, Any]) -> Exactness | None:
 
 
 def measure_exactness(verifier: Verifier) -> Exactness:
-    """Compare the logits of one text, computed in many ways. Overwrites KV rows: only while no request runs.
+    """Compare the logits of one text, computed in many ways. It overwrites KV rows, so no request may be running.
 
-    Computes some thousand tokens. A buffer too short for a text and a tree is not looked at.
+    It computes some thousand tokens. It compares nothing if the buffers are too short for a text and a tree.
     """
     compared = 0
     differences: dict[str, float] = {}
@@ -91,7 +92,7 @@ def measure_exactness(verifier: Verifier) -> Exactness:
 
 
 def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArray]]:
-    """What was done otherwise, the logits that came of it, and those of the text verified as prompts are."""
+    """Yield the kind of a call, its logits, and those of the text verified as a prompt is."""
     count = min(_TOKENS, verifier.max_model_len - len(_BRANCHED))
     base = count - _VARIED
     generator = np.random.default_rng(_SEED)
@@ -124,14 +125,14 @@ def _comparisons(verifier: Verifier) -> Iterator[tuple[str, FloatArray, FloatArr
         verifier.move(0, slot, count)
     for max_num_seqs in sorted(
         {2, verifier.max_num_seqs} if verifier.max_num_seqs > 1 else ()
-    ):  # each looks at a slot of its own
+    ):  # each size checks a slot of its own
         yield from _in_batches(verifier, max_num_seqs, text, other, last)
 
 
 def _in_batches(
     verifier: Verifier, max_num_seqs: int, text: IntArray, other: IntArray, last: FloatArray
 ) -> Iterator[tuple[str, FloatArray, FloatArray]]:
-    """The end of the text in the last slot, in one call with slots that hold less of it."""
+    """Compare the end of the text in the last slot, in one call with slots that hold less of it."""
     start, shorter = len(text) - _VARIED, len(text) // 3
     for name, tree, rows in (
         ("one token in a batch", chain(text[start : start + 1]), [0]),
@@ -145,7 +146,7 @@ def _in_batches(
 
 
 def _tree(text: IntArray, other: IntArray) -> DraftTree:
-    """`_BRANCHED` with the first tokens of the text on its path and others elsewhere."""
+    """Return `_BRANCHED` with the first tokens of the text on its path and others elsewhere."""
     tokens = other[: len(_BRANCHED)].copy()
     tokens[_PATH] = text[: len(_PATH)]
     return DraftTree(tokens, _BRANCHED, np.zeros(len(tokens), np.float32))

@@ -1,17 +1,17 @@
-"""Steps as programs of a device: trees go in, a few integers come out, everything between stays there.
+"""Steps as programs of a device: the host sends trees and receives a few integers, and all other values stay there.
 
-One step is up to five programs over the same buffers, captured as one if the backend can, with the copies at its
-ends:
+A step is up to five programs over the same buffers. The backend captures them as one if it can, with the copies at
+both ends:
 
     send            lengths and the host's trees, one block of integers
     prepare_tree    the host's trees or the store's -> tokens, mask, positions
     verify          the engine
     accept          logits -> path, accept_output           fetch    accept_output, to the host
     compact_kv      accepted rows together, in all KV buffers
-    gather_features accepted feature rows -> where a drafter keeps those that are pending
+    gather_features accepted feature rows -> a drafter's pending rows
 
-A draft is put in order before it in the same way, and the device works on it while the host prepares the step: one
-graph of both would begin later. It leaves its trees in the `TreeStore`, so that a step is the same whoever drafted.
+Drafts run in the same order before the step, and the device computes them while the host prepares the step. One graph
+of both would begin later. A draft writes its trees to the `TreeStore`, so that steps do not depend on the drafter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV)
 MOST_STEPS = 128
-"""Shapes of a step that are kept; the one that was not used for longest goes when there are more."""
+"""Most step shapes in memory. The least recently used one is dropped first."""
 MOST_PREFILLS = 64
-"""The same of a prompt's chunks, by width and slot."""
+"""Most shapes of prompt chunks in memory, by width and slot."""
 
 
 class GraphSteps:
-    """See the module and `redraft.runtime.verifier.Steps`."""
+    """Steps of a device with graphs, as `redraft.runtime.verifier.Steps`."""
 
     branches = True
     prefers_chains = False
@@ -60,7 +60,7 @@ class GraphSteps:
         }
         device.expect(parts, GRAPHS)
         programs = {name: device.program(name) for name in GRAPHS}
-        device.expect(parts)  # beside the engines' scratch memory, whose size they tell once they are loaded
+        device.expect(parts)  # in addition to the engines' scratch memory, which is known once they are loaded
         sizes = (limits.max_num_seqs, shape.kv_heads, slot_rows, shape.head_dim)
         state = {
             spec.name: device.empty(spec.dtype, *sizes)
@@ -74,44 +74,44 @@ class GraphSteps:
         self._copy_slot = slot_copy(device, names.STEP_COPY_SLOT, state)
 
     def attach(self, reader: FeatureReader) -> None:
-        """See `Steps.attach`."""
+        """Gather features for a reader from now on. Existing steps are dropped."""
         self._buffers.readers.append(reader)
         self.forget()
 
     def detach(self, reader: FeatureReader) -> None:
-        """See `Steps.detach`."""
+        """Stop gathering for a reader. Existing steps are dropped."""
         self._buffers.readers.remove(reader)
         self.forget()
 
     def forget(self) -> None:
-        """See `Steps.forget`."""
+        """Drop all steps, with their buffers."""
         self._trees.clear()
         self._prefills.clear()
 
     def close(self) -> None:
-        """See `Steps.close`."""
+        """Drop all steps, and release the readers."""
         self.forget()
         self._buffers.readers.clear()
 
     def take_branches(self) -> None:
-        """See `Steps.take_branches`."""
+        """Do nothing: the engine accepts trees that branch."""
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """See `Steps.move`; all rows of the slot."""
+        """Copy all rows of slot `source` to slot `target`."""
         self._copy_slot(source, target, rows)
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> BoundTreeStep:
-        """See `Steps.tree`."""
+        """Return the step for such trees, from any drafter."""
         key = len(trees), self._width(len(trees), max(map(len, trees)), max(cache_len))
         return self._trees.get(key) or self._trees.add(key, BoundTreeStep(self._buffers, *key))
 
     def prefill(self, width: int, slot: int) -> BoundPrefill:
-        """See `Steps.prefill`."""
+        """Return the step for chunks of `width` tokens in a slot."""
         key = width, slot
         return self._prefills.get(key) or self._prefills.add(key, BoundPrefill(self._buffers, *key))
 
     def _width(self, sequences: int, nodes: int, cache_len: int) -> int:
-        """Nodes that a call has space for which verifies trees of so many."""
+        """Return the width of the smallest call that fits trees of `nodes` nodes."""
         if nodes * sequences < self.fewest_rows:
             nodes = -(-self.fewest_rows // sequences)
         width, limits = names.padded_width(nodes), self._limits

@@ -1,7 +1,7 @@
-"""Steps on the host: arrays that the host fills, the engine's call, and NumPy for what lies around it.
+"""Steps on the host: the host fills arrays, calls the engine, and does all other parts in NumPy.
 
-Nothing is padded: eight rows cost a sixth more than six. Arrays are kept for each set of sizes, and masks for each
-shape of a tree.
+Calls have no padding, since eight rows take a sixth longer than six. Arrays of each set of sizes are reused, and so
+are masks of each tree shape.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
 
 Pending = Sequence[Sequence[int] | None]
-"""Rows that are pending already, by reader and sequence; None if a reader reads nothing."""
+"""Rows that are already pending, by reader and sequence; None if a reader reads nothing."""
 MOST_PREFILLS = 64
-"""Slots of a prompt's chunk of one width whose call is kept: a few addresses each."""
+"""Most slots whose call for a prompt chunk of one width is stored, at a few addresses each."""
 
 
 class HostSteps:
-    """See `redraft.runtime.verifier.Steps`.
+    """Steps of the host, as `redraft.runtime.verifier.Steps`.
 
-    An engine without a mask takes chains only. Trees that branch go to a second engine over the same KV buffers, which
-    `take_branches` opens.
+    An engine without a mask accepts chains only. Trees that branch then need a second engine over the same KV buffers,
+    which `take_branches` opens.
     """
 
     store = None
@@ -47,7 +47,7 @@ class HostSteps:
         self._device = device
         self._layers = shape.layers
         rows = (limits.max_num_seqs, shape.kv_heads, limits.max_model_len, shape.head_dim)
-        # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that accepted rows move in one go.
+        # [2 layers (key, value, key, …), slots, H_kv, C, D]: one array, so that one copy moves a row of all layers.
         self.kv: Array = np.zeros((2 * shape.layers, *rows), numpy_type(shape.dtype))
         self._engine = self._opened(names.VERIFIER)
         self._trees = self._engine if _takes_trees(self._engine) else None
@@ -64,35 +64,35 @@ class HostSteps:
         return engine
 
     def take_branches(self) -> None:
-        """See `Steps.take_branches`."""
+        """Open the engine for trees that branch. Raises BackendError if memory does not allow it."""
         if self._trees is None:
             self._trees = self._opened(names.VERIFIER_BATCH)
             self.branches = True
 
     def attach(self, reader: FeatureReader) -> None:
-        """See `Steps.attach`."""
+        """Gather features for a reader from now on."""
         self.readers.append(reader)
 
     def detach(self, reader: FeatureReader) -> None:
-        """See `Steps.detach`."""
+        """Stop gathering for a reader."""
         self.readers.remove(reader)
 
     def forget(self) -> None:
-        """See `Steps.forget`."""
+        """Drop all steps, with their arrays."""
         self._made.clear()
         self._prefills.clear()
 
     def close(self) -> None:
-        """See `Steps.close`."""
+        """Drop all steps, and release the readers."""
         self.forget()
         self.readers.clear()
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """See `Steps.move`."""
+        """Copy the first `rows` rows of slot `source` to slot `target`."""
         self.kv[:, target, :, :rows] = self.kv[:, source, :, :rows]
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> HostStep:
-        """See `Steps.tree`."""
+        """Return the step for such trees."""
         width = max(map(len, trees))
         width = max(width, -(-self.fewest_rows // len(trees)))
         branched = self._trees is not self._engine and not all(map(is_chain, trees))
@@ -100,12 +100,12 @@ class HostSteps:
         step = self._made.get(key)
         if step is None:
             engine = self._trees if branched else self._engine
-            assert engine is not None, "trees that branch were not asked for: take_branches"
+            assert engine is not None, "trees that branch need take_branches first"
             step = self._made[key] = HostStep(self, engine.make(_sizes(engine, len(trees), width, width)), width)
         return step
 
     def prefill(self, width: int, slot: int) -> HostPrefill:
-        """See `Steps.prefill`. The steps of all slots share arrays."""
+        """Return the step for chunks of `width` tokens in a slot. The steps of all slots share arrays."""
         key = (width, self.fewest_rows)
         step = self._prefills.get(key)
         if step is None:
@@ -119,14 +119,14 @@ def _takes_trees(engine: Calls) -> bool:
 
 
 def _sizes(engine: Calls, sequences: int, width: int, rows: int) -> dict[str, int]:
-    """Sizes of the symbols that an engine's graph has: one for a single sequence lacks B."""
+    """Return the sizes of the symbols in an engine's graph. The graph for a single sequence has no B."""
     symbols = {dim for spec in (*engine.inputs, *engine.outputs) for dim in spec.shape}
     sizes = {"B": sequences, "T": width, "R": rows}
     return {symbol: size for symbol, size in sizes.items() if symbol in symbols}
 
 
 class _HostCall:
-    """The arrays of an engine's call, by what they are for."""
+    """The arrays of an engine's call, by purpose."""
 
     def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
         self.width = width
@@ -145,7 +145,7 @@ class _HostCall:
         self._pending: Pending = ()
 
     def _gather(self, rows: Sequence[list[int] | slice], slots: range) -> None:
-        """Copy these feature rows of every sequence behind those that are pending, for every reader."""
+        """Copy these feature rows of every sequence after the pending ones, for every reader."""
         for reader, offsets in zip(self._steps.readers, self._pending, strict=True):
             if offsets is None:
                 continue
@@ -157,7 +157,7 @@ class _HostCall:
 
 
 class HostStep(_HostCall):
-    """See `redraft.runtime.verifier.TreeStep`. A mask still there from the call before is not written again."""
+    """A step over trees. It reuses the mask of the previous call if the shape is the same."""
 
     def __init__(self, steps: HostSteps, call: Call, width: int) -> None:
         super().__init__(steps, call, width)
@@ -167,18 +167,18 @@ class HostStep(_HostCall):
         self._layouts: list[Layout | None] = [None] * len(self._ids)
 
     def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending) -> None:
-        """See `TreeStep.fill`."""
+        """Set the inputs of the next run."""
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
         self._pending = pending
 
     def run(self, greedy: bool) -> None:
-        """See `TreeStep.run`; the samplers decide in `outcomes`, whichever they are."""
+        """Run the engine. The samplers choose in `outcomes`, even if all are greedy."""
         self._run()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """See `TreeStep.outcomes`."""
+        """Return the samplers' outcomes, after compacting the accepted rows and gathering features."""
         logits = array_of(self.logits)
         outcomes = []
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
@@ -192,11 +192,11 @@ class HostStep(_HostCall):
         return outcomes
 
     def seconds(self) -> float:
-        """See `TreeStep.seconds`."""
+        """Return 0: the host is not asynchronous."""
         return 0.0
 
     def _compact(self, slot: int, path: tuple[int, ...]) -> None:
-        """Move the rows of the accepted path behind the root's, all layers at once; those in place stay."""
+        """Move the rows of the accepted path directly after the root's, for all layers at once."""
         moved = 0
         while moved < len(path) and path[moved] == moved + 1:
             moved += 1
@@ -205,7 +205,7 @@ class HostStep(_HostCall):
             rows[:, :, moved + 1 : len(path) + 1] = rows[:, :, list(path[moved:])]
 
     def _place(self, slot: int, tree: Tree, cache_len: int) -> None:
-        """Put a tree into `slot`; rows past its nodes are padding, in the places that a chain's would have."""
+        """Write a tree to `slot`. Rows after its nodes are padding with a chain's positions."""
         nodes = len(tree.tokens)
         shape = layout(tree.parents)
         self._ids[slot, :nodes] = tree.tokens
@@ -218,11 +218,11 @@ class HostStep(_HostCall):
             self._layouts[slot] = shape
             if self._mask is not None:
                 self._mask[slot, :nodes, :nodes] = shape.mask
-                self._mask[slot, nodes:] = self._padding[nodes:]  # nodes see earlier ones: right of them is nothing
+                self._mask[slot, nodes:] = self._padding[nodes:]  # nodes attend only to earlier ones
 
 
 class HostPrefill(_HostCall):
-    """See `redraft.runtime.verifier.PrefillStep`: a call for each slot, over the same arrays."""
+    """A chunk of a prompt. Each slot has a call, and all calls share arrays."""
 
     def __init__(self, steps: HostSteps, engine: Calls, width: int, rows: int) -> None:
         self._engine = engine
@@ -234,12 +234,12 @@ class HostPrefill(_HostCall):
             self._mask[0] = np.tri(width, dtype=np.bool_)
 
     def take(self, slot: int) -> None:
-        """Compute in this slot from now on."""
+        """Use this slot from now on."""
         self._slot = slot
         self._call = self._calls.get(slot) or self._calls.add(slot, self._engine.make(self._sizes, slot, self._call))
 
     def fill(self, tokens: IntArray, start: int, pending: Pending) -> None:
-        """See `PrefillStep.fill`; padding continues the chain, where nothing that counts can see it."""
+        """Set the inputs of the next run. Padding continues the chain, so no valid row sees it."""
         self._ids[0, : len(tokens)] = tokens
         self._ids[0, len(tokens) :] = 0
         self._positions[0] = np.arange(start, start + self.width)
@@ -250,10 +250,10 @@ class HostPrefill(_HostCall):
         self._chunk = len(tokens)
 
     def run(self) -> None:
-        """See `PrefillStep.run`."""
+        """Run the engine and gather features."""
         self._call.run()
         self._gather([slice(self._chunk)], range(self._slot, self._slot + 1))
 
     def outcome(self, seq: Request) -> Outcome:
-        """See `PrefillStep.outcome`."""
+        """Return the outcome of the sampler of `seq` after the chunk."""
         return seq.sampler.verify(array_of(self.logits)[0], root_only(seq.tokens[-1]), seq.tokens)

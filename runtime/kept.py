@@ -1,4 +1,4 @@
-"""Figures measured on this machine and kept for the next opening: one JSON file for each thing they depend on."""
+"""Figures measured on this machine and saved for the next opening: one JSON file for each identity."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from redraft.user_cache import read_object, user_cache, write_object
 
 _LOG = logging.getLogger("redraft.costs")
 Identity = Mapping[str, str | int]
-"""What figures depend on besides the machine: build, graph, threads, slots, device …"""
+"""Settings that figures depend on, apart from the machine: build, graph, threads, max_num_seqs, device …"""
 
 
 def kept_file(identity: Identity) -> Path | None:
-    """Where figures of `identity` on this machine are kept; None for a GPU that nobody can name.
+    """Return the file for figures of `identity` on this machine; None if the machine's GPU has no name.
 
-    On the device `cuda` the name depends on the machine's GPU.
+    On the device `cuda`, the file name depends on the GPU.
     """
     try:
         return cache_folder() / f"{_key(identity)}.json"
@@ -33,27 +33,27 @@ def kept_file(identity: Identity) -> Path | None:
 
 
 def read_kept(path: Path | None) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no file, it cannot be read, or it is something else."""
+    """Return the JSON object in a file; None if the file is missing, is unreadable, or holds another value."""
     return None if path is None else read_object(path)
 
 
 def write_kept(path: Path | None, values: Mapping[str, Any]) -> None:
-    """Write all or nothing, so that a reader never sees a part. Logs one line if the folder cannot be written."""
+    """Write the whole file or nothing, so that no reader sees a part. Logs one line if the folder is not writable."""
     if path is None:
         return
     try:
         write_object(path, values)
     except OSError as error:
-        _LOG.warning("cannot keep what was measured in %s: %s; every opening measures again", path.parent, error)
+        _LOG.warning("cannot save measured figures in %s: %s; every opening measures again", path.parent, error)
 
 
 def cache_folder() -> Path:
-    """Where measured figures are kept."""
+    """Return the folder of measured figures."""
     return user_cache() / "curves"
 
 
 def _key(identity: Identity) -> str:
-    """Names everything that a time depends on. Raises BackendError where the device is a GPU that has no name."""
+    """Return a name that depends on everything that a time depends on. Raises BackendError for a GPU without a name."""
     machine = {
         "machine": platform.machine(),
         "cpu": _cpu_model(),
@@ -64,7 +64,7 @@ def _key(identity: Identity) -> str:
 
 
 def _gpu() -> dict[str, object]:
-    """The GPU that engines run on: the first visible one."""
+    """Return the GPU that engines run on, which is the first visible one."""
     found = find_gpu()
     return {"gpu": found.name, "compute_capability": found.compute_capability}
 

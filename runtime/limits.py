@@ -1,4 +1,4 @@
-"""Sizes that a verifier is opened for."""
+"""The sizes that limit a verifier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Sequences at once, tokens of a sequence, and nodes, root included, of a tree and of one that a drafter makes."""
+    """Most sequences, most tokens of a sequence, and most nodes, root included, of a tree and of a drafted one."""
 
     max_num_seqs: int
     max_model_len: int

@@ -1,4 +1,4 @@
-"""What was counted and timed, per request and per runtime."""
+"""Counts and times, per request and per runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Clock:
-    """Seconds spent decoding since the runtime was opened, by stage; a request takes differences of it.
+    """Seconds spent decoding since the runtime was opened, by stage. A request's times are differences of two readings.
 
     draft, resample: making trees, a drafter's own engine calls included.   verify: inside the verifier's engine call.
     total:           whole steps.   engine: inside any engine call.
@@ -21,7 +21,7 @@ class Clock:
     total: float = 0.0
 
     def copy(self) -> Clock:
-        """The readings of now."""
+        """Return a copy of the current readings."""
         return Clock(self.draft, self.resample, self.verify, self.engine, self.total)
 
 
@@ -29,7 +29,8 @@ class Clock:
 class Counters:
     """Counts of one request.
 
-    histogram[k]: speculative steps that kept k drafted tokens.   sizes[n]: steps that verified n nodes, root included.
+    histogram[k]: speculative steps that accepted k drafted tokens.
+    sizes[n]:     steps that verified n nodes, root included.
     """
 
     steps: int = 0
@@ -40,7 +41,7 @@ class Counters:
     sizes: list[int] = field(default_factory=list)
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Record one verification of `drafted` nodes of which `accepted` were kept."""
+        """Record one verification of `drafted` nodes, of which `accepted` were accepted."""
         self.steps += 1
         while len(self.sizes) <= drafted + 1:
             self.sizes.append(0)
@@ -56,13 +57,13 @@ class Counters:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The figures of one finished request.
+    """Metrics of one finished request.
 
     num_steps:                 verification steps; num_spec_steps of them verified at least one drafted token.
-    mean_acceptance_length:    tokens per verification step, the verifier's own token included: 1 when nothing is kept.
+    mean_acceptance_length:    tokens per verification step, the bonus included; 1 if no draft is accepted.
     draft_acceptance_rate:     accepted over drafted tokens.
-    acceptance_histogram:      entry k: speculative steps that kept k drafted tokens.
-    decode_tokens_per_second:  tokens after the first over the time of the steps that made them.
+    acceptance_histogram:      entry k: speculative steps that accepted k drafted tokens.
+    decode_tokens_per_second:  tokens after the first, over the time of their steps.
     overhead_fraction:         share of that time outside engine calls.
     stage_ms:                  that time by stage; `host` is the rest.
     size_histogram:            entry n: steps that verified n nodes, the root included.
@@ -84,7 +85,7 @@ class Metrics:
     size_histogram: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `synthetic` appears where it is true."""
+        """Return a JSON object. It has `synthetic` only if that is true."""
         values = dict(vars(self), acceptance_histogram=list(self.acceptance_histogram))
         values["size_histogram"] = list(self.size_histogram)
         if not self.synthetic:
@@ -95,7 +96,7 @@ class Metrics:
 def summarise(
     counters: Counters, begin: Clock, end: Clock, decoded: int, first_token_seconds: float, synthetic: bool = False
 ) -> Metrics:
-    """The figures of a request that decoded `decoded` tokens after its first between two clock readings."""
+    """Return the metrics of a request that decoded `decoded` tokens after its first between two clock readings."""
     total, engine = end.total - begin.total, end.engine - begin.engine
     stages = {name: (getattr(end, name) - getattr(begin, name)) * 1e3 for name in ("draft", "verify", "resample")}
     stages["host"] = max(total * 1e3 - sum(stages.values()), 0.0)

@@ -1,4 +1,4 @@
-"""What drafters can do for a sequence in a step, and what the step takes of it."""
+"""The trees that drafters offer for a sequence in a step, and the offers that the step uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class OfferKey(NamedTuple):
-    """What offers have in common whose trees are equally good: drafter, kind, and steps that are left to resample."""
+    """Key of offers whose trees are equally good: drafter, kind, and the steps that remain to resample."""
 
     drafter: str
     kind: OfferKind
@@ -24,7 +24,7 @@ class OfferKey(NamedTuple):
 class Offer:
     """A tree that a drafter has for a sequence, or could make now.
 
-    tree: the tree at hand; else `maker` makes it, in a call whose cost the controller knows.
+    tree: the ready tree; None if `maker` has to make it, in a call whose cost the controller knows.
     """
 
     key: OfferKey
@@ -33,12 +33,12 @@ class Offer:
 
 
 class StepLimits(NamedTuple):
-    """How large the tree of a sequence may be in a step, and how its rows lie.
+    """Limits of a sequence's tree in a step, and the position of its rows.
 
     budget:     nodes, depth and width.
     cache_len:  rows in the KV buffers; node i is row cache_len + i.
     branches:   False if the verifier takes chains only.
-    block_rows: rows in a block of the verifier's sums; None if they have no blocks.
+    block_rows: rows in a block of the verifier's sums; None if its sums have no blocks.
     """
 
     budget: Budget
@@ -53,11 +53,11 @@ NO_TREE = StepLimits(NO_SPECULATION)
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What a step takes of a sequence's offers.
+    """The offers that a step uses for one sequence.
 
-    found:  the trees at hand, merged; the root alone if there are none.
-    kind:   of the offer that is taken, LOOKUP if no tree is to be made; NONE if the sequence does not speculate.
-    make:   the offer whose tree is to be made; None if the trees at hand are enough.
+    found:  the ready trees, merged; the root alone if no tree is ready.
+    kind:   of the tree to make; LOOKUP if the ready trees are enough; NONE if the sequence does not speculate.
+    make:   the offer whose tree is to be made; None if the ready trees are enough.
     """
 
     limits: StepLimits
@@ -67,15 +67,15 @@ class Plan:
 
     @property
     def speculates(self) -> bool:
-        """True if offers were asked for."""
+        """True if the step asked for offers."""
         return self.kind is not OfferKind.NONE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """How a request speculates.
+    """A request's drafter, controller and limits.
 
-    method: a word for all requests that learn from each other: the drafter's, with what else tells them apart.
+    method: a name that requests share if they learn from each other: the drafter's, and the settings that matter.
     most:   the largest budget of its trees.
     """
 

@@ -1,4 +1,4 @@
-"""What a request asks for, validated when it is made."""
+"""The parameters of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from redraft.errors import UsageError
 from redraft.types import Budget, FloatArray
 
 LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
-"""Takes all tokens up to a position, prompt included, and the logits [V] that follow; returns new logits [V].
+"""A function of all tokens up to a position, prompt included, and of the logits [V] there. It returns new logits [V].
 
-It is called for every node of a draft tree, with the tokens of the node's own path.
+The sampler calls it for every node of a draft tree, with the tokens of the node's own path.
 """
 CONTROLLERS = ("adaptive", "fixed")
 
@@ -23,16 +23,16 @@ _CALLED = {Integral: "a whole number", Real: "a number"}
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is continued.
+    """Parameters of one prompt's continuation.
 
     max_tokens:  new tokens at most.
-    stop:        strings that end the text; the text is cut before them.
-    ignore_eos:  go on past end-of-sequence tokens.
+    stop:        strings that end the text, which is cut before them.
+    ignore_eos:  True to continue past end-of-sequence tokens.
     temperature: 0 is greedy.
-    top_k:       keep the k likeliest tokens, 0 keeps all.
+    top_k:       keep the k likeliest tokens; 0 keeps all.
     top_p:       keep the likeliest tokens of this total probability.
     seed:        key of every random number of the request.
-    logits_processors: change the logits before a token is chosen, one after the other.
+    logits_processors: functions that change the logits before a token is chosen, in this order.
     """
 
     max_tokens: int = 128
@@ -66,15 +66,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How one prompt is speculated for. The text is the same with all of them.
+    """Parameters of one prompt's speculation. They do not change the text.
 
-    method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None for the bundle's default.
-                `none` takes no prediction, and needs neither budget nor controller.
-    prediction: text or token ids that the answer will repeat in part, a further source of drafts.
-    tenant:     requests with the same key may draft from each other's outputs, if the method's option keeps them;
+    method:     `none`, `ngram`, the id of one of the bundle's drafters, or `ngram+ID`; None is the bundle's default.
+                `none` accepts no prediction and ignores budget and controller.
+    prediction: text or token ids that the answer will repeat in part, as a further source of drafts.
+    tenant:     key of requests that may draft from each other's outputs, if the method's option keeps outputs;
                 None shares with nobody.
-    budget:     of a step: the whole of it with the controller `fixed`, at most so much with `adaptive`.
-    controller: who chooses the size of trees: `adaptive` or `fixed`; None for `fixed` if there is a budget.
+    budget:     of a step. The controller `fixed` uses all of it, `adaptive` at most this much.
+    controller: how tree sizes are chosen, `adaptive` or `fixed`. None is `fixed` if `budget` is set, else `adaptive`.
     """
 
     method: str | None = None
@@ -105,5 +105,5 @@ class SpeculationParams:
 
     @property
     def adapts(self) -> bool:
-        """True if the size of trees follows what pays."""
+        """True if the adaptive controller chooses the size of trees."""
         return self.budget is None or self.controller == "adaptive"

@@ -1,13 +1,13 @@
-"""Named ranges of time around the parts of a step: one `with` feeds the clock of the metrics and whoever watches.
+"""Named time ranges around the parts of a step. One `with` updates the clock of the metrics and the watcher, if any.
 
-    step   offers, resample, draft   trees at hand; trees that drafters make, their engine calls inside
-           choose, fill              which part of it is verified; the engine's inputs
-           verify                    the verifier's engine call; inside, on a device, `wait` for its answer
-           accept, commit            what is accepted, rows moved; tokens out, drafter and controller told
+    step   offers, resample, draft   ready trees; trees that drafters make, their engine calls included
+           choose, fill              cutting the trees; the engine's inputs
+           verify                    the verifier's engine call; on a device, it contains `wait` for the result
+           accept, commit            accepted tokens, and moved rows; updates of sequences, drafter and controller
     begin  prefill                   a request's prompt, chunk by chunk
 
-Nobody watches unless a profile is taken (`runtime/watchers.py`). Then a range whose seconds the metrics need costs two
-readings of the clock, and any other nothing.
+Only profiles have a watcher (`runtime/watchers.py`). Without one, a range of the metrics reads the clock twice, and any
+other range costs nothing.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ FIELDS: Mapping[str, str] = {
     "resample": "resample",
     "verify": "verify",
 }
-"""The clock's field that a stage's seconds are added to. Time of a step in no other field is the host's."""
+"""The clock field of each stage. The host's time is the time of a step in no field."""
 ENGINE = "engine."
-"""What the names of engine calls begin with; a graph's name follows."""
+"""Prefix of the names of engine calls; a graph's name follows."""
 
 
 class Watcher(Protocol):
-    """Sees every range as it is entered and left, innermost last, and what is counted between.
+    """Receives the begin and the end of every range, innermost last, and the counts between them.
 
-    waits: whether the ranges of engine calls on a device last until the device is done, which costs a step some time;
-    else they last until the work is put in order.
+    waits: True if the ranges of engine calls on a device last until the device is done, which slows the step. Otherwise
+    they last until the work is enqueued.
     """
 
     waits: bool
 
     def enter(self, name: str) -> None:
-        """A range begins."""
+        """Begin a range."""
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """The range entered last ends; both times as `time.perf_counter` tells them, in seconds."""
+        """End the latest open range. Both times are seconds of `time.perf_counter`."""
 
     def count(self, name: str, value: float) -> None:
-        """A quantity changes to `value` now."""
+        """Record that a quantity changes to `value` now."""
 
 
 class Range:
-    """A range that is entered again and again, never while it is open. `latest` is how many seconds it took last."""
+    """A range that is entered many times, but never while it is open. `latest` is its last duration in seconds."""
 
     __slots__ = ("_field", "_seconds", "_started", "latest", "name", "watcher")
 
@@ -78,14 +78,14 @@ class Range:
             self.watcher.leave(self.name, self._started, ended)
 
     def add(self, spent: float) -> None:
-        """Count seconds to the latest time, and to the clock's field."""
+        """Add seconds to the latest time, and to the clock's field."""
         self.latest += spent
         if self._field is not None:
             self._seconds[self._field] += spent
 
 
 class Ranges:
-    """The ranges of one runtime, made on first use; `clock` collects their seconds."""
+    """The ranges of one runtime, created on first use; `clock` collects their seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -94,9 +94,9 @@ class Ranges:
         self._calls: dict[str, Range] = {}
 
     def stage(self, name: str) -> Range | _Nothing:
-        """The range of a part of a step, to be entered by `with`.
+        """Return the range of a part of a step, for use in `with`.
 
-        What follows a space, a drafter's id, tells ranges apart that are shown under one name.
+        Text after a space, such as a drafter's id, distinguishes ranges that are shown under one name.
         """
         found = self._stages.get(name)
         if found is None:
@@ -107,15 +107,16 @@ class Ranges:
         return found
 
     def call(self, graph: str) -> Range:
-        """The range of an engine's call, to be entered by `with`."""
+        """Return the range of an engine's call, for use in `with`."""
         found = self._calls.get(graph)
         if found is None:
             found = self._calls[graph] = Range(ENGINE + graph, self.clock, "engine", self.watcher)
         return found
 
     def waited_for(self, stage: str, seconds: float, own: float) -> None:
-        """The stage `verify` took longer than its `own` seconds on the device, since work of `stage`, which took
-        `seconds` there, came first: so much of the time is that stage's.
+        """Move the time that `verify` waited for the work of `stage` to that stage.
+
+        seconds: of that work on the device.   own: seconds of the verification alone.
         """
         verify, other = self.stage("verify"), self.stage(stage)
         late = min(max(verify.latest - own, 0.0), seconds)
@@ -123,14 +124,14 @@ class Ranges:
         other.add(late)
 
     def count(self, trees: Sequence[Tree], outcomes: Sequence[Outcome]) -> None:
-        """Tell who watches, if anyone does, what a step verified and what it accepted."""
+        """Report the verified and accepted tokens of a step to the watcher, if any."""
         if self.watcher is not None:
             self.watcher.count("tree nodes", sum(map(len, trees)))
             self.watcher.count("accepted tokens", sum([outcome.accepted for outcome in outcomes]))
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Let `watcher` see every range until the end of the block. Enter and leave it between two steps."""
+        """Let `watcher` receive every range until the end of the block. Enter and leave it between two steps."""
         self._watch(watcher)
         try:
             yield
@@ -143,7 +144,7 @@ class Ranges:
 
 
 class _Nothing:
-    """A range that nobody watches and no field of the clock counts."""
+    """A range without a watcher or a field of the clock."""
 
     __slots__ = ()
     latest = 0.0

@@ -1,4 +1,4 @@
-"""Values that are made on first use, of which the ones used last are kept."""
+"""A cache of values that are created on first use. It holds the most recently used ones."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """At most `most` values. `before_drop` is called before one goes, which a device may still be using."""
+    """At most `most` values. It calls `before_drop` before it drops a value, which a device may still be using."""
 
     def __init__(self, most: int, before_drop: Callable[[], None] = lambda: None) -> None:
         self._most = most
         self._before_drop = before_drop
-        self._values: OrderedDict[K, V] = OrderedDict()  # the one that was not used for longest comes first
+        self._values: OrderedDict[K, V] = OrderedDict()  # the least recently used first
 
     def get(self, key: K) -> V | None:
-        """The value, which is now the one used last; None if there is none."""
+        """Return the value, which becomes the most recently used; None for an unknown key."""
         value = self._values.get(key)
         if value is not None:
             self._values.move_to_end(key)
         return value
 
     def add(self, key: K, value: V) -> V:
-        """Keep a new value. If there are too many, the one that was not used for longest goes."""
+        """Add a new value. If the cache is full, drop the least recently used one."""
         while len(self._values) >= self._most:
             self._before_drop()
             del self._values[next(iter(self._values))]
@@ -38,7 +38,7 @@ class Recent(Generic[K, V]):
         self._values.clear()
 
     def __iter__(self) -> Iterator[K]:
-        """The keys, the one that was not used for longest first."""
+        """Iterate over the keys, the least recently used first."""
         return iter(self._values)
 
     def __len__(self) -> int:

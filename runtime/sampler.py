@@ -1,8 +1,8 @@
-"""From the verifier's logits to the tokens of a step.
+"""Sampling: from the verifier's logits to the tokens of a step.
 
-A sampler gives the verifier's own token after every node of a tree; acceptance compares these target tokens with the
-tree's. One sampler serves one request; its randomness is keyed by the request's seed and the position of the token, so
-that any two implementations can be compared token for token.
+A sampler chooses the target token after every node of a tree, and acceptance compares these with the tree's tokens.
+Each request has its own sampler. Random numbers depend on the request's seed and the token's position, so that two
+implementations can be compared token by token.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Sampler(ABC):
         """Return the target token after every node of `tree`.
 
         logits: float32[n, V], a row a node; read only, overwritten by the next step.
-        tokens: all committed ones; the last is the root, whose next token sits at position len(tokens).
+        tokens: all committed ones; the last is the root, and its next token has position len(tokens).
         """
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """Sample, and accept the nodes of `tree` that agree. Arguments as `sample`."""
+        """Sample, and accept the nodes of `tree` that agree. The arguments are those of `sample`."""
         return accept(tree, self.sample(logits, tree, tokens))
 
 
@@ -40,11 +40,11 @@ class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
 
     def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
-        """As `Sampler.sample`."""
+        """Return the target token after every node. The arguments are those of `Sampler.sample`."""
 
 
 def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
-    """Accept the nodes whose tokens are the target tokens of their parents. The bonus token is the last one's."""
+    """Accept the nodes whose tokens are their parents' target tokens. The bonus is the last one's target token."""
     path: tuple[int, ...] = ()
     if len(target_token_ids) > 1:
         path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), target_token_ids)
@@ -53,21 +53,21 @@ def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
 
 
 class Greedy(Sampler):
-    """The likeliest token everywhere. `logit_margins`, if wanted, records the lead of each over the runner-up.
+    """Chooses the likeliest token. If requested, `logit_margins` records its lead over the second largest logit.
 
-    Near-ties, where the lead is tiny, are where kernels that round otherwise may say another token.
+    If the lead is tiny, kernels that round differently may choose another token.
     """
 
     def __init__(self, record_logit_margins: bool = False) -> None:
         self.logit_margins: list[float] | None = [] if record_logit_margins else None
 
     def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
-        """See `Sampler.sample`."""
+        """Return the likeliest token after every node."""
         likeliest: list[int] = logits.argmax(axis=-1).tolist()
         return likeliest
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """See `Sampler.verify`."""
+        """Accept the nodes that agree, and record logit margins if requested."""
         outcome = accept(tree, self.sample(logits, tree, tokens))
         if self.logit_margins is not None:
             self.logit_margins.extend(top_two_margins(logits[[0, *outcome.path]]))
@@ -82,15 +82,15 @@ class Processed(Sampler):
         self._processors = processors
 
     def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
-        """See `Sampler.sample`."""
+        """Sample from the processed logits."""
         return self.sampler.sample(self._processed(logits, tree, tokens), tree, tokens)
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """See `Sampler.verify`."""
+        """Verify with the processed logits."""
         return self.sampler.verify(self._processed(logits, tree, tokens), tree, tokens)
 
     def _processed(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> FloatArray:
-        """Return new logits [n, V], each row's processors called with the tokens of its node's path."""
+        """Return new logits [n, V]. The processors of each row receive the tokens of its node's path."""
         found = logits.copy()
         ids = tree.tokens.tolist()
         paths = [tuple(tokens)]
@@ -103,7 +103,7 @@ class Processed(Sampler):
 
 
 def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
-    """What a logits processor returned. Raises UsageError unless it is an array of this shape without NaN."""
+    """Check a logits processor's result. Raises UsageError unless it is an array of this shape without NaN."""
     if logits is None:
         raise UsageError("a logits processor returned nothing", "return the logits")
     try:
@@ -118,7 +118,7 @@ def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
 
 
 def top_two_margins(logits: FloatArray) -> list[float]:
-    """Difference of the two largest logits of each row of float32[n, V]; infinite for a vocabulary of one."""
+    """Return the difference of each row's two largest logits in float32[n, V]; infinite for a vocabulary of one."""
     if logits.shape[-1] < 2:
         return [float("inf")] * len(logits)
     top = np.partition(logits, -2, axis=-1)[:, -2:]
@@ -127,7 +127,7 @@ def top_two_margins(logits: FloatArray) -> list[float]:
 
 
 def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> Sampler:
-    """Return the sampler that `params` ask for. Raises UsageError for a temperature above 0."""
+    """Return the sampler for `params`. Raises UsageError for a temperature above 0."""
     if params.temperature > 0:
         raise UsageError(
             f"temperature {params.temperature} asked for, only greedy decoding is available", "use temperature 0"
@@ -137,13 +137,13 @@ def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> 
 
 
 def margins_of(sampler: Sampler) -> list[float] | None:
-    """Return the lead of each token over the runner-up, if it was recorded."""
+    """Return the lead of each token over the second likeliest, if the sampler recorded it."""
     inner = sampler.sampler if isinstance(sampler, Processed) else sampler
     return inner.logit_margins if isinstance(inner, Greedy) else None
 
 
 def uniform(seed: int, position: int, stream: int = 0) -> float:
-    """A number in [0, 1) that depends on its arguments alone: splitmix64's finaliser over their combination."""
+    """Return a number in [0, 1) from the arguments alone: splitmix64's finaliser over their combination."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + stream * 0x8CB92BA72F3D8DD7) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

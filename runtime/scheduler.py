@@ -1,4 +1,4 @@
-"""Which request sits in which slot: admits waiting ones, steps all, lets finished ones go."""
+"""Scheduling of requests: it admits waiting requests to free slots, steps all, and removes finished ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redraft.runtime.sequence import Sequence
 
 
 def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
-    """Bring every request to its end, as many at once as the verifier has slots.
+    """Run every request to its end, at most `max_num_seqs` at a time.
 
     Yields after every first token and after every step.
     """
@@ -29,7 +29,7 @@ def run(cycle: Cycle, requests: Iterable[Sequence]) -> Iterator[None]:
 
 
 def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
-    """Compute the prompt of `seq` in the first free slot, which is the one behind the batch's."""
+    """Compute the prompt of `seq` in the first free slot, which follows the batch's."""
     slot = len(batch)
     batch.append(seq)
     seq.started = time.perf_counter()
@@ -38,7 +38,7 @@ def admit(cycle: Cycle, batch: list[Sequence], seq: Sequence) -> None:
 
 
 def retire(cycle: Cycle, batch: list[Sequence]) -> None:
-    """Drop finished sequences; the last one takes the slot of a leaver, so that no gap is left."""
+    """Remove finished sequences. The last sequence moves to each free slot, so that slots have no gap."""
     for slot in reversed(range(len(batch))):
         if batch[slot].finish_reason is not None:
             batch[slot].ended = cycle.clock.copy()

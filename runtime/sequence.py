@@ -20,16 +20,16 @@ class Sequence:
     """One request.
 
     tokens:         prompt and committed tokens; the KV of the last is not computed yet.
-    prompt_length:  how many of them are the prompt.
-    limit:          `tokens` never grows past this: the prompt and max_tokens, or the context.
-    stop_tokens:    end-of-sequence ids; the one that ends the text is kept in `tokens`.
-    text:           where text is wanted as it comes, or stop strings end it; else None.
-    cache_len:       rows of this sequence live in the KV buffers.
+    prompt_length:  number of prompt tokens.
+    limit:          largest length of `tokens`: the prompt and max_tokens, or the context.
+    stop_tokens:    end-of-sequence ids; `tokens` includes the one that ends the text.
+    text:           the text so far, for streams and stop strings; otherwise None.
+    cache_len:      valid rows of this sequence in the KV buffers.
     finish_reason:  None while it runs.
-    speculation:    how it drafts; the cycle sets its own if a request brings none.
-    drafting:       what each drafter keeps for it.   control: what the controller keeps.
+    speculation:    how it drafts; the cycle sets its default if a request has none.
+    drafting:       state of each drafter.   control: state of the controller.
     tenant:         requests of the same tenant may share their outputs; None shares with nobody.
-    started, first_token: when it was admitted and when its first token was committed, seconds.
+    started, first_token: seconds when it was admitted, and when its first token was committed.
     """
 
     tokens: list[int]
@@ -61,20 +61,20 @@ class Sequence:
         return self.limit - len(self.tokens)
 
     def begin(self, outcome: Outcome, clock: Clock) -> None:
-        """Commit the token that the prompt's last position gave."""
+        """Commit the token after the prompt."""
         self.cache_len = self.prompt_length
         self._append(outcome.tokens)
         self.first_token = time.perf_counter()
         self.began = clock.copy()
 
     def commit(self, tree: Tree, outcome: Outcome) -> None:
-        """Add a step's tokens, cut after the first that ends the text. The root and the accepted path are now live."""
+        """Add a step's tokens, cut after the first that ends the text. KV rows of root and path are now valid."""
         self.cache_len += 1 + len(outcome.path)
         kept = self._append(outcome.tokens)
         self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
 
     def _append(self, tokens: tuple[int, ...]) -> int:
-        """Add tokens until one ends the text; the number added."""
+        """Add tokens until one ends the text. Returns the number added."""
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             stopped = token in self.stop_tokens or (self.text is not None and self.text.push(token))

@@ -1,4 +1,4 @@
-"""Forced acceptance, to measure speed without a trained drafter. The text is meaningless and labelled so everywhere."""
+"""Forced acceptance, to measure speed without a trained drafter. The text is meaningless, and labelled as such."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, FloatArray, Tree
 
 LABEL = "[synthetic acceptance] "
-"""What the text of such a run begins with."""
+"""Prefix of the text of such a run."""
 _LEAST = 1e-6
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`by_depth[d]`: probability that a node at depth d + 1 is accepted, given that its parent is. Deeper: never."""
+    """`by_depth[d]`: probability that a node at depth d + 1 is accepted if its parent is, 0 for deeper nodes."""
 
     by_depth: tuple[float, ...]
 
@@ -31,9 +31,9 @@ class Acceptance:
 
 
 class SyntheticDrafter(TreeMaker):
-    """Trees of the shape asked for at no cost: level by level, `width` children of the first node of the level above.
+    """Trees of the requested shape at no cost. Each level has `width` children of the first node of the level above.
 
-    First children carry the probability that is forced on them, their siblings next to none.
+    First children have their forced probability, their siblings nearly none.
     """
 
     def __init__(self, verifier: Verifier, acceptance: Acceptance) -> None:
@@ -41,7 +41,7 @@ class SyntheticDrafter(TreeMaker):
         self._shares = acceptance.by_depth
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
-        """See `TreeMaker.draft`."""
+        """Return trees of the budgets' shapes."""
         return [self._tree(seq.tokens[-1], budget) for seq, budget in zip(batch, budgets, strict=True)]
 
     def _tree(self, token: int, budget: Budget) -> Tree:
@@ -58,9 +58,9 @@ class SyntheticDrafter(TreeMaker):
 
 
 class SyntheticAcceptance(Sampler):
-    """A sampler that accepts the first child at each depth with the probability given for it.
+    """A sampler that accepts the first child at each depth with its forced probability.
 
-    Numbers are keyed by the request's seed and the token's position.
+    Random numbers depend on the request's seed and the token's position.
     """
 
     def __init__(self, acceptance: Acceptance, seed: int) -> None:
@@ -68,12 +68,12 @@ class SyntheticAcceptance(Sampler):
         self._seed = seed
 
     def sample(self, logits: FloatArray, tree: Tree, tokens: Several[int]) -> list[int]:
-        """See `Sampler.sample`."""
+        """Return the forced token after every node."""
         return self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens)
 
     def sample_likeliest(self, likeliest: Several[int], tree: Tree, tokens: Several[int]) -> list[int]:
-        """See `OverTokens.sample_likeliest`. After the last accepted node it is a token that no child has."""
-        said = list(likeliest)
+        """Return the forced token after every node. The last accepted node gets a token that no child has."""
+        target_token_ids = list(likeliest)
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()
         position, last = len(tokens) - 1, 0
         for depth in range(len(parents)):
@@ -81,9 +81,9 @@ class SyntheticAcceptance(Sampler):
             kept = depth < len(self._shares) and uniform(self._seed, position + depth) < self._shares[depth]
             if not children or not kept:
                 drafted = {ids[node] for node in children}
-                if said[last] in drafted:
-                    said[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)
+                if target_token_ids[last] in drafted:
+                    target_token_ids[last] = next(token for token in range(len(drafted) + 1) if token not in drafted)
                 break
-            said[last] = ids[children[0]]
+            target_token_ids[last] = ids[children[0]]
             last = children[0]
-        return said
+        return target_token_ids

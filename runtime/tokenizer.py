@@ -1,4 +1,4 @@
-"""Text in, tokens out and back: the tokenizer, the chat template, and text that grows token by token."""
+"""The tokenizer and chat template of a bundle, and text that grows token by token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _UNFINISHED = "\ufffd"
 
 
 class Decoder(Protocol):
-    """The half of a tokenizer that a stream needs."""
+    """The part of a tokenizer that a stream needs."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out; an unfinished character reads U+FFFD."""
+        """Return the text of `ids` without special tokens; an unfinished character is U+FFFD."""
 
 
 def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`, without the truncation and padding that training may have left in it.
+    """Read a `tokenizer.json`, without the truncation and padding that training may have set.
 
-    Raises BundleError when the file is missing or damaged.
+    Raises BundleError if the file is missing or damaged.
     """
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -66,10 +66,10 @@ class Tokenizer:
         return cls(tokenizer, ChatTemplates.load(folder, tokens), bos)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
+        """Return the ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
 
-        An empty text is the bare beginning-of-sequence token. Raises UsageError where the tokenizer has none, and for a
-        text that came of bytes which are not UTF-8.
+        An empty text becomes the beginning-of-sequence token. Raises UsageError if the tokenizer has no such token, or
+        if the text came from bytes that are not UTF-8.
         """
         try:
             text.encode()
@@ -85,7 +85,7 @@ class Tokenizer:
         return [self.bos]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
@@ -97,7 +97,7 @@ class Tokenizer:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Message] | None = None,
         documents: Sequence[Message] | None = None, chat_template: str | None = None, **variables: Any,
     ) -> str:  # fmt: skip
-        """The prompt of a conversation, special tokens written out: encode it with `special_tokens=False`.
+        """Return the prompt of a conversation with its special tokens as text: encode it with `special_tokens=False`.
 
         Arguments and errors are those of `ChatTemplates.render`.
         """
@@ -105,7 +105,7 @@ class Tokenizer:
 
 
 def _special_tokens(path: Path) -> Mapping[str, str] | None:
-    """Text of the special tokens by name, None if there is no such file."""
+    """Return the text of the special tokens by name, None without such a file."""
     if not path.is_file():
         return None
     try:
@@ -115,11 +115,10 @@ def _special_tokens(path: Path) -> Mapping[str, str] | None:
 
 
 class Detokenizer:
-    """The text that follows a prompt, token by token.
+    """The text after a prompt, token by token.
 
-    Characters come out whole: bytes that do not yet make one are held back, and so is text that may turn out to begin
-    a stop string. Tokens are decoded after a few of their predecessors, since decoders treat the start of a text
-    differently.
+    It returns whole characters only. It holds back the bytes of an unfinished one, and text that may begin a stop
+    string. It decodes tokens after a few of their predecessors, since decoders treat the start of a text differently.
     """
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
@@ -133,7 +132,7 @@ class Detokenizer:
         self._taken = 0
 
     def push(self, token: int) -> bool:
-        """Add a token; true when the text now ends at a stop string, which is cut off."""
+        """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
         self._ids.append(token)
         seen = self._decoder.decode(self._ids)
         if seen.endswith(_UNFINISHED) or len(seen) <= len(self._known):
@@ -146,14 +145,14 @@ class Detokenizer:
         return self._stop(before)
 
     def take(self, finished: bool = False) -> str:
-        """Text not taken yet that no stop string can still cut; all of it once `finished`."""
+        """Return new text that no stop string can still cut; all of it if `finished`."""
         end = len(self.text) - (0 if finished or self.stopped else self._held())
         chunk = self.text[self._taken : end]
         self._taken = max(end, self._taken)
         return chunk
 
     def _stop(self, before: int) -> bool:
-        """Cut the text at the earliest stop string that reaches past `before`."""
+        """Cut the text at the earliest stop string that ends after `before`."""
         found = [self.text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
         ends = [position for position in found if position >= 0]
         if ends:
@@ -162,7 +161,7 @@ class Detokenizer:
         return self.stopped
 
     def _held(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest end of the text that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):

@@ -1,16 +1,16 @@
-"""What every step chose and what came of it, one JSON line a step, and the replay that checks such a file.
+"""Each step's choice and outcome as one JSON line, and the replay that checks such a file.
 
     {"request": 0, "prompt": [ids], "first": id, "table_ms": [of verifying n nodes]}      once, when a request begins
     {"request": 0, "position": 41, "source": "fresh", "tokens": […], "parents": […], "log_probs": […],
      "said": [the verifier's token after every node], "path": [accepted nodes], "committed": [ids],
      "choice": {"rate": …, "gains": {source: …}, "tried": false, "log_probs": […], "looked_up": [nodes]}}    every step
-    {"table_ms": [of verifying n nodes]}                                  before a step, when the costs have changed
+    {"table_ms": [of verifying n nodes]}                                  before a step, if the costs have changed
 
-Trees and answers are complete, so that acceptance can be computed again from the file alone. So can where a tree came
-from and how much of it was verified, where that was weighed: `choice` is `redraft.types.Choice`, its `log_probs` are
-those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. Of trees that stayed on a
-device there are `shares`, by which they were cut. `together` has the rate and the shares of the whole batch, by which
-all of its trees were cut. `probed` marks trees that are larger than what seems to pay.
+Trees and target tokens are complete, so the replay computes acceptance from the file alone. It also checks choices
+that compared costs: a tree's source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs`
+are those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on
+a device has `shares` instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which
+all of its trees were cut. `probed` marks a tree that is larger than the number of nodes that seems to pay.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Recorder = Callable[[Sequence, Plan, Tree, Outcome], None]
 
 
 def no_record(seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-    """Keeps nothing."""
+    """Record nothing."""
 
 
 class TraceWriter:
-    """A recorder that writes to `file`; give it to a cycle as `record`.
+    """A recorder that writes to `file`. Set it as the `record` of a cycle.
 
-    table_ms: what verification is believed to cost at first.
+    table_ms: the estimated verification costs at first.
     """
 
     def __init__(self, file: IO[str], table_ms: Several[float]) -> None:
@@ -54,7 +54,7 @@ class TraceWriter:
         self._count = itertools.count()
 
     def __call__(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
-        """Write the step that is about to be committed."""
+        """Write the step, before it is committed."""
         if id(seq) not in self._numbers or len(seq.tokens) == seq.prompt_length + 1:
             self._numbers[id(seq)] = next(self._count)
             begun = {"prompt": seq.tokens[: seq.prompt_length], "first": seq.tokens[seq.prompt_length]}
@@ -97,7 +97,7 @@ def _choice(choice: Choice, tree: Tree) -> dict[str, Any]:
 
 
 def _paths(tree: Tree) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node."""
+    """Return the tokens from the root to each node."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -106,11 +106,11 @@ def _paths(tree: Tree) -> list[tuple[int, ...]]:
 
 @dataclass
 class Replay:
-    """What a trace says when it is played again.
+    """The state of a trace's replay.
 
-    requests: prompt and committed tokens by request.   table_ms: what verification is believed to cost by now.
+    requests: prompt and committed tokens by request.   table_ms: the latest estimated verification costs.
     steps: by source of their tree.
-    nodes, accepted: by source, those that the lookup had being its own in every tree.
+    nodes, accepted: by source; the nodes that the lookup had count for the lookup in every tree.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
@@ -121,10 +121,10 @@ class Replay:
 
 
 def replay(lines: Iterable[str]) -> Replay:
-    """Play a trace: every tree must begin where its request stands and be accepted as far as the trace says.
+    """Replay a trace. Every tree must begin at its request's last token and be accepted as far as the trace has it.
 
-    Where its choice was weighed, it must come from where most was expected and be no larger than what pays.
-    Raises DataError naming the line that is no record or does not follow from those before it.
+    If its choice compared costs, the tree must have the source with the largest gain and no more nodes than pay.
+    Raises DataError for a line that is no record or does not follow from the lines before it.
     """
     played = Replay()
     for number, line in enumerate(lines, 1):
@@ -152,12 +152,12 @@ def _begin(played: Replay, values: dict[str, Any]) -> None:
 def _play(played: Replay, values: dict[str, Any]) -> None:
     tokens = played.requests[values["request"]]
     if values["position"] != len(tokens) - 1 or values["tokens"][0] != tokens[-1]:
-        raise ValueError(f"the tree begins at {values['position']}, the request stands at {len(tokens) - 1}")
+        raise ValueError(f"the tree begins at {values['position']}, expected {len(tokens) - 1}")
     path = accepted_path(values["tokens"], values["parents"], values["said"])
     last = path[-1] if path else 0
     committed = [*(values["tokens"][node] for node in path), values["said"][last]]
     if list(path) != values["path"] or committed != values["committed"]:
-        raise ValueError(f"nodes {list(path)} are accepted, the trace says {values['path']}")
+        raise ValueError(f"nodes {list(path)} are accepted, the trace has {values['path']}")
     tokens.extend(committed)
     source = str(OfferKind(values["source"]))
     looked_up: set[int] = set()
@@ -175,7 +175,7 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
     gains = choice["gains"]
     expected = OfferKind.FRESH if choice["tried"] else max(gains, key=gains.__getitem__)
     if source != expected:
-        raise ValueError(f"most was expected of a tree from {expected}, the trace took {source}")
+        raise ValueError(f"the largest gain is that of {expected}, the trace has a tree from {source}")
     shares, rate = choice.get("shares"), choice["rate"]
     if shares is None:
         shares = ranked_shares(np.array(choice["log_probs"], np.float32))

@@ -1,4 +1,4 @@
-"""Draft trees as pure functions of small arrays: the NumPy reference of mask, depths, acceptance and pruning.
+"""Draft trees as pure functions of small arrays. They are the NumPy reference of mask, depths, acceptance and pruning.
 
 A tree of n nodes is `parents[n]`: node 0 is the root (parent -1) and every parent comes before its children.
 """
@@ -17,12 +17,12 @@ from redraft.types import BoolArray, Budget, DraftTree, IntArray, Tree
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
 _CHAIN = np.arange(-1, 1023)
-"""Parents of a chain as long as most."""
+"""Parents of a chain that is longer than most drafts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What a tree's shape alone decides: `mask` bool[n, n] (ancestor or self) and `depths` int64[n] (root 0)."""
+    """Arrays of a tree's shape: `mask` bool[n, n] (ancestor or self) and `depths` int64[n] (root 0)."""
 
     mask: BoolArray
     depths: IntArray
@@ -30,12 +30,12 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def root_only(token: int) -> DraftTree:
-    """The tree of plain decoding: nothing but the last committed token. Tokens recur: read only."""
+    """Return the tree of plain decoding: the last committed token alone. Calls share results, so they are read only."""
     return DraftTree(np.array([token], dtype=np.int64), _ROOT_PARENT, _ROOT_LOG_PROB)
 
 
 def chain(tokens: IntArray) -> DraftTree:
-    """The tree in which every token follows the one before it, each of them certain."""
+    """Return the tree in which every token follows the one before it, each with probability 1."""
     return DraftTree(tokens, _chain_parents(len(tokens)), np.zeros(len(tokens), dtype=np.float32))
 
 
@@ -44,13 +44,13 @@ def _chain_parents(nodes: int) -> IntArray:
 
 
 def make_tree(tokens: list[int], parents: list[int], probs: list[float]) -> DraftTree:
-    """The tree of these nodes, `probs` joint and positive, its children chosen deterministically."""
+    """Return the tree of these nodes. `probs` are joint and positive, and its children are chosen deterministically."""
     log_probs = np.log(np.array(probs, dtype=np.float32))
     return DraftTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), log_probs)
 
 
 def layout(parents: IntArray) -> Layout:
-    """Mask and depths of a tree. Shapes recur from step to step, so the last few thousand are kept: read only."""
+    """Return mask and depths of a tree. The last few thousand shapes are cached, so results are read only."""
     return _layout(parents.tobytes())
 
 
@@ -62,7 +62,7 @@ def _layout(parents: bytes) -> Layout:
 
 
 def ancestor_mask(parents: IntArray) -> BoolArray:
-    """bool[n, n]: entry (i, j) is true where node j is i or an ancestor of i."""
+    """Return bool[n, n]: entry (i, j) is true if node j is i or an ancestor of i."""
     mask = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents.tolist()):
         if parent >= 0:
@@ -71,8 +71,10 @@ def ancestor_mask(parents: IntArray) -> BoolArray:
 
 
 def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Nodes that agree with the verifier, root excluded, from the top: a node is accepted when its parent is and its
-    token is the verifier's token after that parent. Siblings carry distinct tokens, so the path is unique.
+    """Return the nodes that agree with the verifier, root excluded, from the top.
+
+    A node is accepted if its parent is and its token is the parent's target token. Siblings have distinct tokens, so
+    the path is unique.
     """
     path = []
     last = 0
@@ -84,9 +86,9 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_id
 
 
 def prune(tree: Tree, nodes: int) -> Tree:
-    """The `nodes` likeliest nodes of `tree` beside its root, in their old order.
+    """Return the `nodes` likeliest nodes of `tree` after its root, in their old order.
 
-    A child is never likelier than its parent and comes after it, so what is kept is a tree.
+    A child is never likelier than its parent and comes after it, so the result is a tree.
     """
     if len(tree) <= nodes + 1:
         return tree
@@ -104,9 +106,9 @@ def prune(tree: Tree, nodes: int) -> Tree:
 
 
 def merge(first: Tree, second: Tree) -> Tree:
-    """Both trees under their common root: a node of the same path is one, as likely as the likelier of the two.
+    """Merge both trees at their root. Nodes with the same path become one, with the larger probability of the two.
 
-    Nodes of `second` that `first` lacks come after all of `first`; a child is still never likelier than its parent.
+    Nodes of `second` that `first` lacks come after all of `first`. A child is still never likelier than its parent.
     """
     if len(second) == 1:
         return first
@@ -133,24 +135,24 @@ def merge(first: Tree, second: Tree) -> Tree:
 
 
 def is_chain(tree: Tree) -> bool:
-    """Whether every node but the first follows the one before it."""
+    """True if every node but the first follows the one before it."""
     return len(tree) < 3 or tree.parents.tobytes() == _chain_parents(len(tree)).tobytes()
 
 
 def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
-    """The `nodes` likeliest nodes of `tree` beside its root that a step can verify, at most those that `limits` allow.
+    """Return the `nodes` likeliest nodes of `tree` after its root that a step can verify, at most those in `limits`.
 
-    The only place where the part of a tree is chosen that is verified.
+    Only this function selects the part of a tree that is verified.
     """
     budget = limits.budget
-    if budget.width < len(tree) - 1 and not tree.on_device:  # two trees within a budget may be wider together
+    if budget.width < len(tree) - 1 and not tree.on_device:  # two trees within a budget may be wider when merged
         tree = within(tree, Budget(len(tree), budget.depth, budget.width))
     kept = prune(tree, min(nodes, budget.nodes))
     return exact_part(kept, limits.cache_len, limits.branches, limits.block_rows)
 
 
 def within(tree: Tree, budget: Budget) -> Tree:
-    """The likeliest nodes of a tree within a budget, in their old order: as deep, as wide a level, and as many."""
+    """Return the likeliest nodes of a tree within a budget (depth, width of a level, nodes), in their old order."""
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
     parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
@@ -172,12 +174,12 @@ def within(tree: Tree, budget: Budget) -> Tree:
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:
-    """The part of a tree that a verifier computes to the bit as it would a chain: all of it, unless it branches.
+    """Return the part of a tree whose logits equal a chain's to the bit: all of it, unless it branches.
 
-    branches: whether the verifier takes such trees; otherwise the likeliest chain is left.
+    branches: True if the verifier accepts such trees; otherwise the result is the likeliest chain.
     block_rows: rows in a block of the kernels' sums (`redraft.engines.lowering.order`). Node i is row cache_len + i of
-    the KV buffers. Of a tree whose rows would lie in two blocks, the likeliest nodes that fit into the first are left,
-    or the likeliest chain, whichever promises more tokens.
+    the KV buffers. If a tree's rows would be in two blocks, two parts are possible: the likeliest nodes that fit
+    into the first block, and the likeliest chain. The result is the part with more expected tokens.
     """
     within = block_rows is None or cache_len % block_rows + len(tree) <= block_rows
     if branches and within:
@@ -195,12 +197,12 @@ def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | Non
 
 
 def _promised(tree: Tree) -> float:
-    """Tokens expected of a tree, the bonus included."""
+    """Return the expected tokens of a tree, the bonus included."""
     return float(np.exp(tree.log_probs).sum())
 
 
 def likeliest_chain(tree: Tree) -> DraftTree:
-    """The root, its likeliest child, the likeliest child of that one, and so on."""
+    """Return the root, its likeliest child, the likeliest child of that one, and so on."""
     parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
     path = [0]
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:

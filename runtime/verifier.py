@@ -1,11 +1,11 @@
-"""The verifier: trees and prompts go in, tokens come out, and it keeps the KV rows of every slot.
+"""The verifier computes prompts and trees, returns tokens, and holds the KV rows of every slot.
 
-A slot is a row of the batch. Active sequences occupy slots 0, 1, … without a gap, so that a call over B sequences
-reads the first B slots of each buffer.
+A slot is a row of the batch. The active sequences have slots 0, 1, … without a gap, so a call over B sequences reads
+the first B slots of each buffer.
 
-A step has five parts: the tree is prepared, verified, accepted, its accepted rows are compacted in the KV buffers, and
-its feature rows are gathered for drafters. On a GPU all of them are programs over the same buffers, captured as one
-(`bound_step`). The host does all but verifying itself, over arrays without padding (`host_step`).
+A step has five parts. It prepares and verifies the trees, and accepts tokens. Then it compacts the accepted rows in
+the KV buffers, and gathers feature rows for drafters. On a GPU all parts are programs over the same buffers, captured
+as one (`bound_step`). The host does all parts but verifying in NumPy, over arrays without padding (`host_step`).
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ PREFILL_CHUNK = 128
 """Prompt tokens computed in one call."""
 PREFILL_STEP = 16
 WARM_SLOTS = 8
-"""Slots whose chunks are run before the first request; the steps of as many are kept."""
+"""Slots whose prompt chunks are run before the first request, and whose steps stay in memory."""
 
 
 class FeatureReader(Protocol):
-    """A drafter that reads hidden states: rows of accepted tokens are gathered in buffers of its own."""
+    """A drafter that reads hidden states. The verifier gathers rows of accepted tokens in the drafter's buffers."""
 
     def pending_features(self, slots: range) -> Mapping[str, Buffer]:
-        """Buffers [B, W, n] of these slots, by hidden state."""
+        """Return buffers [B, W, n] of these slots, by hidden state."""
 
     def pending(self, batch: Sequence[Request], rows: int, slots: range) -> list[int] | None:
-        """How many rows of each sequence in these slots are pending, with space for so many more; 0 for one that
-        another drafter drafts for. None if it reads nothing now.
+        """Return how many rows of each sequence in these slots are pending, or None if it reads nothing now.
+
+        The count is 0 for a sequence of another drafter. Raises UsageError without space for `rows` more.
         """
 
 
 class TreeStep(Protocol):
-    """A step over trees of one set of sizes, bound to its buffers."""
+    """A step over trees of one set of sizes, with its own buffers."""
 
     def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
-        """Set what the next run is over: rows of the sequences, their trees, pending rows by reader.
+        """Set the inputs of the next run: cached rows of the sequences, their trees, and pending rows by reader.
 
         Raises ValueError for a tree on the device that was drafted for another slot.
         """
 
     def run(self, greedy: bool) -> None:
-        """Run the engine, and what prepares its inputs; all parts of the step, on a device that has programs for them,
-        if all samplers are `greedy`.
+        """Prepare the engine's inputs and run the engine.
+
+        greedy: all samplers are greedy. A device that has programs for all parts of the step then runs all of them.
         """
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """Return what is accepted, once the device has been waited for, and do the parts that `run` did not."""
+        """Return the outcomes, and do the parts that `run` did not. Call it after waiting for the device."""
 
     def seconds(self) -> float:
-        """How long the latest run took on an asynchronous device, once it has been waited for; 0 on any other."""
+        """Return the seconds of the latest run on an asynchronous device, after waiting for it; otherwise 0."""
 
     @property
     def logits(self) -> Buffer:
@@ -75,41 +77,41 @@ class TreeStep(Protocol):
 
 
 class PrefillStep(Protocol):
-    """A chunk of a prompt in one slot, of one width. Its last token's logits are wanted."""
+    """A chunk of a prompt in one slot, of one width. It returns the logits of the chunk's last token."""
 
     def fill(self, tokens: IntArray, start: int, pending: Sequence[Sequence[int] | None]) -> None:
-        """Set what the next run is over: tokens from position `start` on."""
+        """Set the inputs of the next run: tokens from position `start` on, and pending rows by reader."""
 
     def run(self) -> None:
         """Run the engine and gather features."""
 
     def outcome(self, seq: Request) -> Outcome:
-        """Return what the sampler of `seq` says after the chunk, once the device has been waited for."""
+        """Return the outcome of the sampler of `seq` after the chunk. Call it after waiting for the device."""
 
     @property
     def logits(self) -> Buffer:
-        """Logits [1, R, V], the same row R times."""
+        """Logits [1, R, V], with the same row R times."""
 
 
 class Steps(Protocol):
-    """The steps that a device runs: those of `host_step` or of `bound_step`."""
+    """The steps of a device: `host_step` or `bound_step` implements them."""
 
     fewest_rows: int
-    """Rows of a call at least, padding included, if kernels round fewer otherwise (`redraft.runtime.exactness`)."""
+    """Least rows of a call, padding included, if kernels round fewer rows differently (`redraft.runtime.exactness`)."""
     branches: bool
-    """True if it takes trees that branch."""
+    """True if the steps accept trees that branch."""
     prefers_chains: bool
-    """True if trees that branch take another engine: a method without engines of its own then drafts chains."""
+    """True if branching trees need another engine. A method without engines of its own then drafts chains."""
 
     @property
     def store(self) -> TreeStore | None:
-        """Where drafters leave trees on the device; None if they copy them to the host."""
+        """Store of drafted trees on the device; None if drafters copy their trees to the host."""
 
     def tree(self, trees: Sequence[Tree], cache_len: Sequence[int]) -> TreeStep:
-        """The step for such trees, whoever made them. It is good until another one is asked for."""
+        """Return the step for such trees, from any drafter. It is valid until the next call."""
 
     def prefill(self, width: int, slot: int) -> PrefillStep:
-        """The step for chunks of so many tokens in a slot. It is good until another one is asked for."""
+        """Return the step for chunks of `width` tokens in a slot. It is valid until the next call."""
 
     def attach(self, reader: FeatureReader) -> None:
         """Gather features for a reader from now on."""
@@ -118,23 +120,23 @@ class Steps(Protocol):
         """Stop gathering for a reader."""
 
     def move(self, source: int, target: int, rows: int) -> None:
-        """See `Verifier.move`."""
+        """Copy at least the first `rows` rows of slot `source` to slot `target`."""
 
     def take_branches(self) -> None:
-        """See `Verifier.take_branches`."""
+        """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
 
     def forget(self) -> None:
-        """Drop all steps made so far, with their buffers."""
+        """Drop all steps, with their buffers."""
 
     def close(self) -> None:
-        """The same, and let go of the readers."""
+        """Drop all steps, and release the readers."""
 
 
 class Verifier:
-    """See the module.
+    """The verifier of one bundle on one device. Only one thread may use it.
 
     `max_model_len` is the number of rows of a slot, `max_num_seqs` the largest batch, `vocabulary` the number of token
-    ids. `ranges` are those of all that works with this verifier, `clock` is theirs. Not for several threads at once.
+    ids. Drafters and cycle share `ranges` and its `clock`.
     """
 
     def __init__(
@@ -143,8 +145,8 @@ class Verifier:
     ) -> None:  # fmt: skip
         """Load the verifier's programs. Raises BundleError, and BackendError if they do not fit the device.
 
-        largest_tree: nodes of a tree that a call takes at most, root included; what `max_model_len` leaves is another
-        limit.   drafted_tree: nodes of the largest tree, root included, that a drafter leaves on the device.
+        largest_tree: most nodes of a tree in one call, root included; `max_model_len` is a further limit.
+        drafted_tree: nodes of the largest tree, root included, that a drafter leaves on the device.
         """
         from redraft.runtime.graph_steps import GraphSteps
         from redraft.runtime.host_step import HostSteps
@@ -166,7 +168,7 @@ class Verifier:
 
     @property
     def fewest_rows(self) -> int:
-        """See `Steps.fewest_rows`."""
+        """Least rows of a call, padding included, for exact texts."""
         return self.steps.fewest_rows
 
     @fewest_rows.setter
@@ -175,16 +177,16 @@ class Verifier:
 
     @property
     def branches(self) -> bool:
-        """True if it takes trees that branch."""
+        """True if the verifier accepts trees that branch."""
         return self.steps.branches
 
     @property
     def prefers_chains(self) -> bool:
-        """True if trees that branch take another engine: a method without engines of its own then drafts chains."""
+        """True if branching trees need another engine. A method without engines of its own then drafts chains."""
         return self.steps.prefers_chains
 
     def close(self) -> None:
-        """Release what holds memory. Nothing else may be asked for afterwards."""
+        """Release all memory. The verifier is unusable afterwards."""
         self.device.wait()
         self._readers.clear()
         self.steps.close()
@@ -205,17 +207,18 @@ class Verifier:
         self.steps.detach(reader)
 
     def take_branches(self) -> None:
-        """Make ready for trees that branch, if it can. Raises BackendError if memory does not allow it."""
+        """Prepare for trees that branch, if the device can. Raises BackendError if memory does not allow it."""
         self.steps.take_branches()
 
     def warm(self) -> None:
-        """Run each shape of a call until no request has to wait for it to be made. Overwrites KV rows: only while no
-        request runs. Only an asynchronous device has such shapes.
+        """Run each shape of a call until it is prepared, so that no request waits for that.
+
+        Only an asynchronous device has such shapes. Overwrites KV rows, so no request may be running.
         """
         if self._warm or not self.device.asynchronous:
             return
         self._warm = True
-        for sequences in sorted({1, self.max_num_seqs}, reverse=True):  # the largest first: its memory does for others
+        for sequences in sorted({1, self.max_num_seqs}, reverse=True):  # the largest first: others reuse its memory
             self._warm_trees(sequences)
         widths = range(PREFILL_STEP, min(PREFILL_CHUNK, self.max_model_len) + 1, PREFILL_STEP)
         for slot in range(min(self.max_num_seqs, WARM_SLOTS)):
@@ -242,9 +245,9 @@ class Verifier:
     ) -> list[Outcome]:
         """Verify one tree of every sequence in one engine call, and make the rows of accepted paths contiguous.
 
-        Sequence i sits in slot i; cache_len + the largest tree must fit in `max_model_len`. Trees that drafters left
-        on the device stay there, whichever calls made them. Raises ValueError for one that was drafted for another
-        slot.   made: all trees of this step's calls, whose time on the device is not the verification's.
+        Sequence i has slot i; cache_len + the largest tree must fit in `max_model_len`. Trees on the device stay there.
+        Raises ValueError for a tree that was drafted for another slot.
+        made: all trees of this step's drafter calls, whose time on the device does not count as verification.
         """
         stage = self.ranges.stage
         cache_len = [seq.cache_len for seq in batch]
@@ -262,7 +265,7 @@ class Verifier:
             if self._waits:
                 with stage(WAIT):
                     self.device.wait()
-        if greedy:  # the step has accepted already
+        if greedy:  # `run` has accepted already
             outcomes = step.outcomes(batch, trees)
         else:
             with stage("accept"):
@@ -274,9 +277,9 @@ class Verifier:
         return outcomes
 
     def prefill(self, seq: Request, slot: int) -> Iterator[tuple[int, int]]:
-        """Compute the prompt of `seq` in a slot that no other sequence has, chunk by chunk, in calls of a few widths.
+        """Compute the prompt of `seq` in an unused slot, chunk by chunk, in calls of a few widths.
 
-        Yields each chunk's first position and its tokens; `first_outcome` then verifies the prompt's last position.
+        Yields each chunk's first position and number of tokens. `first_outcome` then verifies the last position.
         """
         slots = range(slot, slot + 1)
         prompt = np.array(seq.tokens[: seq.prompt_length], dtype=np.int64)
@@ -291,9 +294,9 @@ class Verifier:
             yield start, len(chunk)
 
     def first_outcome(self, seq: Request, slot: int) -> Outcome:
-        """Return what the verifier says after the prompt that was just computed in this slot.
+        """Return the outcome after the prompt that was just computed in this slot.
 
-        Raises ValueError if another slot's prompt was computed since.
+        Raises ValueError if another slot's prompt was computed later.
         """
         latest, step = self._latest
         if latest != slot:
@@ -306,11 +309,11 @@ class Verifier:
         self.steps.move(source, target, rows)
 
     def measure_ms(self, sequences: int, nodes: int, kv_len: int) -> float:
-        """Time a call over `sequences` chains of `nodes` nodes after `kv_len` rows; overwrites later rows.
+        """Return milliseconds of a call over `sequences` chains of `nodes` nodes after `kv_len` rows.
 
-        On a device that runs step graphs it is the whole step, its wait included.
+        It overwrites later rows. On a device with step graphs, it times the whole step, its wait included.
         """
-        cache_len = min(kv_len, self.max_model_len - max(nodes, 2))  # a graph for one sequence takes a single row twice
+        cache_len = min(kv_len, self.max_model_len - max(nodes, 2))  # one sequence's graph computes a single row twice
         trees = [blank(nodes)] * sequences
         step = self.steps.tree(trees, [cache_len] * sequences)
         step.fill([cache_len] * sequences, trees, [[0] * sequences] * len(self._readers))
@@ -321,7 +324,7 @@ class Verifier:
         return (time.perf_counter() - start) * 1e3
 
     def logits(self, trees: Sequence[Tree], cache_lens: Sequence[int]) -> list[FloatArray]:
-        """Logits [nodes, V] of one tree a slot, from slot 0 on, after so many rows. Rows of KV are overwritten."""
+        """Return logits [nodes, V] of one tree a slot, from slot 0 on, after `cache_lens` rows. Overwrites KV rows."""
         step = self.steps.tree(trees, cache_lens)
         step.fill(cache_lens, trees, [None] * len(self._readers))
         step.run(False)
@@ -329,7 +332,7 @@ class Verifier:
         return [logits[: len(tree)].copy() for logits, tree in zip(logits_of(step), trees, strict=False)]
 
     def chunk_logits(self, tokens: IntArray, start: int, width: int) -> FloatArray:
-        """Logits [1, V] after part of a prompt, computed as `prefill` does."""
+        """Return logits [1, V] after part of a prompt, computed as in `prefill`."""
         step = self.steps.prefill(width, 0)
         step.fill(tokens, start, [None] * len(self._readers))
         step.run()
@@ -341,7 +344,7 @@ def open_verifier(
     bundle: Bundle, device: Device, max_num_seqs: int = 1, max_model_len: int | None = None,
     largest_tree: int = sys.maxsize,
 ) -> Verifier:  # fmt: skip
-    """The bundle's verifier on a device, with rows for its context or for `max_model_len` tokens."""
+    """Open the bundle's verifier on a device, with rows for the model's context or for `max_model_len` tokens."""
     manifest = bundle.manifest
     rows = max_model_len or manifest.max_model_len
     drafted_tree = 1 + max([drafter.limits.nodes for drafter in manifest.drafters.values()], default=0)
@@ -349,11 +352,11 @@ def open_verifier(
 
 
 def blank(nodes: int) -> Tree:
-    """A chain of token 0."""
+    """Return a chain of token 0."""
     return chain(np.zeros(nodes, np.int64))
 
 
 def logits_of(step: TreeStep | PrefillStep) -> FloatArray:
-    """Logits [B, R, V] on the host, where they lie or as a copy."""
+    """Return logits [B, R, V] on the host: the buffer's own array, or a copy from the device."""
     buffer = step.logits
     return buffer.host if buffer.host is not None else buffer.read()

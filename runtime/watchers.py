@@ -1,7 +1,7 @@
-"""Who watches the ranges: a recording, written as a trace that Perfetto opens, and NVIDIA's tools.
+"""Watchers of ranges: a recording for Perfetto, and NVIDIA's tools.
 
-A trace is one JSON object in the Trace Event Format: complete events (`ph` X) with `ts` and `dur` in microseconds,
-which nest as the format demands, counters (C) and the names of process and thread (M).
+A trace is one JSON object in the Trace Event Format. It has complete events (`ph` X), counters
+(C), and the names of process and thread (M). `ts` and `dur` are microseconds, and events nest as the format demands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROCESS = "redraft"
 
 
 class Recorded(NamedTuple):
-    """One range that was left: seconds of `time.perf_counter`, and how many ranges were open around it."""
+    """A closed range: seconds of `time.perf_counter`, and how many ranges were open around it."""
 
     name: str
     started: float
@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
 
 class Recording:
-    """Keeps every range and every count. `ranges` come in the order in which they were left, `counts` are
+    """Records every range and every count. `ranges` are in the order in which they ended, `counts` are
     (name, seconds, value).
     """
 
@@ -41,27 +41,27 @@ class Recording:
         self._depth = 0
 
     def enter(self, name: str) -> None:
-        """See `Watcher.enter`."""
+        """Open a range."""
         self._depth += 1
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """See `Watcher.leave`."""
+        """Record the range."""
         self._depth -= 1
         self.ranges.append(Recorded(name, started, ended, self._depth))
 
     def count(self, name: str, value: float) -> None:
-        """See `Watcher.count`."""
+        """Record the count."""
         self.counts.append((name, time.perf_counter(), value))
 
     def write(self, file: IO[str], about: Mapping[str, Any] | None = None) -> None:
-        """Write the trace, with `about` as its metadata: one event a line."""
+        """Write the trace, one event a line, with `about` as its metadata."""
         events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in self._events())
         file.write(f'{{"otherData":{json.dumps(about or {})},"displayTimeUnit":"ms","traceEvents":[\n{events}\n]}}\n')
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """Every event, those that begin earlier and lie outside first; time begins with the first range.
+        """Yield every event, those that begin earlier and enclose others first. Time begins with the first range.
 
-        Both ends are rounded to nanoseconds before their difference is taken, so that what nests stays nested.
+        It rounds both ends to nanoseconds before it takes their difference, so that nested ranges stay nested.
         """
         place = {"pid": os.getpid(), "tid": threading.get_native_id()}
         for kind, name in (("process_name", PROCESS), ("thread_name", "decoding")):
@@ -77,9 +77,9 @@ class Recording:
 
 
 class Nvtx:
-    """Hands every range to NVIDIA's tools, in the domain `redraft`. Raises ModuleNotFoundError without `nvtx`."""
+    """Passes every range to NVIDIA's tools, in the domain `redraft`. Raises ModuleNotFoundError without `nvtx`."""
 
-    waits = False  # the tools know when the device was done
+    waits = False  # the tools measure the end of the device's work
 
     def __init__(self) -> None:
         import nvtx
@@ -88,15 +88,15 @@ class Nvtx:
         self._attributes: dict[str, Any] = {}
 
     def enter(self, name: str) -> None:
-        """See `Watcher.enter`. Names are registered with the tools once."""
+        """Begin a range. The tools register each name once."""
         attributes = self._attributes.get(name)
         if attributes is None:
             attributes = self._attributes[name] = self._domain.get_event_attributes(message=name)
         self._domain.push_range(attributes)
 
     def leave(self, name: str, started: float, ended: float) -> None:
-        """See `Watcher.leave`."""
+        """End the range."""
         self._domain.pop_range()
 
     def count(self, name: str, value: float) -> None:
-        """Counts are not handed on."""
+        """Ignore counts."""

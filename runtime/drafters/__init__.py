@@ -1,6 +1,6 @@
-"""Drafters by the user's words: `none`, a lookup, the id of one of the bundle's drafters, or `LOOKUP+ID` for the pair.
+"""Drafters by method name: `none`, a lookup, the id of one of the bundle's drafters, or `LOOKUP+ID` for the pair.
 
-A method's drafter is `DRAFTER` of its module here, imported when it is asked for.
+A method's drafter is `DRAFTER` of its module here, which is imported on first use.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ PAIR = "+"
 
 
 def pair(drafter: str, lookup: str = NGRAM) -> str:
-    """Return the word for a lookup together with a drafter."""
+    """Return the name of a lookup together with a drafter."""
     return f"{lookup}{PAIR}{drafter}"
 
 
 def split_pair(word: str) -> tuple[str, str | None]:
-    """Return the drafter of a word, and the lookup that drafts with it."""
+    """Return the drafter in a name, and the lookup that drafts with it."""
     lookup, joined, drafter = word.partition(PAIR)
     return (drafter, lookup) if joined and lookup in LOOKUPS else (word, None)
 
 
 def method_words(drafters: Iterable[str]) -> tuple[str, ...]:
-    """Return all words for a bundle with these drafters."""
+    """Return all method names for a bundle with these drafters."""
     own = tuple(drafters)
     return (NONE, *LOOKUPS, *own, *(pair(drafter, lookup) for lookup in LOOKUPS for drafter in own))
 
 
 def default_word(drafters: Iterable[str]) -> str:
-    """Return the default: lookup with the bundle's first drafter, or lookup alone."""
+    """Return the default method: lookup with the bundle's first drafter, or lookup alone."""
     first = next(iter(drafters), None)
     return NGRAM if first is None else pair(first)
 
@@ -45,9 +45,9 @@ def default_word(drafters: Iterable[str]) -> str:
 def load_drafter(
     drafter: str, verifier: Verifier, options: Mapping[str, Any] | None = None, bundle: Bundle | None = None
 ) -> Drafter:
-    """Return the drafter `none`, a lookup, or the one of the bundle with this id, with its options.
+    """Return the drafter `none`, a lookup, or the bundle's drafter with this id, with its options.
 
-    Raises UsageError for an id that the bundle lacks and an unknown option.
+    Raises UsageError for an id that the bundle lacks, and for an unknown option.
     """
     built = bundle.manifest.drafters if bundle else {}
     if drafter in built:

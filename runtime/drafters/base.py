@@ -1,4 +1,4 @@
-"""What every drafting method is to the runtime: begin, offer, accept; draft and resample if it makes trees."""
+"""The interface of drafting methods: begin, offer, accept. Methods that make trees also draft and resample."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from redraft.types import Budget, OfferKind, Outcome, Tree
 class Drafter(ABC):
     """A drafting method, opened once for all requests.
 
-    Its state of a request is `seq.drafting[self]`; it keeps what it learns from all of them itself. A method that reads
-    hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
+    Its state of a request is `seq.drafting[self]`; the drafter itself holds data that all requests share. A method that
+    reads hidden states is a `redraft.runtime.verifier.FeatureReader` that attaches itself to the verifier.
     """
 
     has_engines: bool = False
     """True if it runs engines of its own."""
     name: str = ""
-    """The drafter's id in the bundle, or its method's."""
+    """The drafter's id in the bundle, or its method's id."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
@@ -35,35 +35,35 @@ class Drafter(ABC):
     def create(
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
-        """Return the drafter with these options, which only some methods know. Raises UsageError.
+        """Return the drafter with these options. Raises UsageError for an option that the method lacks.
 
-        bundle, drafter: where a method with engines finds its own: the bundle's drafter with this id.
+        bundle, drafter: a method with engines uses the bundle's drafter with this id.
         """
         if options:
             raise UsageError(f"this method has no option {', '.join(options)}", "leave it out")
         return cls(verifier)
 
     def begin(self, seq: Sequence) -> None:  # noqa: B027 (only some methods need it)
-        """`seq` is admitted: its prompt is known, nothing is computed yet."""
+        """Begin the admitted request `seq`. Its prompt is known, but not computed yet."""
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:  # noqa: B027 (as above)
-        """A chunk of the prompt of `seq`, so many tokens from position `start` on, was computed in this slot."""
+        """Note a computed chunk of the prompt of `seq` in this slot: `tokens` tokens from position `start` on."""
 
     @abstractmethod
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """Return the trees that it has for `seq` within a budget, and those that it could make now."""
+        """Return the ready trees for `seq` within a budget, and those that the drafter could make now."""
 
     def move(self, seq: Sequence, source: int, target: int) -> None:  # noqa: B027 (only some methods need it)
-        """`seq` moves from one slot to another."""
+        """Move the state of `seq` from one slot to another."""
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:  # noqa: B027 (as above)
-        """`tree` was verified and `outcome` committed, also in plain steps."""
+        """Learn that `tree` was verified and `outcome` committed, also in plain steps."""
 
     def finish(self, seq: Sequence) -> None:  # noqa: B027 (as above)
-        """Keep what later requests may use of `seq`, whose last token was committed."""
+        """Keep data of `seq` that later requests may use. Its last token was committed."""
 
     def check_tenant(self) -> None:
-        """Raises UsageError if requests of one tenant share nothing: it keeps no earlier outputs."""
+        """Raise UsageError if the method keeps no earlier outputs that requests of one tenant could share."""
         raise UsageError(
             f"{self.name or 'this method'} keeps no earlier outputs, so a tenant would change nothing",
             "leave the tenant out, or choose a method that keeps them",
@@ -74,10 +74,10 @@ class Drafter(ABC):
 
 
 class TreeMaker(Drafter):
-    """A drafter that makes trees for a batch in one call: fresh ones, and some methods from what their last draft left.
+    """A drafter that makes trees for a batch in one call. Some methods also resample from their last draft.
 
-    Sequence i of a batch sits in slot i. A sequence whose budget has no nodes is not drafted for: what is kept for
-    it stays as it is, and its tree is not looked at. It may be another drafter's.
+    Sequence i of a batch has slot i. If its budget has no nodes, it may belong to another drafter: the call does not
+    change its state, and its tree has no meaning.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -108,12 +108,12 @@ class TreeMaker(Drafter):
         return 0
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
-        """As `draft`, from what the last drafts left over. Called only if steps remain."""
+        """Return trees as `draft` does, from the unused steps of the last drafts. Called only if steps remain."""
         raise NotImplementedError
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling.
 
-        Only while no request runs, and only if it has engines.
+        Only drafters with engines have such times. No request may be running.
         """
         raise NotImplementedError

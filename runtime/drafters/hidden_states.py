@@ -1,13 +1,13 @@
-"""Drafters that read hidden states of the verifier and draft by one engine call: what their methods share.
+"""Drafters that read the verifier's hidden states and draft in one engine call. Their methods share this code.
 
-The drafter has its own KV. Its rows are pairs of the verifier's feature at a position and the token after it; those of
-tokens committed since the last draft are pending, and go in with the next one, in chunks if there are many. The
-verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only how many nodes they
-have.
+The drafter has its own KV. Each row is a pair of the verifier's feature at a position and the next token. Rows of
+tokens that were committed since the last draft are pending. The next draft computes them, in several chunks if
+necessary. The verifier gathers them in this drafter's buffers. On a GPU trees stay there, and the host knows only their
+sizes.
 
-A call computes all slots of a batch, also those that it does not draft for. It leaves these as they were: it writes
-their KV behind the rows that count, puts only the trees that are wanted into the verifier's `TreeStore`, and what else
-it would overwrite is copied aside before.
+A call computes all slots of a batch, but leaves the slots of other drafters unchanged. It writes their KV after their
+valid rows, and stores only the trees of its own slots in the verifier's `TreeStore`. Other data that it would
+overwrite are saved before and restored.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from redraft.types import Budget, DraftTree, Outcome, Tree
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
-"""More rows than this are padded to a multiple of it on the host, so that few shapes are prepared."""
+"""The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
-_TAKE_IN = "take_in"
-"""A call of the draft graph that takes in rows and drafts nothing."""
+_CATCH_UP_CALL = "catch_up"
+"""A call of the draft graph that computes pending rows and drafts nothing."""
 MOST_CALLS = 128
-"""Shapes of a call that are kept for every four slots: those that take in a prompt's rows have a slot each."""
+"""Call shapes in memory for every four slots. Shapes that compute a prompt's rows have one slot each."""
 
 
 @dataclass(slots=True)
 class Drafting:
-    """Of one sequence: steps used of the last draft, rows in the drafter's KV, and rows that are pending."""
+    """State of one sequence: used steps of the last draft, rows in the drafter's KV, and pending rows."""
 
     used: int
     cache_len: int = 0
@@ -59,7 +59,7 @@ class Drafting:
 
 
 class HiddenStateDrafter(TreeMaker):
-    """See the module. A method's class sets `method`; its shape has `steps` of a draft and `nodes` of its tree."""
+    """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
 
     has_engines = True
     method: ClassVar[Method[Any]]
@@ -67,7 +67,7 @@ class HiddenStateDrafter(TreeMaker):
     def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
         """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
 
-        shape: of its graphs.   tables: by name.   options: those of the method.   name: the drafter's id.
+        shape: of its graphs.   tables: by name.   options: of the method.   name: the drafter's id.
         """
         super().__init__(verifier)
         self.options = options
@@ -87,7 +87,7 @@ class HiddenStateDrafter(TreeMaker):
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         device.expect({
             "drafter's KV and pending rows": sum(state.values()),
-            "drafter's chains aside": state.get(names.CHAIN_LOGITS, 0) if several else 0,
+            "copies of the drafter's chains": state.get(names.CHAIN_LOGITS, 0) if several else 0,
             "drafter's tables": sum(table.nbytes for table in tables.values()),
         }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
         self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
@@ -104,7 +104,7 @@ class HiddenStateDrafter(TreeMaker):
         self._lost_chain: Buffer | None = None
         self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
         chains = self._state.get(names.CHAIN_LOGITS) if several else None
-        self._chains = [_Aside(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
+        self._chains = [_Backup(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
         self._nodes = [shape.nodes] * verifier.max_num_seqs
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
@@ -115,19 +115,19 @@ class HiddenStateDrafter(TreeMaker):
     def create(
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
-        """Return the bundle's drafter, with options as the method's. Raises UsageError, BundleError."""
+        """Return the bundle's drafter, with options of the method. Raises UsageError, BundleError."""
         assert bundle is not None
         built = bundle.drafter(drafter)
         check_tree(verifier.largest_tree, built.shape.nodes)
         return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)
 
     def pending_features(self, slots: range) -> Mapping[str, Buffer]:
-        """See `FeatureReader.pending_features`."""
+        """Return the buffers [B, W, n] of these slots, by hidden state."""
         (state,) = self.method.hidden_states
         return {state: slots_of(self._state[names.PENDING_FEATURES], slots)}
 
     def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
-        """See `FeatureReader.pending`."""
+        """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
         space = names.MAX_PENDING_FEATURES - rows
         if space < CATCH_UP:
             raise UsageError(
@@ -138,36 +138,36 @@ class HiddenStateDrafter(TreeMaker):
         for slot, seq in zip(slots, batch, strict=True):
             state = self._state_of(seq)
             while state and state.pending > space:
-                self._take_in(seq, slot)
+                self._catch_up(seq, slot)
             found.append(state.pending if state else 0)
             reads = reads or state is not None
         return found if reads else None
 
     def _state_of(self, seq: Sequence) -> Drafting | None:
-        """What is kept for `seq`; None if another method drafts for it."""
+        """Return the state of `seq`; None if another method drafts for it."""
         return seq.drafting.get(self)
 
     def begin(self, seq: Sequence) -> None:
-        """See `Drafter.begin`."""
+        """Create the state of `seq`."""
         seq.drafting[self] = Drafting(used=self.shape.steps)
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
-        """See `Drafter.prefilled`. All rows go in but the last few, the last of which lacks its token."""
+        """Compute all pending rows but the last few. The token of the last row is not known yet."""
         seq.drafting[self].pending += tokens
         while seq.drafting[self].pending > CATCH_UP:
-            self._take_in(seq, slot)
+            self._catch_up(seq, slot)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """See `Drafter.accept`; the rows are there already."""
+        """Update the counts of pending rows. The verifier has gathered the rows already."""
         drafting: Drafting = seq.drafting[self]
         drafting.pending += 1 + len(outcome.path)
         drafting.used += 1 + len(outcome.path)
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
-        """See `TreeMaker.draft`. Raises ValueError if nothing was committed since the last draft of a sequence.
+        """Draft a tree for each sequence. Raises ValueError if a sequence has no new token since its last draft.
 
-        Trees stay on a GPU, of which the host says only how many nodes are wanted, unless a budget is less deep or less
-        wide than they are made: such a tree is copied to the host and cut there.
+        Trees stay on a GPU, and the host sets only their numbers of nodes. If a budget is less deep or wide than the
+        drafted tree, the host copies the tree and cuts it.
         """
         rows = [0] * len(batch)
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
@@ -177,29 +177,29 @@ class HiddenStateDrafter(TreeMaker):
             if not drafting.pending:
                 raise ValueError("nothing was committed since the last draft of a sequence")
             while drafting.pending > CATCH_UP:
-                self._take_in(seq, slot)
+                self._catch_up(seq, slot)
             rows[slot] = drafting.pending
         if not any(rows):
             return [root_only(seq.tokens[-1]) for seq in batch]
         call = self._call(DRAFT, range(len(batch)), self._width(max(rows)))
-        kept = self._kept_chains(batch, rows)
-        for aside in kept:
-            aside.save()
+        kept = self._chain_backups(batch, rows)
+        for backup in kept:
+            backup.save()
         self._fill(call, batch, rows)
         self._run(DRAFT, call)
-        for aside in kept:
-            aside.restore()
+        for backup in kept:
+            backup.restore()
         for seq, count in zip(batch, rows, strict=True):
             if count:
                 seq.drafting[self].used = 0
         return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """See `Drafter.move`."""
+        """Copy the drafter's rows of `seq` to another slot."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """See `TreeMaker.measure_ms`."""
+        """Return milliseconds of a draft and of a resampling."""
         width = self._width(rows)
         call = self._call(DRAFT, range(1), width)
         self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - width)])
@@ -211,7 +211,7 @@ class HiddenStateDrafter(TreeMaker):
         return drafted, self._measured(again)
 
     def _measured(self, call: _Call) -> float:
-        """Milliseconds of a run, until it is done."""
+        """Return milliseconds of a run, its wait included."""
         self._device.wait()
         started = time.perf_counter()
         call.work()
@@ -219,10 +219,10 @@ class HiddenStateDrafter(TreeMaker):
         return (time.perf_counter() - started) * 1e3
 
     def _warm(self) -> None:
-        """Run every call until it is replayed as a graph."""
+        """Run every call until the device replays it as a graph."""
         self.verifier.warm()
         slots = self.verifier.max_num_seqs
-        calls = [(_TAKE_IN, range(slot, slot + 1), CATCH_UP) for slot in range(min(slots, WARM_SLOTS))]
+        calls = [(_CATCH_UP_CALL, range(slot, slot + 1), CATCH_UP) for slot in range(min(slots, WARM_SLOTS))]
         for sequences in sorted({1, slots}, reverse=True):
             calls += [(DRAFT, range(sequences), width) for width in names.DRAFT_WIDTHS]
             calls += [(RESAMPLE, range(sequences), 0)] if RESAMPLE in self._programs else []
@@ -236,10 +236,10 @@ class HiddenStateDrafter(TreeMaker):
                 call.work()
                 self._device.wait()
 
-    def _take_in(self, seq: Sequence, slot: int) -> None:
-        """Take in CATCH_UP rows of a sequence that has more, and bring the rest forward. Its chain is lost."""
+    def _catch_up(self, seq: Sequence, slot: int) -> None:
+        """Compute CATCH_UP rows of a sequence that has more, and move the rest to the front. Overwrites its chain."""
         drafting: Drafting = seq.drafting[self]
-        call = self._call(_TAKE_IN, range(slot, slot + 1), self._width(CATCH_UP))
+        call = self._call(_CATCH_UP_CALL, range(slot, slot + 1), self._width(CATCH_UP))
         self._fill(call, [seq], [CATCH_UP])
         self._run(DRAFT, call)
         drafting.used = self.shape.steps
@@ -252,13 +252,13 @@ class HiddenStateDrafter(TreeMaker):
         return self._step_programs[names.STEP_GATHER_FEATURES]
 
     def _width(self, rows: int) -> int:
-        """Rows that a draft call has space for which takes in so many."""
+        """Return the rows of the smallest draft call that fits `rows` pending rows."""
         if self._device.step_graphs:
             return names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, rows)]
         return rows if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
 
     def _fill(self, call: _Call, batch: Several[Sequence], rows: Several[int]) -> None:
-        """Let the next run of a call take in the first rows[i] pending rows of sequence i, and draft for those."""
+        """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
         cache_len = [state.cache_len if (state := self._state_of(seq)) else 0 for seq in batch]
         tokens = self._fill_rows(call, rows, cache_len)
         for place, (seq, start, count) in enumerate(zip(batch, cache_len, rows, strict=True)):
@@ -269,7 +269,7 @@ class HiddenStateDrafter(TreeMaker):
                 drafting.pending -= count
 
     def _fill_rows(self, call: _Call, rows: Several[int], cache_len: Several[int]) -> Array:
-        """Set where the next draft's rows lie, and how many there are. Returns their tokens [B, M], to be filled in."""
+        """Set the position and number of the next draft's rows. Returns their tokens [B, M] for the caller to fill."""
         values = call.host_inputs.open()
         positions, pending, lengths = values[names.POSITIONS], values[names.NUM_PENDING], values[names.CACHE_LEN]
         width = call.width
@@ -282,8 +282,8 @@ class HiddenStateDrafter(TreeMaker):
             values[names.DRAFTED][:] = rows
         return values[names.TOKENS]
 
-    def _kept_chains(self, batch: Several[Sequence], rows: Several[int]) -> list[_Aside]:
-        """Chains that a draft writes over although it takes in no row of theirs."""
+    def _chain_backups(self, batch: Several[Sequence], rows: Several[int]) -> list[_Backup]:
+        """Return copies of the chains that a draft overwrites although it computes no row of their sequences."""
         if 0 not in rows or not self._chains:
             return []
         return [
@@ -303,7 +303,7 @@ class HiddenStateDrafter(TreeMaker):
     def _made(
         self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
     ) -> list[Tree]:
-        """The trees of a call's latest run within the budgets, of which at least `nodes` nodes exist, by slot."""
+        """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
         if self._store is None:
             return [
                 within(call.copied(slot, count), budget) if budget.nodes else root_only(seq.tokens[-1])
@@ -321,7 +321,7 @@ class HiddenStateDrafter(TreeMaker):
         return trees
 
     def _cuts(self, budget: Budget, nodes: int) -> bool:
-        """True if the first nodes of a tree of so many may be deeper or a level wider than a budget."""
+        """Return true if the first `nodes` nodes of a tree may be deeper, or wider in one level, than a budget."""
         limits = self.limits
         if budget.depth >= limits.depth and budget.width >= limits.width:
             return False
@@ -333,12 +333,12 @@ class HiddenStateDrafter(TreeMaker):
         return self._calls.get(key) or self._calls.add(key, self._bound(kind, slots, width))
 
     def _bound(self, kind: str, slots: range, width: int) -> _Call:
-        """A call over the slots' state, bound to buffers."""
+        """Return a call over the slots' state, bound to buffers."""
         program = self._programs[RESAMPLE if kind == RESAMPLE else DRAFT]
         given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
         pending = given.pop(names.PENDING_FEATURES) if kind != RESAMPLE else None
         store = self._store
-        if kind == _TAKE_IN:
+        if kind == _CATCH_UP_CALL:
             store = None
             if names.CHAIN_LOGITS in given:
                 chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
@@ -348,10 +348,10 @@ class HiddenStateDrafter(TreeMaker):
 
 
 class _Call:
-    """One shape of a drafter's program: buffers of its own next to those `given`, and the work that runs it.
+    """One shape of a drafter's program: its buffers next to those in `given`, and the work that runs it.
 
-    pending: where rows are taken from before every run.   store: where trees go after it, those of the slots that
-    `names.DRAFTED` marks if there are several.
+    pending: the source of rows before every run.   store: the target of trees after every run. With several slots, it
+    receives only the trees of those that `names.DRAFTED` marks.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class _Call:
         self._device = device
         self._step_programs = step_programs
         known = dict(given)
-        if store is not None and not self.stores:  # of one sequence, the trees are written to the store at once
+        if store is not None and not self.stores:  # with one sequence, the program writes to the store directly
             tree = next(spec.shape for spec in program.outputs if spec.name == names.TREE_TOKENS)
             known[names.TREE_TOKENS], known[names.TREE_PARENTS] = store.first(sized(tree, sizes)[1])
         shapes = {
@@ -387,14 +387,14 @@ class _Call:
         self.work = device.chain([self.host_inputs.send, *runs])
 
     def _taking(self, pending: Buffer, rows: Buffer) -> Run:
-        """The first pending rows, brought to where the program reads them."""
+        """Return the copy of the first pending rows to the program's input."""
         sequences, width = rows.shape[:2]
         path, start = self._device.empty("int64", sequences, width), self._device.empty("int64", sequences)
         path.write(np.tile(np.arange(width), (sequences, 1)))
         return gathered(self._step_programs[names.STEP_GATHER_FEATURES], pending, path, rows, start)
 
     def _storing(self, store: TreeStore, drafted: Buffer) -> Run:
-        """The trees of the slots that are `drafted`, put into the store."""
+        """Return the copy of the trees of `drafted` slots to the store."""
         tokens, parents = store.of(drafted.shape[0])
         return self._step_programs[names.STEP_STORE_TREES].bind({
             names.TREE_TOKENS: self._tokens, names.TREE_PARENTS: self._parents, names.DRAFTED: drafted,
@@ -403,17 +403,17 @@ class _Call:
         })  # fmt: skip
 
     def drafts(self, nodes: Several[int], stage: str) -> DeviceDrafts:
-        """The trees of the latest run, made in this stage of a step, of each of which so many nodes exist."""
+        """Return the trees of the latest run in this stage of a step. nodes: how many nodes of each tree exist."""
         return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage)
 
     def copied(self, slot: int, nodes: int) -> Tree:
-        """The first nodes of a tree of the latest run, on the host."""
+        """Return the first nodes of a tree of the latest run, on the host."""
         tokens, parents, log_probs = map(array_of, (self._tokens, self._parents, self._log_probs))
         return DraftTree(tokens[slot, :nodes].copy(), parents[slot, :nodes].copy(), log_probs[slot, :nodes].copy())
 
 
 class _Shift:
-    """Brings the rows of a slot that are still pending to the front, after CATCH_UP went in."""
+    """Moves the pending rows of a slot to the front after a call has computed CATCH_UP rows."""
 
     def __init__(self, device: Device, gather: Program, pending: Buffer) -> None:
         space = pending.shape[1] - CATCH_UP
@@ -425,8 +425,8 @@ class _Shift:
         self._run()
 
 
-class _Aside:
-    """A copy of a buffer, beside which it may be overwritten."""
+class _Backup:
+    """A copy of a buffer, which restores the buffer after a call has overwritten it."""
 
     def __init__(self, device: Device, buffer: Buffer) -> None:
         copy = _like(device, buffer)
@@ -440,5 +440,5 @@ def _placed(device: Device, table: Array) -> Buffer:
 
 
 def _like(device: Device, buffer: Buffer) -> Buffer:
-    """A new buffer of the same type and shape."""
+    """Return a new buffer of the same type and shape."""
     return device.empty(buffer.dtype, *buffer.shape)

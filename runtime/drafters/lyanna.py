@@ -1,7 +1,7 @@
-"""Lyanna in the runtime: drafts from predicted hidden states, and resamples what a verification left over.
+"""Lyanna in the runtime: it drafts from predicted hidden states, and resamples unused steps after a verification.
 
-Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs do both. A draft spends its chain step by
-step: after j accepted tokens the bonus takes step j + 1, and the logits of those behind it are good for another tree.
+Chen et al., "Make Every Draft Count", §5 and Algorithms 1 and 2; the graphs implement both. A draft's chain has one
+step a token. After j accepted tokens the bonus uses step j + 1, and the logits of later steps serve another tree.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from redraft.types import Budget, Tree
 
 
 class LyannaDrafter(HiddenStateDrafter):
-    """See the module."""
+    """Drafts from predicted hidden states, and resamples the unused steps of its last draft."""
 
     method = METHOD
 
     @cached_property
     def _left(self) -> list[int]:
-        """Nodes of a resampled tree by the number of steps that are used."""
+        """Nodes of a resampled tree by the number of used steps."""
         steps, width = self.shape.steps, self.shape.width
         return [min(tree_size(steps - used, width), resample_nodes(self.shape)) for used in range(steps + 1)]
 
     def remaining(self, seq: Sequence) -> int:
-        """See `TreeMaker.remaining`."""
+        """Return the unused steps of the last draft of `seq`."""
         left: int = self.shape.steps - seq.drafting[self].used
         return left if self.options.resample and left > self.options.threshold else 0
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
-        """See `TreeMaker.resample`."""
+        """Return trees from the unused steps of the last drafts."""
         call = self._call(RESAMPLE, range(len(batch)), 0)
         values = call.host_inputs.open()
         first_step, tokens = values[names.FIRST_STEP], values[names.TOKENS]

@@ -1,4 +1,4 @@
-"""Multi-token prediction in the runtime: a chain of tokens by one engine call."""
+"""Multi-token prediction in the runtime: one engine call drafts a chain of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 
 
 class MtpDrafter(HiddenStateDrafter):
-    """See the module."""
+    """Drafts a chain of tokens in one engine call."""
 
     method = METHOD
 

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the latest tokens when they last occurred, in the prompt or the text so far.
+"""Prompt lookup: it drafts the continuation of the latest tokens' last occurrences, in the prompt or the new text.
 
-Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree. A node is judged by
-how long a context it continues and by its rank among its siblings; how often nodes of each kind come true is learned
-while decoding, so that joint probabilities mean what they say and a tree can be pruned by them.
+Saxena, "Prompt Lookup Decoding" (2023), with several continuations merged into a tree. A node's probability depends
+on the length of its context and on its rank among its siblings. The drafter learns while decoding how often nodes of
+each kind are correct, so that trees can be pruned by joint probability.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
 MOST_BRANCHES = 4
-"""Continuations at most of one tree."""
+"""Most continuations in one tree."""
 RANKS = 3
-"""Siblings from this one on are judged alike."""
+"""Ranks with rates of their own. Later siblings share the last rank."""
 _OCCURRENCES = 8
-"""Latest occurrences of a context that are looked at."""
+"""Most occurrences of a context that are compared, the latest first."""
 
 _LATER_SIBLING = (1.0, 0.3, 0.12)
 """Starting rates of siblings by rank, relative to the first."""
@@ -37,9 +37,9 @@ _LEARNING_RATE = 1 / 32
 
 @dataclass(slots=True)
 class Draft:
-    """Continuations that share nothing but the root: tokens, parents, joint probabilities and kinds by node.
+    """Continuations that share only the root: tokens, parents, joint probabilities and kinds by node.
 
-    `first` maps the token that a continuation begins with to its node; the rest of it follows without a gap.
+    `first` maps a continuation's first token to its node. The continuation's other nodes follow it directly.
     """
 
     tokens: list[int]
@@ -50,9 +50,9 @@ class Draft:
 
 
 class NgramIndex:
-    """Where every context of the configured lengths was continued in one request.
+    """Index of the continuations of every context of the configured lengths in one request.
 
-    `rates[kind]` is the share of nodes of that kind that came true lately, kind = context length × RANKS + rank.
+    `rates[kind]` is the recent share of correct nodes of that kind, kind = context length × RANKS + rank.
     """
 
     def __init__(self, tokens: list[int], config: NgramOptions, rates: list[float]) -> None:
@@ -65,7 +65,7 @@ class NgramIndex:
         self.extend()
 
     def extend(self) -> None:
-        """Index the tokens committed since the last call, in constant time each."""
+        """Index the tokens committed since the last call, in constant time for each."""
         tokens, longest = self._tokens, self._orders.start
         for place in range(self._indexed, len(tokens)):
             before = tuple(tokens[max(place - longest, 0) : place])
@@ -75,7 +75,7 @@ class NgramIndex:
         self._indexed = len(tokens)
 
     def grow(self, budget: Budget) -> Draft:
-        """Up to `width` continuations of the latest tokens that begin differently, longest context and latest first."""
+        """Draft up to `width` continuations with different first tokens, the longest context and the latest first."""
         tokens = self._tokens
         draft = Draft([tokens[-1]], [-1], [1.0], [-1], {})
         latest = tuple(tokens[-self._orders.start :])
@@ -93,7 +93,7 @@ class NgramIndex:
         return draft
 
     def _match(self, place: int, length: int) -> int:
-        """How many tokens before `place` agree with the latest ones, of which `length` are known to."""
+        """Return how many tokens before `place` agree with the latest ones. `length` of them are known to agree."""
         tokens = self._tokens
         end = len(tokens)
         while length < LONGEST_MATCH and length < place and tokens[place - 1 - length] == tokens[end - 1 - length]:
@@ -101,9 +101,9 @@ class NgramIndex:
         return length
 
     def _append(self, draft: Draft, place: int, length: int, depth: int) -> bool:
-        """Add what follows from `place` on, as far as it is likely; past the end of the text it repeats itself.
+        """Add the tokens from `place` on while they are likely enough. At the text's end, the continuation repeats.
 
-        False where not even its first token is.
+        Returns false if it adds no token.
         """
         tokens, rates = self._tokens, self._rates
         period = len(tokens) - place
@@ -125,7 +125,7 @@ class NgramIndex:
 
 
 class NgramDrafter(Drafter):
-    """See the module. What is learned from one request serves the next."""
+    """Drafts by prompt lookup. Rates that one request has learned serve the next."""
 
     def __init__(self, verifier: Verifier, config: NgramOptions | None = None) -> None:
         super().__init__(verifier)
@@ -138,15 +138,15 @@ class NgramDrafter(Drafter):
     def create(
         cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
     ) -> Self:
-        """The drafter with options as `NgramOptions`. Raises UsageError."""
+        """Return the drafter with options as `NgramOptions`. Raises UsageError."""
         return cls(verifier, METHOD.parse_options(options))
 
     def begin(self, seq: Sequence) -> None:
-        """See `Drafter.begin`."""
+        """Create the index of the request."""
         seq.drafting[self] = NgramIndex(seq.tokens, self._config, self._rates)
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """See `Drafter.offers`: a tree that was looked up, if there is one."""
+        """Return the looked-up tree, if the lookup found one."""
         index: NgramIndex = seq.drafting[self]
         index.extend()
         draft = index.grow(budget)
@@ -156,7 +156,7 @@ class NgramDrafter(Drafter):
         return (Offer(self._key, prune(make_tree(draft.tokens, draft.parents, draft.probs), budget.nodes)),)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """Learn from the draft: what follows a node of the decoded path came true or did not, verified or not."""
+        """Learn from the draft: continuations of the decoded path are correct or wrong, verified or not."""
         index: NgramIndex = seq.drafting[self]
         draft, index.draft = index.draft, None
         if draft is None:

@@ -1,4 +1,4 @@
-"""Plain decoding: nothing is drafted."""
+"""Plain decoding without drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NoDrafter(Drafter):
     """Offers nothing."""
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """See `Drafter.offers`."""
+        """Return no offers."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""Two drafters as one: a lookup and a drafter with engines, whose trees the controller merges."""
+"""Two drafters as one: a lookup, and a drafter with engines. The controller merges their trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redraft.types import Budget, Outcome, Tree
 
 
 class Pair(Drafter):
-    """Offers what each of the two offers. An offer names the drafter that makes its tree."""
+    """Offers the trees of both drafters. An offer names the drafter that makes its tree."""
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         super().__init__(first.verifier)
@@ -21,36 +21,36 @@ class Pair(Drafter):
         self.has_engines = first.has_engines or second.has_engines
 
     def begin(self, seq: Sequence) -> None:
-        """See `Drafter.begin`."""
+        """Begin the request in both drafters."""
         self.first.begin(seq)
         self.second.begin(seq)
 
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
-        """See `Drafter.prefilled`."""
+        """Report the chunk to both drafters."""
         self.first.prefilled(seq, slot, start, tokens)
         self.second.prefilled(seq, slot, start, tokens)
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """See `Drafter.offers`."""
+        """Return the offers of both drafters."""
         return (*self.first.offers(seq, budget), *self.second.offers(seq, budget))
 
     def move(self, seq: Sequence, source: int, target: int) -> None:
-        """See `Drafter.move`."""
+        """Move the request in both drafters."""
         self.first.move(seq, source, target)
         self.second.move(seq, source, target)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """See `Drafter.accept`."""
+        """Report the outcome to both drafters."""
         self.first.accept(seq, tree, outcome)
         self.second.accept(seq, tree, outcome)
 
     def finish(self, seq: Sequence) -> None:
-        """See `Drafter.finish`."""
+        """Finish the request in both drafters."""
         self.first.finish(seq)
         self.second.finish(seq)
 
     def check_tenant(self) -> None:
-        """See `Drafter.check_tenant`: one of the two keeps earlier outputs. Raises the first one's error."""
+        """Accept the tenant if one of the two keeps earlier outputs. Otherwise raise the first one's error."""
         try:
             self.first.check_tenant()
         except UsageError as error:

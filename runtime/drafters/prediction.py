@@ -1,8 +1,8 @@
-"""Predicted outputs: a text that the caller expects the answer to repeat in part, followed as long as it agrees.
+"""Predicted outputs: it drafts from a text that the caller expects the answer to repeat in part.
 
-The place in the predicted text moves on with every committed token. If the answer leaves the text, it is sought again
-near that place: a token may have been replaced, others left out or put in between. How often a predicted token comes
-true, by how many tokens before it agreed, is learned while decoding.
+The position in the predicted text advances with every committed token. If the answer differs from the text, the drafter
+searches near that position, since tokens may be replaced, missing or added. It learns while decoding how often a
+predicted token is correct, by the number of tokens before it that agree.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
 NEAR = 24
-"""Tokens from the place in the text within which a single token that agrees is enough to go on from there."""
+"""Largest distance from the current position at which one equal token is enough to continue."""
 _CANDIDATES = 16
-"""Places on either side that are compared."""
+"""Positions on either side that are compared."""
 _LEARNING_RATE = 1 / 8
 _UNMATCHED = 0.3
-"""Share of predicted tokens that come true after one that did not, before anything is learned."""
+"""Share of correct tokens directly after a wrong one, before anything is learned."""
 
 
 class PredictedText:
-    """A predicted text and the place in it that a sequence has reached.
+    """A predicted text, and the position in it that a sequence has reached.
 
-    rates:   share of predicted tokens that come true, by the number of tokens before that agree.
-    place:   of the token that comes next.
-    matched: tokens before it that agree with the sequence, LONGEST_MATCH at most.
+    rates:   share of correct tokens, by the number of tokens before that agree.
+    place:   position of the next token.
+    matched: tokens before it that agree with the sequence, at most LONGEST_MATCH.
     """
 
     def __init__(self, text: Several[int], prompt_length: int) -> None:
         self.text = text
         self.rates = [1 - (1 - _UNMATCHED) / (1 + matched) for matched in range(LONGEST_MATCH + 1)]
         self.place = 0
-        self.matched = LONGEST_MATCH // 2  # nothing disagrees yet
+        self.matched = LONGEST_MATCH // 2  # no token has differed yet
         self.drafted: list[int] = []
         self._seen = prompt_length
         self._places: defaultdict[int, list[int]] = defaultdict(list)
@@ -49,18 +49,18 @@ class PredictedText:
             self._places[token].append(place)
 
     def follow(self, tokens: Several[int]) -> None:
-        """Move on with what was committed since the last call."""
+        """Advance by the tokens committed since the last call."""
         text = self.text
         for token in tokens[self._seen :]:
             agrees = self.place < len(text) and text[self.place] == token
             self.matched = min(self.matched + 1, LONGEST_MATCH) if agrees else 0
-            self.place += 1  # one that disagrees may stand for the one that was predicted
+            self.place += 1  # a different token may replace the predicted one
         self._seen = len(tokens)
         if self.matched == 0:
             self._seek(tokens)
 
     def _seek(self, tokens: Several[int]) -> None:
-        """Go on where the latest tokens stand in the text: the longest agreement, the nearest of several."""
+        """Continue at the position with the longest agreement with the latest tokens, the nearest of several."""
         places = self._places.get(tokens[-1], [])
         middle = bisect_left(places, self.place)
         near = places[max(middle - _CANDIDATES, 0) : middle + _CANDIDATES]
@@ -72,7 +72,7 @@ class PredictedText:
         self.matched, _, self.place = best
 
     def _agreement(self, tokens: Several[int], place: int) -> int:
-        """How many tokens up to `place` agree with the latest ones."""
+        """Return how many tokens up to `place` agree with the latest ones."""
         length = 0
         while length < min(LONGEST_MATCH, place + 1, len(tokens)) and self.text[place - length] == tokens[-1 - length]:
             length += 1
@@ -80,7 +80,7 @@ class PredictedText:
 
 
 class PredictionDrafter(Drafter):
-    """See the module. Its requests must be given their prediction first."""
+    """Drafts from predicted outputs. A request needs its prediction before it begins."""
 
     name = "prediction"
 
@@ -89,11 +89,11 @@ class PredictionDrafter(Drafter):
         self._key = OfferKey(self.name, OfferKind.LOOKUP)
 
     def predict(self, seq: Sequence, text: Several[int]) -> None:
-        """The answer to `seq` is expected to repeat parts of `text`."""
+        """Set `text` as the prediction for `seq`."""
         seq.drafting[self] = PredictedText(text, seq.prompt_length)
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """See `Drafter.offers`: the text that follows, as far as it is likely."""
+        """Return a chain of the predicted tokens that follow, while they are likely enough."""
         found: PredictedText = seq.drafting[self]
         found.follow(seq.tokens)
         tokens, probs, prob = [seq.tokens[-1]], [1.0], 1.0
@@ -109,7 +109,7 @@ class PredictionDrafter(Drafter):
         return (Offer(self._key, make_tree(tokens, list(range(-1, len(tokens) - 1)), probs)),)
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """Learn from the draft: its tokens came true or did not, verified or not."""
+        """Learn from the draft: its tokens are correct or wrong, verified or not."""
         found: PredictedText = seq.drafting[self]
         drafted, found.drafted = found.drafted, []
         for step, (token, target) in enumerate(zip(drafted, outcome.tokens, strict=False)):

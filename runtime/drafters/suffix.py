@@ -1,11 +1,12 @@
-"""Suffix decoding: what followed the latest tokens in the request's own text and in a tenant's earlier outputs.
+"""Suffix decoding: it drafts continuations of the latest tokens in the request's text and a tenant's earlier outputs.
 
 Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3 and algorithm 1. The frequency of a candidate is its count
 among the places of one context, divided by the count of all candidates there. The frequencies along a path are
-multiplied. Of several lengths of context the tree with the largest sum is taken.
+multiplied. Among the trees of several context lengths, the drafter selects the one with the largest sum.
 
-The paper takes frequencies for probabilities. Here each is multiplied by the share of such candidates that came true
-lately, by length of context and number of places. So the controller can weigh a tree against its cost.
+The paper uses frequencies as probabilities. This drafter multiplies each one by the recent share of correct
+candidates with the same length of context and number of places. So the controller can compare gains with
+costs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LONGEST = _KINDS - 1
 
 
 class Rates:
-    """Share of candidates that come true, over what their frequencies promise.
+    """Shares of correct candidates, divided by their frequencies.
 
     A kind is the length of context and min(places, ENOUGH_PLACES).
     """
@@ -47,7 +48,7 @@ class Rates:
         self.values = list(self._true)
 
     def learn(self, kind: int, frequency: float, came_true: bool) -> None:
-        """Learn from a candidate whose parent came true."""
+        """Learn from a candidate whose parent is correct."""
         self._true[kind] = moved(self._true[kind], came_true, _LEARNING_RATE)
         self._promised[kind] = moved(self._promised[kind], frequency, _LEARNING_RATE)
         self.values[kind] = min(self._true[kind] / self._promised[kind], 1.0)
@@ -57,7 +58,7 @@ class Rates:
 class Draft:
     """Nodes of one tree: tokens, parents, joint probabilities, frequencies among siblings, and kinds.
 
-    most: nodes besides the root that may be offered.
+    most: nodes after the root that may be offered.
     """
 
     rates: Rates
@@ -81,7 +82,7 @@ class Draft:
         return len(self.tokens) - 1
 
     def learn(self, accepted: Several[int]) -> None:
-        """Learn from the tokens that were committed: of every candidate whose parent is among them."""
+        """Learn from the committed tokens, for every candidate whose parent is among them."""
         reached = {0: 0}
         for node in range(1, len(self.tokens)):
             depth = reached.get(self.parents[node])
@@ -94,7 +95,7 @@ class Draft:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request's own tree, how much of its text is indexed, and its drafts of this step."""
+    """State of a request: the tree of its text, the indexed length, and its drafts of this step."""
 
     tree: SuffixTree
     indexed: int = 1
@@ -104,7 +105,7 @@ class RequestState:
 class SuffixDrafter(Drafter):
     """Offers a tree from the request's own text, and one from the outputs of the request's tenant.
 
-    Rates that are learned from one request serve the next; texts do so within a tenant only.
+    Requests share learned rates. Only requests of one tenant share texts.
     """
 
     def __init__(self, verifier: Verifier, options: SuffixOptions | None = None) -> None:
@@ -128,7 +129,7 @@ class SuffixDrafter(Drafter):
         return cls(verifier, METHOD.parse_options(options))
 
     def check_tenant(self) -> None:
-        """See `Drafter.check_tenant`."""
+        """Raise UsageError if the store keeps no outputs."""
         if self.store is None:
             raise UsageError(
                 f"{self.name} keeps no earlier outputs, so a tenant would change nothing",
@@ -136,21 +137,21 @@ class SuffixDrafter(Drafter):
             )
 
     def forget(self, tenant: str) -> None:
-        """See `Drafter.forget`."""
+        """Drop the tenant's outputs."""
         if self.store is not None:
             self.store.forget(tenant)
 
     def begin(self, seq: Sequence) -> None:
-        """See `Drafter.begin`."""
+        """Create the state of the request."""
         seq.drafting[self] = RequestState(SuffixTree(self._context))
 
     def finish(self, seq: Sequence) -> None:
-        """See `Drafter.finish`: the store keeps the output."""
+        """Add the output to the store."""
         if self.store is not None and seq.tenant is not None:
             self.store.add(seq.tenant, seq.tokens[: seq.prompt_length], seq.new_tokens)
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
-        """See `Drafter.offers`."""
+        """Return the trees from the request's text and from its tenant's outputs."""
         state: RequestState = seq.drafting[self]
         tokens = seq.tokens
         state.tree.add(0, tokens, state.indexed)
@@ -165,7 +166,7 @@ class SuffixDrafter(Drafter):
         ]
 
     def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
-        """See `Drafter.accept`. Candidates came true or did not, verified or not."""
+        """Learn from the drafts: candidates are correct or wrong, verified or not."""
         state: RequestState = seq.drafting[self]
         for draft in state.drafts:
             draft.learn(outcome.tokens)
@@ -176,8 +177,8 @@ class SuffixDrafter(Drafter):
     ) -> Draft:
         """Return the draft with the largest sum of probabilities (section 3).
 
-        It is that of the longest context, or of a shorter one if the longest has few places.
-        repeats: a continuation that reaches the end of its text repeats itself.
+        It is the draft of the longest context, or of a shorter one if the longest has few places.
+        repeats: True if a continuation that reaches the end of its text repeats itself.
         """
         best = Draft(rates, [tokens[-1]])
         for match in tree.matches(tokens):
@@ -211,14 +212,14 @@ class SuffixDrafter(Drafter):
                         branches.append((node, step + 1, joint, group))
 
     def _most(self, length: int) -> int:
-        """Return how many tokens may follow a context of `length` tokens, of which only the last may count."""
+        """Return how many tokens may follow a context of `length` tokens. Only its last tokens may count."""
         depth, factor = self._context + 1, self.options.suffix_decoding_max_spec_factor
         used = min(length, max(int(depth / (1 + factor)), 1))
         return max(min(int(factor * used), depth - used), 1)
 
 
 def _repeated(path: Several[int], count: int) -> Several[int]:
-    """Return `count` tokens: a text, and again from its beginning if it is shorter. Longer texts stay as they are."""
+    """Return a text, repeated to `count` tokens if it is shorter."""
     if len(path) >= count:
         return path
     return [path[place % len(path)] for place in range(count)]

@@ -1,4 +1,4 @@
-"""Earlier outputs of the runtime, one suffix tree a tenant. Bounded: the oldest outputs go first."""
+"""Earlier outputs of the runtime, in one suffix tree a tenant. If the store is full, it drops the oldest outputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class _Stored(NamedTuple):
 
 
 class SuffixStore:
-    """Outputs by tenant. No request sees the outputs of another tenant.
+    """Outputs by tenant. No request reads the outputs of another tenant.
 
-    max_requests, max_tokens: outputs kept for all tenants together, and their tokens.   depth: longest context.
+    max_requests, max_tokens: limits for all tenants together, in outputs and tokens.   depth: longest context.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, depth: int) -> None:
@@ -35,13 +35,13 @@ class SuffixStore:
         return len(self._stored)
 
     def tree(self, tenant: str) -> SuffixTree | None:
-        """Return the tree of a tenant's outputs; None if there are none."""
+        """Return the tree of a tenant's outputs; None without outputs."""
         return self._trees.get(tenant)
 
     def add(self, tenant: str, prompt_end: Several[int], output: Several[int]) -> None:
-        """Keep an output. The last tokens of its prompt are the context of its first token and are never drafted.
+        """Add an output. The last tokens of its prompt are the context of its first token, and are never drafted.
 
-        An output that is longer than the store is not kept.
+        The store ignores an output that is longer than itself.
         """
         text = (*prompt_end[-self._depth :], *output)
         if not output or len(text) > self._max_tokens:

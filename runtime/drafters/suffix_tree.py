@@ -1,10 +1,10 @@
-"""A suffix tree of token sequences: where the latest tokens occurred before, for every length of context.
+"""A suffix tree of token sequences: it finds earlier occurrences of the latest tokens, for every length of context.
 
-The tree is one of reversed texts: the children of a node are told apart by the token before its context, so one walk
-from the root passes the contexts of all lengths. A node is split only when more than a few contexts share it, and a
-split node keeps its latest places, so the tree takes a bounded number of bytes for each token.
+It is a tree of reversed texts. A child of a node adds the token before the node's context, so one walk from the root
+visits the contexts of all lengths. A node is split only if more than a few contexts share it, and a split node keeps
+only its latest places. So the tree needs a limited number of bytes for each token.
 
-Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3. A text can be taken out again.
+Oliaro et al., "SuffixDecoding" (arXiv 2411.04975), section 3. Texts can be removed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 LEAF_PLACES = 16
-"""A node with more places than this is split, unless its context is as long as any."""
+"""A node with more places than this is split, unless its context has the largest length."""
 LATEST = 32
-"""Places that a split node keeps, and a node of the longest context."""
+"""Most places of a split node, and of a node of the longest context."""
 _START = -1
-"""Stands for the token before the first one of a text."""
+"""Represents the token before the first one of a text."""
 _SHIFT = 32
 _INDEX = (1 << _SHIFT) - 1
 
 
 class Match(NamedTuple):
-    """Places whose `length` tokens before agree with the latest ones: oldest first."""
+    """Places after contexts that agree with the latest `length` tokens, oldest first."""
 
     length: int
     places: list[int]
@@ -41,7 +41,7 @@ class _Node:
 
 
 class SuffixTree:
-    """The texts of some sequences, by their numbers, which grow.
+    """The texts of some sequences, by their numbers, which increase.
 
     A place is a position in one of the texts: the sequence's number and the token's index. `depth` is the longest
     context, in tokens.
@@ -57,21 +57,21 @@ class SuffixTree:
         return len(self._texts)
 
     def add(self, number: int, text: Several[int], start: int) -> None:
-        """Index the tokens of a text from `start` on. A text that grows is given again, with the first new index."""
+        """Index the tokens of a text from `start` on. Pass a longer text again with its first new index."""
         self._texts[number] = text
         for index in range(max(start, 1), len(text)):
             self._insert(text, index, number << _SHIFT | index)
 
     def remove(self, number: int, start: int) -> None:
-        """Take out a text, the oldest one, that was indexed from `start` on."""
+        """Remove the oldest text, which was indexed from `start` on."""
         text = self._texts.pop(number)
         for index in range(max(start, 1), len(text)):
             self._take_out(text, index, number << _SHIFT | index)
 
     def matches(self, tokens: Several[int]) -> list[Match]:
-        """Return the places that continue the latest of `tokens`, by length of context, the longest first.
+        """Return the places that continue the latest of `tokens`, by length of context, longest first.
 
-        Each match has the places of the ones before it too.
+        Each match also has the places of the matches before it.
         """
         path = list(self._walk(tokens))
         depth = len(path) - 1
@@ -85,7 +85,7 @@ class SuffixTree:
         return found
 
     def following(self, place: int, count: int) -> Several[int]:
-        """Return the tokens from a place on, at most so many: as far as the text goes."""
+        """Return at most `count` tokens from a place on, up to the end of the text."""
         index = place & _INDEX
         return self._texts[place >> _SHIFT][index : index + count]
 
@@ -95,7 +95,7 @@ class SuffixTree:
         return place & _INDEX
 
     def _walk(self, tokens: Several[int]) -> Iterator[_Node]:
-        """Yield the nodes of the latest tokens, the root first, as far as they are known."""
+        """Yield the nodes of the latest tokens, root first, as far as the tree has them."""
         node: _Node | None = self._root
         end = len(tokens)
         while node is not None:
@@ -106,14 +106,14 @@ class SuffixTree:
             node = node.children.get(tokens[end])
 
     def _longer(self, tokens: Several[int], depth: int, places: list[int]) -> Iterator[Match]:
-        """Yield the matches of a leaf whose contexts are longer than its own, the shortest first."""
+        """Yield the matches of a leaf with longer contexts than its own, shortest first."""
         lengths = [self._agreement(tokens, place, depth) for place in places]
         for length in sorted(set(lengths)):
             if length > depth:
                 yield Match(length, [place for place, agrees in zip(places, lengths, strict=True) if agrees >= length])
 
     def _agreement(self, tokens: Several[int], place: int, length: int) -> int:
-        """Return how many tokens before a place agree with the latest ones. `length` are known to."""
+        """Return how many tokens before a place agree with the latest ones. `length` of them are known to agree."""
         text, index, end = self._texts[place >> _SHIFT], place & _INDEX, len(tokens)
         most = min(self._depth, index, end)
         while length < most and text[index - 1 - length] == tokens[end - 1 - length]:
@@ -159,7 +159,7 @@ class SuffixTree:
             before = text[index - depth] if depth <= index else _START
             path.append((node, before))
             child = node.children.get(before)
-            if child is None:  # it had no place but older ones
+            if child is None:  # it had only older places
                 break
             node = child
         for parent, before in reversed(path):
@@ -171,7 +171,7 @@ class SuffixTree:
 
 
 def _append(places: list[int], place: int) -> None:
-    """Add a place to those of which only the latest are kept."""
+    """Append a place, and drop old ones if the list is too long."""
     places.append(place)
     if len(places) >= 2 * LATEST:
         del places[:-LATEST]

@@ -62,9 +62,12 @@ def chosen(**changes: object) -> dict[str, object]:
         ([BEGUN, BEGUN], "line 2 of the trace: ValueError: request 0 begins a second time"),
         (
             [BEGUN, chosen(gains={"lookup": 0.5, "fresh": 0.4})],
-            "most was expected of a tree from lookup, the trace took fr",
+            "the largest gain is that of lookup, the trace has a tree from fr",
         ),
-        ([BEGUN, {**chosen(tried=True), "source": "lookup"}], "expected of a tree from fresh, the trace took lookup"),
+        (
+            [BEGUN, {**chosen(tried=True), "source": "lookup"}],
+            "gain is that of fresh, the trace has a tree from lookup",
+        ),
         ([BEGUN, chosen(rate=2.5)], "0 nodes were worth verifying, the trace has 3"),
         ([BEGUN, chosen(log_probs=[0, -0.1, -0.2, -9])], "2 nodes were worth verifying, the trace has 3"),
         ([BEGUN, chosen(rate=None)], "line 2 of the trace: TypeError"),

@@ -1,4 +1,4 @@
-"""Twenty-odd small chat templates, each with the Jinja that one family of public templates relies on."""
+"""About twenty small chat templates, each with the Jinja features of one family of public templates."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARTS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A template, its input, and a text that the rendered prompt must show."""
+    """A template, its input, and a text that the rendered prompt must contain."""
 
     name: str
     template: str
@@ -229,7 +229,7 @@ Document: {{ number }}
 {%- for t in tools %}{{ t.function.name }} = {{ kind(t.function.parameters) }}{% endfor %}
 {{- "Effort: " + (reasoning_effort or 'low') + strftime_now("%Y-%m-%d") }}""",
          "weather = object{days?: integer | null, place: string}", values={"tools": TOOLS, "reasoning_effort": "high"}),
-    Case("generation blocks: what an assistant wrote, variables stay inside", """\
+    Case("generation blocks: text of the assistant, local variables", """\
 {%- set x = 'out' %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}

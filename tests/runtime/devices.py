@@ -1,4 +1,4 @@
-"""Runtimes on a device: ONNX Runtime over host memory, and TensorRT's programs over fakes of CUDA and TensorRT."""
+"""Runtimes on a device: ONNX Runtime in host memory, and TensorRT's programs over fakes of CUDA and TensorRT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPHS = (
 
 @dataclass
 class Fakes:
-    """The fakes under a runtime."""
+    """The fakes that a runtime uses."""
 
     cuda: FakeCuda
     tensorrt: FakeTensorRt
@@ -39,7 +39,7 @@ class Fakes:
 def write_engines(
     bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]], host: tuple[str, ...]
 ) -> dict[str, Path]:
-    """An engine for every graph of a step that the bundle has. `host`: inputs of the verifier read on the host."""
+    """Write an engine for every graph of a step in the bundle. host: inputs that the verifier reads on the host."""
     return {
         graph: write_engine(
             out / f"{graph}.engine", (bundle.path / bundle.graph(graph).file).resolve(), profiles.get(graph, [{}]),
@@ -54,7 +54,7 @@ def tensorrt_device(
     bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]] = {}, host: tuple[str, ...] = (),
     kernels: Compact | None = None, cuda: FakeCuda | None = None,
 ) -> Fakes:  # fmt: skip
-    """A device over the fakes. Staging memory is small, so that it is used up now and then."""
+    """Return a device over the fakes. Its staging memory is small, so that tests exhaust it."""
     cuda = cuda or FakeCuda()
     tensorrt = FakeTensorRt(cuda)
     engines = write_engines(bundle, out, profiles, host)
@@ -62,7 +62,7 @@ def tensorrt_device(
 
 
 def open_over(device: Device, path: Path, max_num_seqs: int = 1, **lyanna: object) -> Runtime:
-    """The bundle's runtime over a device made before."""
+    """Return the bundle's runtime over an existing device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "open_device", lambda bundle, name, threads: device)
         options = {"lyanna": lyanna} if lyanna else {}
@@ -72,5 +72,5 @@ def open_over(device: Device, path: Path, max_num_seqs: int = 1, **lyanna: objec
 
 
 def cpu_device(bundle: Bundle, kernels: Compact | None = None) -> HostDevice:
-    """ONNX Runtime's."""
+    """Return the device of ONNX Runtime on the CPU."""
     return HostDevice(bundle, 1, kernels)

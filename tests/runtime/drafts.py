@@ -1,4 +1,4 @@
-"""Trees that a controller is asked about, what becomes of them, and texts that they are for."""
+"""Trees for tests of controllers, their outcomes, and sequences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FREE = CostCurve.from_points({1: 1.0, 32: 1.0})
 LIMITS = StepLimits(Budget(nodes=1000, depth=1000, width=1000))
 DRAFTER = "drafter"
 MAKER = object()
-"""Stands for a drafter that makes trees; nobody calls it."""
+"""Represents a drafter that makes trees; no test calls it."""
 OTHER = 999
-"""A token that no tree has."""
+"""A token that is in no tree."""
 
 
 def sequence(limit: int = 1000) -> Sequence:
@@ -33,32 +33,32 @@ def chain(*shares: float) -> DraftTree:
 
 
 def outcome(tree: DraftTree, accepted: int) -> Outcome:
-    """The first `accepted` tokens of a chain come true, then one that it has not."""
+    """Return an outcome that accepts the first `accepted` tokens of a chain, and then a token that it lacks."""
     path = tuple(range(1, accepted + 1))
     return Outcome(tree.tokens, path, OTHER, (*path, OTHER))
 
 
 def offers(found: DraftTree | None = None, steps: int = 0, fresh: bool = True) -> list[Offer]:
-    """What a lookup and a drafter offer: the tree found, resampling if steps remain, and a fresh draft."""
+    """Return the offers of a lookup and a drafter: the ready tree, resampling if steps remain, and a fresh draft."""
     kinds = [(OfferKind.RESAMPLE, steps)] * (steps > 0) + [(OfferKind.FRESH, 0)] * fresh
-    at_hand = [Offer(OfferKey("lookup", OfferKind.LOOKUP), found)] if found is not None else []
-    return [*at_hand, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
+    ready = [Offer(OfferKey("lookup", OfferKind.LOOKUP), found)] if found is not None else []
+    return [*ready, *[Offer(OfferKey(DRAFTER, kind, left), maker=MAKER) for kind, left in kinds]]
 
 
 def planned(
     controller: Controller, seq: Sequence, found: DraftTree | None = None, steps: int = 0, fresh: bool = True
 ) -> Plan:
-    """What the controller takes of such offers."""
+    """Return the controller's plan for such offers."""
     return controller.plan([seq], [offers(found, steps, fresh)], [LIMITS])[0]
 
 
 def plan(kind: OfferKind, found: DraftTree | None = None, steps: int = 0) -> Plan:
-    """A plan to take an offer of this kind."""
+    """Return a plan that uses an offer of this kind."""
     make = Offer(OfferKey(DRAFTER, kind, steps), maker=MAKER) if kind in (OfferKind.RESAMPLE, OfferKind.FRESH) else None
     return Plan(LIMITS, found or root_only(0), kind, make)
 
 
 def drafted(controller: Controller, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
-    """What is verified of a tree that a drafter makes whenever it is asked to, the lookup finding nothing."""
+    """Return the plan and the verified tree of a drafter that always makes `tree`, without a lookup's tree."""
     taken = planned(controller, seq)
     return taken, controller.cut([seq], [taken], [tree if taken.kind is OfferKind.FRESH else None])[0]

@@ -1,7 +1,7 @@
 """A toy verifier as a program of the host, and a byte tokenizer.
 
-The fake writes token and position into the KV rows of every layer and answers by reading the rows it may see, so a
-wrong mask, position, cache_len, compaction or slot is either refused on the spot or changes the text.
+The fake writes token and position into the KV rows of every layer. It answers from the rows that it may read, so a
+wrong mask, position, cache_len, compaction or slot raises an error or changes the text.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=2, hidden=3, vocabulary=VOC
 
 
 def mixing_rule(tokens: list[int]) -> int:
-    """Depends on the last two tokens and, through a parity, on all: n-grams hit some of the time."""
+    """Depends on the last two tokens and, through a parity, on all tokens. N-grams are correct in part."""
     mixed = (tokens[-1] * 7 + tokens[-2 if len(tokens) > 1 else -1] * 3 + 1) * 2654435761 % (1 << 32)
     return (mixed >> 13) % 5 + (1 if sum(tokens) % 11 == 0 else 0) + 97
 
 
 def script(text: bytes | list[int], prompt_length: int) -> Rule:
-    """A model that says `text`, whatever the prompt of that length was, then `.` for ever."""
+    """Return a model that continues any prompt of that length with `text`, and then `.` for ever."""
     said = list(text)
     return lambda tokens: said[i] if (i := len(tokens) - prompt_length) < len(said) else ord(".")
 
 
 class FakeEngine:
-    """See the module: `redraft.engines.device.Program`. `single` fixes B at 1, as the graph for one sequence does."""
+    """The toy verifier as a `redraft.engines.device.Program`. `single` fixes B at 1, as one graph does."""
 
     def __init__(self, rule: Rule = mixing_rule, hidden_states: tuple[str, ...] = (), single: bool = False) -> None:
         drop = {"B": 1} if single else {}
@@ -52,7 +52,7 @@ class FakeEngine:
         self.sizes: list[tuple[int, int]] = []
 
     def bind(self, buffers: Mapping[str, Buffer]) -> Run:
-        """See `Program.bind`."""
+        """Bind the fake to arrays."""
         check_bindings((*self.inputs, *self.outputs), buffers)
         return FakeCall(self, {name: array_of(buffer) for name, buffer in buffers.items()}).run
 
@@ -80,12 +80,12 @@ class FakeHost:
 def fake_verifier(
     engine: FakeEngine, max_model_len: int, max_num_seqs: int = 1, hidden_states: tuple[str, ...] = ()
 ) -> Verifier:
-    """A verifier over a fake."""
+    """Return a verifier over a fake."""
     return Verifier(FakeHost(engine), SHAPE, max_model_len, max_num_seqs, hidden_states)
 
 
 def engine_of(verifier: Verifier) -> FakeEngine:
-    """The fake under a verifier."""
+    """Return the fake of a verifier."""
     engine: FakeEngine = verifier.device.engine
     return engine
 
@@ -100,7 +100,7 @@ class FakeCall:
         self.outputs = {spec.name: arrays[spec.name] for spec in engine.outputs if spec.in_place_of is None}
 
     def run(self) -> None:
-        """Refuses what a graph's contract forbids, then answers every wanted row."""
+        """Raise AssertionError for inputs that a graph's contract forbids, then compute every output row."""
         inputs = self.inputs
         batch, width = inputs[names.TOKEN_IDS].shape
         self.engine.sizes.append((batch, width))
@@ -116,7 +116,7 @@ class FakeCall:
                     features[b] = inputs[names.TOKEN_IDS][b][:, None]
 
     def _write(self, b: int, past: int) -> np.ndarray:
-        """Write this call's rows to every layer; all live rows, (token, position) each, on which the layers agree."""
+        """Write this call's rows to every layer. Returns all valid rows as (token, position), equal in all layers."""
         ids, positions = self.inputs[names.TOKEN_IDS][b], self.inputs[names.POSITIONS][b]
         kv_len = past + len(ids)
         views = []
@@ -130,7 +130,7 @@ class FakeCall:
 
     def _answer(self, rows: np.ndarray, b: int, past: int, node: int) -> int:
         visible = self.inputs[names.TREE_MASK][b][node]
-        assert visible[node], "a node must see itself"
+        assert visible[node], "a node must attend to itself"
         if visible.sum() == 1 and node > 0:
             return 0  # padding
         seen = np.concatenate([rows[:past], rows[past:][visible]])
@@ -144,7 +144,7 @@ def _fixed(spec: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
 
 
 def plain(rule: Rule, prompt: list[int], count: int) -> list[int]:
-    """What the toy model says by itself."""
+    """Return the toy model's tokens without speculation."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(rule(tokens))
@@ -164,7 +164,7 @@ def byte_text(bos: int | None = BOS, template: str | None = None) -> Tokenizer:
 
 
 def _byte(letter: str) -> int:
-    """The byte that a letter of the byte-level alphabet stands for: printable ones for themselves, then the rest."""
+    """Return the byte of a letter in the byte-level alphabet. Printable bytes represent themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     code = ord(letter)
     return code if code < 256 else [value for value in range(256) if value not in printable][code - 256]
@@ -173,12 +173,12 @@ def _byte(letter: str) -> int:
 def make_runtime(
     rule: Rule = mixing_rule, max_model_len: int = 200, max_num_seqs: int = 1, curve: CostCurve = CURVE, **text: object
 ) -> Runtime:
-    """A runtime over the fake; with one slot, over the fake whose B is fixed."""
+    """Return a runtime over the fake. With one slot, it uses the fake whose B is fixed."""
     engine = FakeEngine(rule, single=max_num_seqs == 1)
     verifier = fake_verifier(engine, max_model_len, max_num_seqs)
     return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,))
 
 
 def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:
-    """Parameters of a request."""
+    """Return parameters of a request."""
     return SamplingParams(max_tokens=max_tokens, **values)

@@ -1,4 +1,4 @@
-"""A bundle of a random Llama and a random drafter over so few tokens that a wide tree is right now and then."""
+"""A bundle of a random Llama and a random drafter, with so few tokens that wide trees are sometimes correct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY, CONTEXT, STEPS, WIDTH = 13, 96, 4, 3
 
 
 def write_lyanna_bundle(folder: Path, **options: object) -> Path:
-    """Build `folder`/engines from a checkpoint and a drafter beside it; every verified step counts, so all is fp32."""
+    """Build `folder`/engines from a checkpoint and a drafter. All is fp32, so that every verified step counts."""
     checkpoint = write_verifier(folder / "verifier", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     write_tokenizer(folder / "verifier")
     checkpoint = Checkpoint.open(checkpoint.path)

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, and one line for each way in which a template can fail."""
+"""Chat templates: the text is the one that transformers renders, and every failure is one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_to
 
 
 def reference(template: str | dict[str, str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of transformers with this template."""
+    """Return a tokenizer of transformers with this template."""
     words = {word: place for place, word in enumerate(["<s>", "</s>", "<pad>", "<unk>"])}
     found = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>")), **TOKENS
@@ -50,7 +50,7 @@ def test_templates_render_as_transformers_renders_them(case: Case) -> None:
         values = {**case.values, "add_generation_prompt": add_generation_prompt}
         expected = by_transformers(case.template, case.messages, **values)
         assert rendered(case.template, case.messages, **values) == expected
-        assert case.shows in expected, "the template no longer uses what it was written for"
+        assert case.shows in expected, "the template no longer shows its feature"
 
 
 class Role(StrEnum):

@@ -1,4 +1,4 @@
-"""Speculation follows what it yields: nodes by expected gain, pauses while it loses, resumption."""
+"""The controllers: trees have the size with the largest expected gain, and speculation pauses if it does not pay."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LINEAR = CostCurve.from_points({1: 1.0, 32: 32.0})
 
 
 def lookup_only(curve: CostCurve) -> Adaptive:
-    """The controller of n-grams alone."""
+    """Return the controller of n-gram lookup alone."""
     return Adaptive(VerifyCosts.of(curve))
 
 
 def looked_up(controller: Adaptive, seq: Sequence, tree: DraftTree) -> tuple[Plan, DraftTree]:
-    """What is verified of a tree that the lookup found, without a drafter."""
+    """Return the plan and the verified part of a looked-up tree, without a drafter."""
     taken = planned(controller, seq, tree, fresh=False)
     assert taken.kind is OfferKind.LOOKUP
     return taken, controller.cut([seq], [taken], [None])[0]
@@ -42,7 +42,7 @@ def run(
     controller: Adaptive, seq: Sequence, tree: DraftTree, accepted: int, steps: int, propose: Propose = looked_up,
     offers_ms: float = 0.0,
 ) -> int:  # fmt: skip
-    """Steps out of `steps` in which speculation was allowed."""
+    """Return in how many of `steps` steps speculation was allowed."""
     tries = 0
     for _ in range(steps):
         budget = controller.budget(seq)
@@ -63,7 +63,7 @@ def run(
         (CURVE, (0.05,), 0),
     ],
 )
-def test_the_tree_is_cut_where_a_node_costs_more_than_it_brings(
+def test_the_tree_is_cut_to_nodes_that_gain_more_than_they_cost(
     curve: CostCurve, shares: tuple[float, ...], nodes: int
 ) -> None:
     controller, seq = lookup_only(curve), sequence()
@@ -72,17 +72,17 @@ def test_the_tree_is_cut_where_a_node_costs_more_than_it_brings(
 
 
 def test_pauses_double_while_speculation_loses_and_end_when_it_pays() -> None:
-    """The promise of the drafter (0.9) is not kept: nothing is accepted; later everything is."""
+    """The drafter promises 0.9, but the verifier first accepts nothing, and later everything."""
     controller, seq = lookup_only(CURVE), sequence()
     tree = chain(0.9, 0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=400)
     assert run(controller, seq, tree, accepted=0, steps=10 * LONGEST_PAUSE) <= 11
     run(controller, seq, tree, accepted=3, steps=4 * LONGEST_PAUSE)
     assert run(controller, seq, tree, accepted=3, steps=50) == 50
-    assert seq.control.pause == 0  # the next loss begins with a short pause again
+    assert seq.control.pause == 0  # the next pause is short again
 
 
-def test_drafting_that_costs_more_than_it_brings_pauses_too() -> None:
+def test_drafting_that_costs_more_than_it_gains_pauses_too() -> None:
     controller, seq = lookup_only(CURVE), sequence()
     run(controller, seq, chain(0.9), accepted=1, steps=200, offers_ms=1000.0)
     assert run(controller, seq, chain(0.9), accepted=1, steps=100, offers_ms=1000.0) < 10
@@ -97,7 +97,7 @@ def test_a_new_request_starts_with_the_experience_of_others() -> None:
     assert len(drafted(controller, fresh, chain(0.9, 0.9))[1]) == 1
 
 
-def test_promises_of_a_drafter_that_are_not_kept_are_discounted() -> None:
+def test_probabilities_that_are_too_high_are_discounted() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     tree = chain(0.9, 0.9)
     run(controller, seq, tree, accepted=0, steps=90, propose=drafted)
@@ -121,9 +121,9 @@ def test_budgets_end_where_the_text_or_the_buffer_does(remaining: int, room: int
 
 
 def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole runtime: noise for 300 tokens, then a loop; few calls above one node, then few calls.
+    """The whole runtime decodes 300 tokens of noise, with few trees. Then it decodes a loop in few steps.
 
-    Drafting counts as free, so that the outcome does not depend on how busy this machine is.
+    Drafting counts as free, so that the outcome does not depend on the machine's load.
     """
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     rng = random.Random(3)
@@ -142,11 +142,11 @@ def test_speculation_stops_on_random_text_and_resumes_on_repetitive_text(monkeyp
     assert both.metrics.num_steps < 299 + 150
 
 
-# --- where a tree comes from -----------------------------------------------------------------------------------------
+# --- the source of a tree --------------------------------------------------------------------------------------------
 
 
 def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
-    """A controller that has seen two-token drafts of a good drafter and one-token ones resampled from it, one left."""
+    """Return a controller that knows the gains of a two-token draft and of one token resampled with one step left."""
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     controller.expect(DRAFTER, costs)
     for kind, steps, tree in ((OfferKind.RESAMPLE, 1, chain(0.5)), (OfferKind.FRESH, 0, chain(0.9, 0.9))):
@@ -167,10 +167,10 @@ def experienced(costs: Costs) -> tuple[Adaptive, Sequence]:
         (0.7, 0.1, 0.99, 1, OfferKind.LOOKUP),
     ],
 )
-def test_a_tree_comes_from_where_gain_less_cost_is_largest(
+def test_the_source_of_a_tree_has_the_largest_gain_less_cost(
     fresh_ms: float, resample_ms: float, found: float, remaining: int, expected: OfferKind
 ) -> None:
-    """At one token a millisecond; of 0.9 and 0.81 a new record believes 0.85 and 0.72, of 0.5 it believes 0.43."""
+    """The rate is one token a millisecond. A new record corrects 0.9 and 0.81 to 0.85 and 0.72, and 0.5 to 0.43."""
     controller, seq = experienced(Costs(fresh_ms, resample_ms))
     assert planned(controller, seq, chain(found), remaining).kind is expected
 
@@ -190,7 +190,7 @@ def test_a_draft_that_does_not_pay_is_tried_again_after_twice_as_long() -> None:
             controller.cut([seq], [taken], [chain(0.9)])
     assert [later - sooner for sooner, later in pairwise(tried)][:7] == [3, 5, 9, 17, 33, 33, 33]
     assert LONGEST_PAUSE == 32
-    controller._made_ms[DRAFTER, OfferKind.FRESH] = 0.0  # as if drafts had become free
+    controller._made_ms[DRAFTER, OfferKind.FRESH] = 0.0  # drafts are now free
     while (taken := planned(controller, seq)).kind is not OfferKind.FRESH:
         pass
     controller.cut([seq], [taken], [chain(0.9)])
@@ -203,7 +203,7 @@ def test_gains_of_one_request_serve_the_next() -> None:
     assert planned(controller, sequence(), chain(0.4), 1).kind is OfferKind.LOOKUP
 
 
-def test_what_was_made_is_merged_with_what_was_found() -> None:
+def test_a_new_tree_is_merged_with_the_looked_up_one() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     found, made = make_tree([0, 7], [-1, 0], [1.0, 0.6]), make_tree([0, 8], [-1, 0], [1.0, 0.4])
     planned(controller, seq, found)
@@ -216,7 +216,7 @@ def test_what_was_made_is_merged_with_what_was_found() -> None:
     ("fresh", "steps", "expected"),
     [(True, 1, OfferKind.RESAMPLE), (True, 0, OfferKind.FRESH), (False, 0, OfferKind.LOOKUP)],
 )
-def test_a_fixed_budget_resamples_what_can_be(fresh: bool, steps: int, expected: OfferKind) -> None:
+def test_a_fixed_budget_resamples_if_possible(fresh: bool, steps: int, expected: OfferKind) -> None:
     assert planned(FixedBudget(Budget(4, 2, 2)), sequence(), chain(0.5), steps, fresh).kind is expected
 
 
@@ -224,7 +224,7 @@ def test_a_fixed_budget_resamples_what_can_be(fresh: bool, steps: int, expected:
 
 
 def cut(controller: Adaptive, trees: list[DraftTree], waiting: int = 0) -> list[int]:
-    """Nodes that are verified of what the lookup found for each sequence; more sequences decode plainly."""
+    """Return how many nodes are verified of each looked-up tree, if `waiting` more sequences decode plainly."""
     batch = [sequence() for _ in range(len(trees) + waiting)]
     controller.begin(len(batch), "")
     for seq in batch:
@@ -235,7 +235,7 @@ def cut(controller: Adaptive, trees: list[DraftTree], waiting: int = 0) -> list[
 
 
 def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
-    """Alone three nodes pay. Next to three sequences that found nothing, a node must bring four times as much."""
+    """Alone, three nodes pay. With three sequences that have no tree, a node must gain four times as much."""
     likely = chain(0.6, 0.8, 0.8)
     alone = Adaptive(VerifyCosts({1: CURVE, 4: CURVE}))
     assert cut(alone, [likely]) == [3]
@@ -246,11 +246,11 @@ def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
     assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
 
 
-# --- what making trees costs -----------------------------------------------------------------------------------------
+# --- the costs of making trees ---------------------------------------------------------------------------------------
 
 
 def step(controller: Adaptive, batch: list[Sequence], offers_ms: float, made_ms: dict[Call, float]) -> None:
-    """One in which every sequence speculates and nothing is kept."""
+    """Run a step in which every sequence speculates and the verifier accepts nothing."""
     plans = []
     for seq in batch:
         controller.budget(seq)
@@ -271,7 +271,7 @@ def test_a_call_for_a_whole_batch_is_learned_from_once() -> None:
 
 
 def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree() -> None:
-    """A fresh draft of another sequence of the batch says nothing of what looking up is worth here."""
+    """A fresh draft of another sequence in the batch must not change the gain of lookups here."""
     controller, seq, other = Adaptive(VerifyCosts.of(FREE)), sequence(), sequence()
     controller.expect(DRAFTER, Costs(fresh_ms=100.0))
     for one in (seq, other):
@@ -287,7 +287,7 @@ def test_a_sequence_pays_for_the_lookup_and_for_the_call_that_made_its_own_tree(
 
 @pytest.mark.parametrize(("offers_ms", "fresh_ms"), [(20.0, 0.1), (0.05, 20.0)])
 def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: float, fresh_ms: float) -> None:
-    """As by a garbage collection in the middle of it, a hundred times as long as the call."""
+    """The interruption is like a garbage collection, a hundred times as long as the call."""
     controller, seq = Adaptive(VerifyCosts.of(CURVE)), sequence()
     controller.expect(DRAFTER, Costs(fresh_ms=0.1))
     tries = 0
@@ -301,8 +301,8 @@ def test_a_call_that_was_interrupted_once_does_not_end_speculation(offers_ms: fl
     assert tries == 40
 
 
-def test_a_step_without_room_to_speculate_says_nothing_of_speculation() -> None:
-    """The controller would have speculated; the end of the text or of the buffer left no room, so nothing was made."""
+def test_a_step_without_rows_for_a_tree_does_not_count_as_speculation() -> None:
+    """The controller would have speculated, but the end of the text or of the buffer left no rows for a tree."""
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     step(controller, [seq], 0.1, {FRESH: 0.1})
     before = (seq.control.experience.tokens, seq.control.experience.plain_steps, dict(controller._made_ms))

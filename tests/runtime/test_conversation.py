@@ -1,4 +1,4 @@
-"""Chats turn by turn: what the template sees, and what cannot be asked."""
+"""Chats turn by turn: the prompts that the template renders, and refused messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
 
 def asked(runtime: Runtime, ids: list[int]) -> str:
-    """The prompt that the template wrote."""
+    """Return the prompt that the template rendered."""
     return runtime.tokenizer.decode(ids)
 
 
@@ -25,11 +25,11 @@ def test_every_turn_sees_all_messages_before_it() -> None:
     assert asked(runtime, conversation.ask("one")) == "s:be kind;u:one;"
     conversation.answer("two")
     assert asked(runtime, conversation.ask("three")) == "s:be kind;u:one;a:two;u:three;"
-    assert asked(runtime, Conversation(runtime).ask("one")) == "u:one;", "no system message unless one is given"
+    assert asked(runtime, Conversation(runtime).ask("one")) == "u:one;", "the system message is optional"
 
 
 def test_special_tokens_are_those_of_the_template() -> None:
-    """A tokenizer that adds its own beginning of sequence would write it twice."""
+    """A tokenizer that adds its own beginning of sequence would add it twice."""
     runtime = make_runtime(template="{{ bos_token }}{{ messages[0].content }}")
     runtime.tokenizer.tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     assert runtime.encode("a") == [BOS, 97]

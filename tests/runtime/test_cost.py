@@ -1,4 +1,4 @@
-"""The cost of verification: measured once, corrected by every call, kept for the next opening, refused if damaged."""
+"""Verification costs: measured once, corrected by every call, saved for the next opening, refused if damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .fakes import CURVE, SHAPE, FakeEngine, FakeHost, engine_of, greedy, make_r
 
 
 class Timed(Verifier):
-    """A verifier whose calls take what a formula says."""
+    """A verifier whose calls take the milliseconds of a formula."""
 
     calls = 0
 
@@ -60,8 +60,8 @@ def test_measuring_takes_the_least_of_several_and_fits_the_buffer(verifier: Time
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_what_is_timed_is_a_call_over_live_rows(max_num_seqs: int) -> None:
-    """The fake refuses rows past the buffer, rows not yet written and positions that do not follow."""
+def test_a_timed_call_reads_valid_rows(max_num_seqs: int) -> None:
+    """The fake refuses rows past the buffer, rows that were not written, and positions that do not follow."""
     runtime = make_runtime(max_model_len=50, max_num_seqs=max_num_seqs)
     runtime.generate([[97] * 40] * max_num_seqs, greedy(9), speculation="none")
     engine = engine_of(runtime.verifier)
@@ -93,13 +93,13 @@ def test_a_folder_that_machines_share_never_serves_another_gpus_times(
         load_costs(verifier, identity)
         cached_costs(verifier, drafter, {**identity, "method": "x"})
         calls.append((Timed.calls, drafter.calls))
-    assert calls[0] == calls[1]  # only its free memory is another
+    assert calls[0] == calls[1]  # only its free memory differs
     assert calls[2][0] > calls[1][0]
     assert calls[2][1] > calls[1][1]
 
 
 @pytest.mark.parametrize(("device", "measured"), [("cpu", 1), ("tensorrt", 2)])
-def test_a_runtime_says_which_device_it_is_on(
+def test_a_runtime_names_its_device(
     lyanna_bundle: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, device: str, measured: int
 ) -> None:
     bundle, curves = open_bundle(lyanna_bundle, verify=False), []
@@ -113,7 +113,7 @@ def test_a_runtime_says_which_device_it_is_on(
 
 
 @pytest.mark.parametrize("device", [{}, {"device": "cpu"}])
-def test_no_driver_is_asked_where_no_gpu_computes(
+def test_no_driver_is_used_if_no_gpu_computes(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, device: dict[str, str]
 ) -> None:
     monkeypatch.setattr(kept, "find_gpu", lambda: pytest.fail("the driver was asked"))
@@ -143,7 +143,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
         b'{"measured": {"1": [-1]}, "believed": {"1": [-1]}}', b'{"measured": {"1": [1]}, "believed": {"1": [1]}}',
     ],
 )  # fmt: skip
-def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
+def test_a_damaged_cache_is_measured_again_and_logged_in_a_line(
     verifier: Timed, cache: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = load_costs(verifier, {"build": "a"})
@@ -157,7 +157,7 @@ def test_a_damaged_cache_is_measured_anew_and_said_in_a_line(
     assert json.loads(file.read_bytes())["believed"]["1"] == pytest.approx(first.table_ms(1)[1:], abs=0.03)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without_and_said_in_a_line(
+def test_a_cache_that_cannot_be_written_is_logged_in_a_line(
     verifier: Timed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said_in_a_line(
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     assert load_costs(verifier, {"build": "a"}).largest == 24
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"cannot keep what was measured in {blocked}")
+    assert record.getMessage().startswith(f"cannot save measured figures in {blocked}")
 
 
 def test_a_write_that_fails_leaves_no_file_behind(
@@ -180,7 +180,7 @@ def test_a_write_that_fails_leaves_no_file_behind(
 
 
 class TimedDrafter(NoDrafter):
-    """A drafter whose calls take what is said, but now and then ten times as long."""
+    """A drafter whose calls take given milliseconds, but sometimes ten times as long."""
 
     has_engines = True
     calls = 0
@@ -191,7 +191,7 @@ class TimedDrafter(NoDrafter):
         return 0.5 * slow, 0.125 * slow
 
 
-def test_what_drafts_cost_is_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
+def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
     drafter, before = TimedDrafter(verifier), Timed.calls
     first = cached_costs(verifier, drafter, {"build": "a", "method": "x"})
     assert first == Costs(0.5, 0.125)
@@ -237,13 +237,13 @@ TRUE = CostCurve.from_points({1: 10.0, 2: 10.5, 4: 11.5, 8: 13.5, 16: 19.0})
 
 
 def called(costs: VerifyCosts, sizes: list[int], true: CostCurve = TRUE, sequences: int = 1) -> None:
-    """So many calls of these sizes, one after the other, each of which takes what `true` says."""
+    """Observe calls of these sizes, one after the other, with the times of `true`."""
     for size in sizes:
         costs.observe(sequences, size, true.table_ms[size])
 
 
 def test_a_level_that_is_wrong_is_corrected_for_all_sizes_by_calls_of_one() -> None:
-    """As after a first opening while a compiler ran."""
+    """The first opening ran next to a compiler."""
     costs = VerifyCosts.of(CostCurve.from_points({n: 3 * TRUE.table_ms[n] for n in SIZES}))
     called(costs, [1] * 64)
     assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=0.02)
@@ -267,8 +267,8 @@ def test_a_call_that_was_interrupted_corrects_nothing() -> None:
     assert costs.table_ms(1) == pytest.approx(TRUE.table_ms, rel=1e-9)
 
 
-def test_what_was_true_while_the_machine_was_busy_is_forgotten() -> None:
-    """Sizes that are not called after the load ends follow the ones that are."""
+def test_costs_of_a_busy_machine_are_forgotten() -> None:
+    """Sizes without calls after the load ends follow the sizes with calls."""
     costs, busy = VerifyCosts.of(TRUE), CostCurve.from_points({n: 4 * TRUE.table_ms[n] for n in SIZES})
     called(costs, [1, 8] * 64, busy)
     assert costs.table_ms(1)[8] == pytest.approx(54.0, rel=0.02)
@@ -284,7 +284,7 @@ def test_numbers_of_sequences_that_were_not_measured_lie_between() -> None:
     assert set(costs.believed) == {1, 4, 16}
 
 
-def test_what_is_believed_is_kept_beside_what_was_measured(verifier: Timed, cache: Path) -> None:
+def test_estimates_are_saved_with_the_measured_times(verifier: Timed, cache: Path) -> None:
     costs = load_costs(verifier, {"build": "a"})
     called(costs, [1] * 64)
     keep_costs(costs, {"build": "a"})

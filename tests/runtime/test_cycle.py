@@ -1,4 +1,4 @@
-"""What a drafting method may rely on: hidden-state rows of every call, resampling first, drafting only for the rest."""
+"""Guarantees of the cycle for drafting methods: hidden states of every call, and resampling before fresh drafts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .fakes import FakeEngine, fake_verifier, mixing_rule, plain
 
 
 class Recorder(TreeMaker):
-    """Guesses chains of what the toy model says, resampling for every other sequence, and reads hidden states.
+    """Drafts the toy model's own chains, resamples for every other sequence, and reads hidden states.
 
-    The toy model's hidden states are its tokens, of which all that were committed must be there, in order.
+    The toy model's hidden states are its tokens. The drafter must receive those of all committed tokens, in order.
     """
 
     def __init__(self, verifier: Verifier) -> None:
@@ -86,7 +86,7 @@ class Recorder(TreeMaker):
         return self.guesses(batch, budgets)
 
     def chosen(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Sequence]:
-        """The sequences whose tree is wanted of a call over the whole batch, at least one."""
+        """Return the sequences of a call over the whole batch that have a budget, at least one."""
         chosen = [seq for seq, budget in zip(batch, budgets, strict=True) if budget.nodes]
         assert chosen
         return chosen
@@ -113,7 +113,7 @@ def test_a_method_sees_every_row_and_resamples_before_it_drafts() -> None:
 
 
 class Wide(TreeMaker):
-    """Guesses as many tokens as it may, none of them likely to be found by the lookup too."""
+    """Drafts as many tokens as the budget allows. The lookup is unlikely to find any of them."""
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[DraftTree]:
         return [self.guess(seq, budget) for seq, budget in zip(batch, budgets, strict=True)]
@@ -123,8 +123,8 @@ class Wide(TreeMaker):
         return make_tree([seq.tokens[-1], *range(nodes)], [-1, *[0] * nodes], [1.0] + [0.5] * nodes)
 
 
-def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each keeps within the budget; near the context's end their union must too (the fake refuses rows past it)."""
+def test_merged_trees_of_two_sources_fit_the_remaining_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tree is within the budget. Near the context's end, their union must fit; the fake refuses rows past it."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     verifier = fake_verifier(FakeEngine(lambda tokens: 97 + len(tokens) % 3), 80)
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
@@ -138,7 +138,7 @@ def test_what_two_sources_drafted_together_fits_the_rows_that_are_left(monkeypat
 
 
 class Slow(Wide):
-    """Time moves by a second when it drafts, by three when it resamples."""
+    """Advances the clock by a second for a draft, and by three for a resampling."""
 
     name = "slow"
     now = 0.0
@@ -156,7 +156,7 @@ class Slow(Wide):
 
 
 class SlowLookup(NgramDrafter):
-    """Time moves by half a second when it looks up."""
+    """Advances the clock by half a second for a lookup."""
 
     now = 0.0
 
@@ -166,7 +166,7 @@ class SlowLookup(NgramDrafter):
 
 
 class Timed(FixedBudget):
-    """Notes what it is told."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         super().__init__(Budget(3, 3, 1))
@@ -181,7 +181,7 @@ class Timed(FixedBudget):
     [((4, 6), {OfferKind.FRESH: 1000.0}), ((3, 5), {OfferKind.RESAMPLE: 3000.0}),
      ((3, 4), {OfferKind.FRESH: 1000.0, OfferKind.RESAMPLE: 3000.0})],
 )  # fmt: skip
-def test_a_step_tells_how_long_each_source_took(
+def test_a_step_reports_the_time_of_each_source(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], made: dict[OfferKind, float]
 ) -> None:
     verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=2)

@@ -1,6 +1,6 @@
-"""Decisions from costs that are wrong at first: after 200 steps they are those of a runtime opened at rest.
+"""Decisions from costs that are wrong at first. After 200 steps they equal those of a runtime with correct costs.
 
-Time is a clock of the test's own, which every engine call moves by what it costs.
+Time is the test's own clock, which every engine call advances by its cost.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def _dearer(true: CostCurve, nodes: int, times: float) -> CostCurve:
 
 STEPS = 200
 PLAIN_MS = 1.05 * CHEAP.table_ms[1]
-"""A call of one row on average: every twentieth takes twice as long."""
+"""Mean of a call of one row: every twentieth call takes twice as long."""
 
 
 class Clock:
-    """Seconds that pass only when an engine runs, and a little whenever it is read."""
+    """Seconds that pass only in engine calls, and a little at every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -69,7 +69,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 class Costly(FakeEngine):
-    """Calls take what a curve says, and every twentieth twice that."""
+    """Calls take the time of a curve, and every twentieth takes twice that."""
 
     def __init__(self, clock: Clock, true: CostCurve, rule: Callable[[list[int]], int]) -> None:
         super().__init__(rule)
@@ -89,13 +89,13 @@ class Costly(FakeEngine):
 
 
 def sometimes_repeating(tokens: list[int]) -> int:
-    """A phrase of eight tokens, over and over, every third of them another word now and then."""
+    """Repeats a phrase of eight tokens, with other tokens in every third block of 24."""
     place = len(tokens)
     return 97 + (place % 8 if place // 24 % 3 else (place * 2654435761 >> 7) % 23)
 
 
 def milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, tokens: int = 400) -> float:
-    """What a token costs after the first STEPS steps of a runtime that believes in a curve at first."""
+    """Return milliseconds a token after the first STEPS steps of a runtime with these initial costs."""
     engine = Costly(clock, true, sometimes_repeating)
     verifier = fake_verifier(engine, 2000)
     costs = VerifyCosts.of(believed)
@@ -120,10 +120,10 @@ def test_a_wrong_curve_is_corrected_within_200_steps(clock: Clock, true: CostCur
     assert at_rest < 1.05 * PLAIN_MS
 
 
-def test_where_drafting_takes_longer_than_it_saves_plain_decoding_is_left_alone(clock: Clock) -> None:
-    """Steps of a tenth of a millisecond, a lookup that takes half as long in Python, and an eighth of its tokens true.
+def test_plain_decoding_is_not_slowed_if_drafting_takes_longer_than_it_saves(clock: Clock) -> None:
+    """A step takes a tenth of a millisecond, a lookup half of that, and an eighth of its tokens are correct.
 
-    By what verification costs alone, speculating would seem to pay.
+    By verification costs alone, speculation would seem to pay.
     """
     true = CostCurve(tuple(ms / 100 for ms in CHEAP.table_ms))
 

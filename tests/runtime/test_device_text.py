@@ -1,6 +1,6 @@
-"""Text over a device is the host path's, token for token, whatever drafts, comes, goes, moves or runs out of room.
+"""Text on a device equals the host's, token for token, for all drafters, batches, moves and full contexts.
 
-Each case runs over ONNX Runtime's device and over TensorRT's on fakes whose work waits until somebody waits for it.
+Each case runs on ONNX Runtime's device and on TensorRT's fakes, which do their work only when the host waits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that shapes come up in between
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
 
 
 @pytest.fixture(
@@ -54,7 +54,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(
     request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Open:
-    """Opens the bundle over a device."""
+    """Return a function that opens the bundle on a device."""
     bundle = open_bundle(lyanna_bundle, verify=False)
 
     def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:
@@ -70,7 +70,7 @@ def opened(
 
 @pytest.fixture(scope="module")
 def plain(lyanna_bundle: Path) -> list[list[int]]:
-    """What the host path says without drafting."""
+    """Return the host's tokens without drafting."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
@@ -103,7 +103,7 @@ def test_text_is_the_host_paths(
     budget: Budget | None,
     options: dict[str, object],
 ) -> None:
-    """Prompts longer than a draft call takes in, texts to the end of the context, three slots that are moved."""
+    """Prompts are longer than a draft call, texts reach the end of the context, and three slots move."""
     with opened(max_num_seqs, **options) as runtime:
         found = runtime.generate(ALL, PARAMS, SpeculationParams(method, budget=budget))
         again = runtime.generate(ALL[:2], PARAMS, SpeculationParams(method, budget=budget))
@@ -132,22 +132,22 @@ def test_no_tree_is_larger_than_the_engines_take(
             runtime.generate(ALL[:1], PARAMS, SpeculationParams(method, budget=Budget(largest, 4, 4)))
 
 
-def test_a_drafters_tree_that_no_engine_takes_is_refused(opened: Open) -> None:
+def test_a_drafters_tree_that_is_too_large_for_every_engine_is_refused(opened: Open) -> None:
     with opened() as runtime:
         runtime.verifier.largest_tree = 2
         with pytest.raises(UsageError, match="larger than the 2 that the engine's profile takes"):
             runtime.generate(ALL[:1], PARAMS, "ngram+lyanna")
 
 
-def test_a_drafter_that_was_away_catches_up(opened: Open, plain: list[list[int]]) -> None:
-    """After other methods had the slots, with what they left in the buffers."""
+def test_a_drafter_catches_up_after_other_methods(opened: Open, plain: list[list[int]]) -> None:
+    """Other methods used the slots before, and left their values in the buffers."""
     with opened(2) as runtime:
         for method in ("ngram+lyanna", "ngram", "lyanna", "none", "ngram+lyanna"):
             found = runtime.generate(ALL[5:], PARAMS, SpeculationParams(method, budget=FULL))
             assert [list(generation.token_ids) for generation in found] == plain[5:]
 
 
-def test_recorded_gaps_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
+def test_recorded_margins_are_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
         expected = host.generate(PROMPTS[:3], PARAMS, "none", record_logit_margins=True)
     with opened(3) as runtime:
@@ -173,10 +173,10 @@ def test_forced_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path, 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("method", ["lyanna", "ngram+lyanna"])
-def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: int, method: str) -> None:
-    """Their sizes follow from what is known of each rank, and in a batch a fresh draft may be another's.
+def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int, method: str) -> None:
+    """Tree sizes follow from each rank's statistics, and in a batch a fresh draft may be another sequence's.
 
-    A tree that is larger than what its ranks are worth is found.
+    The replay finds a tree that is larger than its ranks justify.
     """
     file = io.StringIO()
     with opened(max_num_seqs) as runtime:
@@ -201,7 +201,7 @@ def test_a_trace_of_trees_that_nobody_read_replays(opened: Open, max_num_seqs: i
 
 
 def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:
-    """Not only the text: the same trees, so as many steps. Away from the context's end, where the host cuts trees."""
+    """Trees and numbers of steps are equal too. The test avoids the context's end, since the host cuts trees there."""
     short = prompts(6, seed=7, longest=20)
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
         expected = host.generate(short, PARAMS, SpeculationParams("lyanna", budget=FULL))
@@ -214,7 +214,7 @@ def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None
 
 @pytest.fixture(scope="module")
 def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder whose heads are as wide as our kernels want them."""
+    """Return a decoder whose heads are as wide as our kernels need them."""
     decoder = Decoder(head_dim=64, vocabulary=13, max_positions=CONTEXT)
     out = tmp_path_factory.mktemp("wide") / "wide"
     of_graphs = signatures.step_signatures(decoder.shape, gathers=False)
@@ -231,7 +231,7 @@ def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_text_with_rows_kept_by_our_kernel_is_the_host_paths(
     wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, max_num_seqs: int
 ) -> None:
-    """Trees of n-grams, accepted in part and off their first branch; on fakes the launch is part of a CUDA graph."""
+    """N-gram trees are accepted in part and off their first branch. On fakes the launch is part of a CUDA graph."""
     bundle, budget = open_bundle(wide_bundle, verify=False), Budget(8, 4, 3)
     with Runtime.open(wide_bundle, threads=1, verify=False) as host:
         expected = [g.token_ids for g in host.generate(ALL, PARAMS, "none")]

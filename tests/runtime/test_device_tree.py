@@ -1,4 +1,4 @@
-"""What crosses to the host: one verdict a step. Trees that a device made are read only where somebody asks."""
+"""Copies to the host: one accept_output a step, and a tree from a device only if the host reads it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def runtime(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path)
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of all that was copied to the host, but for what an outbox fetches."""
+    """Shapes of all copies to the host, except those of host_outputs."""
     shapes: list[tuple[int, ...]] = []
     for kind in (HostBuffer, CudaBuffer):
         read = kind.read
@@ -69,7 +69,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def calls_of_steps(runtime: Runtime, patch: pytest.MonkeyPatch, method: str, budget: Budget | None) -> list[list[str]]:
-    """CUDA's functions that each step of a generation called."""
+    """Return the CUDA functions that each step of a generation called."""
     calls: list[str] = []
     steps: list[list[str]] = []
     call, step = Cuda.call, Cycle.step
@@ -108,10 +108,10 @@ def test_a_step_is_a_few_calls_of_cuda(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, method: str,
     budget: Budget | None, options: dict[str, object],
 ) -> None:  # fmt: skip
-    """A graph a step and one for each call of the drafter, one wait, the times of all: nothing else crosses.
+    """Each step is one graph and each call of the drafter another. The host waits once, and reads their times.
 
-    From the first step of the first request on, where the runtime was told which method comes. Of two sequences one may
-    be resampled and the other drafted for: what is left of the first one's chain is copied aside, and back.
+    This holds from the first request's first step, since `warm` names the method. If one sequence is resampled while
+    another is drafted, the unused steps of the first one's chain are saved and restored.
     """
     device = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path).device
     with open_over(device, lyanna_bundle, max_num_seqs, **options) as runtime:
@@ -132,8 +132,8 @@ def test_a_step_is_a_few_calls_of_cuda(
     assert not mixed or budget is None or (2, 2) in seen
 
 
-def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_path: Path) -> None:
-    """At once, not when Python next looks for what goes round in circles, which commands never do."""
+def test_a_closed_runtime_frees_all_its_memory(lyanna_bundle: Path, tmp_path: Path) -> None:
+    """Memory is freed at once, without Python's cycle collector, which commands never run."""
     cuda = FakeCuda()
     fakes = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=cuda)
     gc.collect()
@@ -154,10 +154,10 @@ def test_a_closed_runtime_gives_all_its_memory_back(lyanna_bundle: Path, tmp_pat
         gc.enable()
 
 
-def test_shapes_that_were_not_used_for_longest_are_given_up(
+def test_the_least_recently_used_shapes_are_dropped(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their memory too, once nothing that is under way needs it, and the text does not change."""
+    """Their memory is freed once no pending work needs it, and the text does not change."""
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
     cuda = FakeCuda()
     texts, held, under_way = [], [], []
@@ -181,7 +181,7 @@ def test_shapes_that_were_not_used_for_longest_are_given_up(
     assert texts[0] == texts[1]
 
 
-def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
+def test_logits_are_read_only_for_margins(runtime: Runtime, reads: list[tuple[int, ...]]) -> None:
     runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL))
     assert all(shape[-1] != VOCABULARY for shape in reads)
     runtime.generate(SHORT, PARAMS, SpeculationParams("lyanna", budget=FULL), record_logit_margins=True)
@@ -189,14 +189,14 @@ def test_logits_are_read_only_for_gaps(runtime: Runtime, reads: list[tuple[int, 
 
 
 def drafts_of(device: HostDevice) -> DeviceDrafts:
-    """Trees of three and four nodes."""
+    """Return trees of three and four nodes."""
     tokens, parents = (device.empty("int64", 2, 4) for _ in range(2))
     tokens.write(np.arange(8).reshape(2, 4))
     parents.write(np.array([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
     return DeviceDrafts(tokens, parents, device.empty("float32", 2, 4), [3, 4], device.chain([]), "draft")
 
 
-def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
+def test_fields_are_copied_once_on_first_use(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
     drafts = drafts_of(cpu_device(open_bundle(lyanna_bundle, verify=False)))
     first, second = drafts.tree(0, 5), drafts.tree(1, 5)
     assert (len(first), len(second)) == (3, 4)
@@ -211,7 +211,7 @@ def test_fields_are_copied_when_they_are_asked_for_and_once(lyanna_bundle: Path,
 
 
 def test_the_calls_that_trees_of_a_batch_came_from(lyanna_bundle: Path, reads: list[tuple[int, ...]]) -> None:
-    """Each once, whose time on the device a verification waited for."""
+    """Each call appears once. A verification waits for its time on the device."""
     device = cpu_device(open_bundle(lyanna_bundle, verify=False))
     drafts, others = drafts_of(device), drafts_of(device)
     assert calls_of([drafts.tree(0, 5), drafts.tree(1, 5).first(1), root_only(5)]) == [drafts]
@@ -230,7 +230,7 @@ def test_the_likeliest_nodes_are_cut_off_without_a_copy(lyanna_bundle: Path, rea
 
 
 def test_a_tree_deeper_than_the_layout_is_refused(runtime: Runtime) -> None:
-    """Doubling reaches so far and no further: positions of deeper nodes would be wrong in silence."""
+    """The layout's doubling limits the depth: positions of deeper nodes would be wrong without an error."""
     params = SamplingParams(max_tokens=80)
     with pytest.raises(UsageError, match=f"depth .* at most {names.MOST_DEPTH} can"):
         runtime.generate(

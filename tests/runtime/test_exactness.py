@@ -1,4 +1,4 @@
-"""What a machine's kernels do is found out once, acted on, and kept."""
+"""The kernels of a machine are checked once, and the verifier uses the saved result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Rounding(FakeEngine):
-    """A fake whose logits are off by a bit in calls that `where` names, by sequences and rows."""
+    """A fake whose logits are off by a bit in selected calls, by sequences and rows."""
 
     def __init__(self, where: Callable[[int, int], bool]) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ def test_kernels_that_never_differ_are_exact() -> None:
         (lambda sequences, rows: sequences == 3 and rows < 3, {"one token in a batch"}),
     ],
 )
-def test_what_differs_is_named(where: Callable[[int, int], bool], named: set[str]) -> None:
+def test_differences_are_named(where: Callable[[int, int], bool], named: set[str]) -> None:
     found = measure_exactness(verifier(where))
     assert set(found.differences) == named
     assert max(found.differences.values()) == pytest.approx(1e-6, rel=0.2)
 
 
-def test_a_single_row_that_differs_is_computed_as_two_and_this_is_known_at_the_next_opening() -> None:
+def test_a_single_row_that_differs_is_computed_as_two_also_after_the_next_opening() -> None:
     first = verifier(lambda sequences, rows: sequences == rows == 1)
     assert settle_exactness(first, {"build": "a"}).holds
     assert first.fewest_rows == 2
@@ -80,7 +80,7 @@ def test_a_single_row_that_differs_is_computed_as_two_and_this_is_known_at_the_n
     assert engine_of(again).calls == 0  # type: ignore[attr-defined]
 
 
-def test_what_two_rows_do_not_change_is_named() -> None:
+def test_differences_that_two_rows_do_not_remove_are_named() -> None:
     other = verifier(lambda sequences, rows: sequences * rows < 3)
     found = settle_exactness(other, {"build": "a"})
     assert "one row in a call" in found.differences
@@ -88,13 +88,13 @@ def test_what_two_rows_do_not_change_is_named() -> None:
 
 @pytest.mark.parametrize("max_model_len", [2, 8, 12, 33])
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_a_short_context_is_not_looked_at(max_model_len: int, max_num_seqs: int) -> None:
+def test_a_short_context_is_not_compared(max_model_len: int, max_num_seqs: int) -> None:
     found = measure_exactness(fake_verifier(FakeEngine(), max_model_len, max_num_seqs))
     assert found == Exactness(0, {})
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"fewest_rows": 7, "compared": 1, "differences": {}}', b'{"x": 1}'])
-def test_a_damaged_file_is_found_out_anew(cache: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_measured_again(cache: Path, damage: bytes) -> None:
     settle_exactness(verifier(lambda sequences, rows: False), {"build": "a"})
     (file,) = cache.iterdir()
     file.write_bytes(damage)

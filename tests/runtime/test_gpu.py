@@ -1,6 +1,6 @@
-"""Text over a device that rounds otherwise than the host: the host's tokens, but where its own logits nearly tie.
+"""Text on a device that rounds differently from the host: tokens differ only at near-ties of the host's logits.
 
-Here over ONNX Runtime on the CPU and over TensorRT's programs on fakes; on a GPU through CUDA and TensorRT's engines.
+These tests run on ONNX Runtime on the CPU, on TensorRT's fakes, and on a GPU with CUDA and TensorRT's engines.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ PARAMS = SamplingParams(max_tokens=64)
 WHOLE = Budget(12, 4, 4)
 RUNS = {"none": ("none", None), "ngram": ("ngram", WHOLE), "ngram-adaptive": ("ngram", None),
         "lyanna": ("lyanna", WHOLE), "lyanna-adaptive": ("ngram+lyanna", None)}  # fmt: skip
-"""Methods with their budgets. Without one the controller chooses each tree's size."""
+"""Methods with their budgets. Without a budget, the controller chooses each tree's size."""
 NEAR_TIE = 1e-3
-"""A lead of the host's logits that another order of sums may turn round. Both compute in fp32."""
+"""Largest lead of the host's logits that another order of sums may reverse. Both compute in fp32."""
 
 
 def host_texts(bundle: Path, prompts: Sequence[api.Prompt], params: SamplingParams) -> list[Generation]:
-    """What the host's path says without drafting, with the lead of every token."""
+    """Return the host's texts without drafting, with the lead of every token."""
     with Runtime.open(bundle, device=None, verify=False) as host:
         return host.generate(prompts, params, "none", record_logit_margins=True)
 
 
 def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -> int:
-    """How many texts leave the host's at a near-tie. Raises AssertionError for one that leaves it anywhere else."""
+    """Return how many texts differ from the host's at a near-tie. Raises AssertionError for any other difference."""
     ties = 0
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         place = first_difference(ours.token_ids, theirs.token_ids)
@@ -59,15 +59,15 @@ def compare_texts(found: Sequence[Generation], expected: Sequence[Generation]) -
         shorter = min(len(ours.token_ids), len(theirs.token_ids))
         assert place < shorter, f"text {number}: {len(ours.token_ids)} tokens, expected {len(theirs.token_ids)}"
         assert theirs.logit_margins[place] < NEAR_TIE, (
-            f"text {number}: token {place} is {ours.token_ids[place]}, expected {theirs.token_ids[place]}, which the "
-            f"host's logits put {theirs.logit_margins[place]:.2g} before the next"
+            f"text {number}: token {place} is {ours.token_ids[place]}, expected {theirs.token_ids[place]}, which "
+            f"leads the host's logits by {theirs.logit_margins[place]:.2g}"
         )
         ties += 1
     return ties
 
 
 def check_captured(device: Device) -> None:
-    """Raises AssertionError where no step became a CUDA graph, or one could not."""
+    """Raise AssertionError if no step became a CUDA graph, or if a capture failed."""
     assert isinstance(device, CudaDevice), f"nothing is captured on {device.name}"
     cuda = device.cuda
     assert not cuda.warned, "a step could not be captured as a CUDA graph"
@@ -103,7 +103,7 @@ def test_the_hosts_tokens_without_a_gpu(
 
 
 def on_host(kind: str) -> tuple[str, ...]:
-    """What the verifier's engine reads on the host."""
+    """Return the inputs that the verifier's engine reads on the host."""
     return (names.KV_LEN,) if kind == "tensorrt-native" else ()
 
 
@@ -112,7 +112,7 @@ def on_host(kind: str) -> tuple[str, ...]:
 def test_steps_that_were_not_captured_are_an_error(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """On a host, where CUDA refuses, and where nothing ran: opening a runtime captures the first steps."""
+    """A device on the host captures no step, CUDA may refuse to, and the third runtime runs none."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     device: Device = cpu_device(bundle)
     if kind != "cpu":
@@ -128,32 +128,33 @@ def test_steps_that_were_not_captured_are_an_error(
 
 
 def refuse(run: Any) -> Any:
-    """A capture that CUDA does not make."""
+    """Fail as a capture that CUDA refuses."""
     raise BackendError("cudaStreamEndCapture failed")
 
 
 @pytest.fixture(scope="module")
-def said(lyanna_bundle: Path) -> Generation:
+def generation(lyanna_bundle: Path) -> Generation:
     return host_texts(lyanna_bundle, IDS[:1], SamplingParams(max_tokens=12, ignore_eos=True))[0]
 
 
 @pytest.mark.parametrize("place", [0, 5, 11])
-def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(said: Generation, place: int) -> None:
-    wrong = replace(said, token_ids=(*said.token_ids[:place], -1, *said.token_ids[place + 1 :]))
-    assert said.logit_margins is not None
+def test_a_wrong_token_is_an_error_unless_the_host_nearly_tied(generation: Generation, place: int) -> None:
+    wrong = replace(generation, token_ids=(*generation.token_ids[:place], -1, *generation.token_ids[place + 1 :]))
+    assert generation.logit_margins is not None
     clear, tied = (
-        replace(said, logit_margins=(*[gap] * place, lead, *[gap] * 11)) for gap, lead in ((0.0, 0.5), (0.5, 1e-4))
+        replace(generation, logit_margins=(*[margin] * place, lead, *[margin] * 11))
+        for margin, lead in ((0.0, 0.5), (0.5, 1e-4))
     )
     with pytest.raises(AssertionError, match=f"text 1: token {place} is -1"):
-        compare_texts([said, wrong], [said, clear])
-    assert compare_texts([said, wrong], [said, tied]) == 1
+        compare_texts([generation, wrong], [generation, clear])
+    assert compare_texts([generation, wrong], [generation, tied]) == 1
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: (*ids, 3)], ids=["shorter", "longer"])
-def test_a_text_that_ends_elsewhere_is_an_error(said: Generation, change: Any) -> None:
-    tied = replace(said, logit_margins=(0.0,) * 13)
+def test_a_text_that_ends_elsewhere_is_an_error(generation: Generation, change: Any) -> None:
+    tied = replace(generation, logit_margins=(0.0,) * 13)
     with pytest.raises(AssertionError, match=r"text 0: 1[13] tokens, expected 12"):
-        compare_texts([replace(said, token_ids=change(said.token_ids))], [tied])
+        compare_texts([replace(generation, token_ids=change(generation.token_ids))], [tied])
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def host(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Built:
-    """A bundle that the GPU runs. `captured`: its steps become CUDA graphs."""
+    """A bundle that the GPU runs. captured: True if its steps become CUDA graphs."""
 
     path: Path
     captured: bool
@@ -174,9 +175,9 @@ class Built:
 
 @pytest.fixture(scope="module", params=["onnxruntime", "tensorrt", "tensorrt-native"])
 def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    """What is not here to run a bundle is skipped; what is here and fails is an error.
+    """Skip if a library or a GPU is missing; a failing one is an error.
 
-    Native attention runs without our kernels: an engine keeps the accepted rows.
+    Native attention runs without our kernels, since an engine moves the accepted rows.
     """
     backend, _, attention = request.param.partition("-")
     if reason := missing(backend):
@@ -197,7 +198,7 @@ def on_device(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pyte
 @pytest.mark.gpu
 @pytest.mark.parametrize(("method", "size"), RUNS.values(), ids=RUNS)
 def test_the_hosts_tokens(on_device: Built, host: Path, method: str, size: Budget | None) -> None:
-    """Three texts over two slots, so that one is moved."""
+    """Three texts share two slots, so that one moves."""
     with Runtime.open(on_device.path, device="cuda", max_num_seqs=2) as runtime:
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=size))
         if on_device.captured:

@@ -1,6 +1,6 @@
-"""Lyanna end to end over tiny real graphs: its text is the verifier's own, its state that of one that saw all at once.
+"""Lyanna end to end over tiny real graphs: the text is the verifier's own, and the state equals a single draft's.
 
-Time stands still and calls cost nothing, so that what is drafted does not depend on how busy this machine is.
+Time stands still and calls cost nothing, so that drafts do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
 
 @pytest.fixture
 def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens the bundle without measuring anything."""
+    """Return a function that opens the bundle without measuring."""
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
     monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
@@ -65,7 +65,7 @@ PROMPTS = [*prompts(6, seed=1), [5] * 80, [3, 4] * 35]
 
 @pytest.fixture(scope="module")
 def plain(lyanna_bundle: Path) -> list[list[int]]:
-    """What the verifier says by itself after PROMPTS; some end early, at an end-of-sequence token or a full context."""
+    """Return the verifier's own tokens after PROMPTS. Some end early, at an end-of-sequence token or a full context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
         with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
@@ -93,7 +93,7 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
 def test_drafted_text_is_the_verifiers_own(
     opened: Open, plain: list[list[int]], max_num_seqs: int, budget: Budget | None, options: dict[str, object]
 ) -> None:
-    """Sequences come, go and change slots; the trace of it holds, and says what was allowed."""
+    """Sequences begin, end and change slots. The trace replays, and contains only allowed drafts."""
     trace = io.StringIO()
     options = dict(options)
     method = options.pop("method", None)
@@ -102,26 +102,26 @@ def test_drafted_text_is_the_verifiers_own(
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams(method, budget=budget), trace=trace)
     assert [list(generation.token_ids) for generation in found] == plain
     played = replay(trace.getvalue().splitlines())
-    for prompt, text, told in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
-        assert told[: len(prompt) + len(text)] == prompt + text
+    for prompt, text, traced in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
+        assert traced[: len(prompt) + len(text)] == prompt + text
     assert played.steps[OfferKind.FRESH] > 0
     assert (played.steps[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
     if budget is None or budget == FULL:
         assert played.accepted[OfferKind.FRESH] > 0
-    if budget == FULL or method:  # else the lookup may have had all that was accepted
+    if budget == FULL or method:  # otherwise the lookup may have had all accepted tokens
         assert (played.accepted[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
 
 
 def sorted_by_prompt(requests: dict[int, list[int]]) -> Iterator[list[int]]:
-    """Requests of a trace in the order of PROMPTS: a batch numbers them as they step first."""
-    told = list(requests.values())
+    """Yield the requests of a trace in the order of PROMPTS. A batch numbers them in the order of their first steps."""
+    traced = list(requests.values())
     for prompt in PROMPTS:
-        yield next(tokens for tokens in told if tokens[: len(prompt)] == prompt)
+        yield next(tokens for tokens in traced if tokens[: len(prompt)] == prompt)
 
 
 @pytest.mark.parametrize("threshold", range(STEPS + 1))
 def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, threshold: int) -> None:
-    """Tokens per draft: after a fresh one, steps are used up one by one and more until `threshold` remain."""
+    """After a fresh draft, steps are used one by one. Resampling ends when at most `threshold` remain."""
     with opened(threshold=threshold) as runtime:
         drafter = lyanna_of(runtime)
         seen: set[int] = set()
@@ -151,16 +151,16 @@ def lyanna_of(runtime: Runtime) -> LyannaDrafter:
         ({"depth": 3}, "unknown key depth"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(opened: Open, options: dict[str, object], message: str) -> None:
+def test_bad_options_of_the_drafter_are_refused(opened: Open, options: dict[str, object], message: str) -> None:
     with opened(**options) as runtime, pytest.raises(UsageError, match=message):
         runtime.generate([[5]])
 
 
-# --- what waits while others draft -----------------------------------------------------------------------------------
+# --- pending rows while other methods draft ---------------------------------------------------------------------------
 
 
 class Scripted(FixedBudget):
-    """Speculates in each step as a script says, per request; what cannot be resampled is drafted."""
+    """Speculates in each step as in a script, per request. If it cannot resample, it drafts."""
 
     def __init__(self, scripts: dict[int, list[OfferKind]]) -> None:
         super().__init__(FULL)
@@ -168,7 +168,7 @@ class Scripted(FixedBudget):
         self.played: list[OfferKind] = []
 
     def budget(self, seq: Sequence) -> Budget:
-        """See `Controller.budget`."""
+        """Return the budget of the script's next step."""
         wanted = self._scripts[id(seq)]
         self.now = wanted.pop(0) if wanted else OfferKind.NONE
         seq.control = self.now
@@ -190,17 +190,17 @@ def request(prompt: list[int]) -> Sequence:
 
 
 def state(drafter: LyannaDrafter, name: str) -> np.ndarray:
-    """What the drafter keeps for every slot."""
+    """Return the drafter's state of every slot."""
     return array_of(drafter._state[name])
 
 
 def chains(drafter: LyannaDrafter) -> np.ndarray:
-    """Logits of the steps of the latest draft of every slot."""
+    """Return the logits of the steps of the latest draft of every slot."""
     return state(drafter, names.CHAIN_LOGITS)
 
 
 def check_state(runtime: Runtime, reference: Runtime, batch: list[Sequence]) -> None:
-    """A draft now, after all that happened, equals that of a drafter which saw the text at once."""
+    """A draft now, after any history, must equal that of a drafter that computed the text at once."""
     drafter, other = lyanna_of(runtime), lyanna_of(reference)
     trees = drafter.draft(batch, [FULL] * len(batch))
     for slot, seq in enumerate(batch):
@@ -229,10 +229,8 @@ def pair(opened: Open, max_num_seqs: int) -> Iterator[tuple[Runtime, Runtime]]:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
-    opened: Open, max_num_seqs: int, seed: int
-) -> None:
-    """Steps undrafted, looked up, resampled and fresh, in any order and each request its own."""
+def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: int, seed: int) -> None:
+    """Steps without drafts, with lookups, resampled and fresh drafts are in any order, and differ between requests."""
     rng = random.Random(seed)
     kinds = [OfferKind.NONE, OfferKind.LOOKUP, OfferKind.RESAMPLE, OfferKind.RESAMPLE, OfferKind.FRESH]
     with pair(opened, max_num_seqs) as (runtime, reference):
@@ -251,13 +249,13 @@ def test_whatever_drafted_before_a_draft_is_as_if_all_had_been_seen_at_once(
             scheduler.retire(cycle, batch)
             if batch and steps % 5 == 0:
                 check_state(runtime, reference, batch)
-                for seq in batch:  # whose drafts are not verified: nothing is left of them, and nothing waits
+                for seq in batch:  # their drafts are not verified: no steps remain, and no row is pending
                     scripts[id(seq)].insert(0, OfferKind.NONE)
         assert set(controller.played) == set(kinds) - {OfferKind.NONE}
 
 
-def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
-    """More rows wait than one call takes; another sequence of the batch has none and keeps what it can resample."""
+def test_many_pending_rows_are_computed_in_chunks(opened: Open) -> None:
+    """More rows are pending than one call takes. Another sequence has none, and can still resample."""
     with pair(opened, 2) as (runtime, reference):
         drafter = lyanna_of(runtime)
         first, second = request([5, 6]), request([7, 8, 9])
@@ -280,7 +278,7 @@ def test_a_long_backlog_goes_in_in_chunks(opened: Open) -> None:
 
 
 def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
-    """Without a row to begin with, the graph would draft from whatever its inputs held, and take it for this text."""
+    """Without a first row, the graph would draft from old inputs."""
     with opened() as runtime:
         drafter, seq = lyanna_of(runtime), request([5, 6, 7])
         cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): []})))
@@ -291,7 +289,7 @@ def test_a_second_draft_of_the_same_text_is_refused(opened: Open) -> None:
 
 
 def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(opened: Open) -> None:
-    """Logits left over by the last draft, from the step after the bonus on; a moved sequence takes them with it."""
+    """The logits are those of unused steps of the last draft, after the bonus. A moved sequence keeps them."""
     with opened(2) as runtime:
         drafter, requests = lyanna_of(runtime), [request([5, 6, 7]), request([8, 9, 3, 4])]
         scripts = {id(seq): [OfferKind.FRESH] for seq in requests}
@@ -319,15 +317,15 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
 
 
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:
-    """Token information by name."""
+    """Return the token tables by name."""
     bundle = runtime._bundle
     assert bundle is not None
     return bundle.tables("lyanna")
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
-def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max_num_seqs: int) -> None:
-    """Rows are padded to a multiple of sixteen, past the last position of the context: it must be of no consequence."""
+def test_pending_rows_near_the_end_of_the_context_are_drafted_from(opened: Open, max_num_seqs: int) -> None:
+    """Padding to a multiple of sixteen rows, past the last position of the context, must not change drafts."""
     with pair(opened, max_num_seqs) as (runtime, reference):
         drafter, late = lyanna_of(runtime), request([5, 6, 7, 8] * 18)
         others = [request([5, 6, 7])] if max_num_seqs > 1 else []
@@ -346,7 +344,7 @@ def test_a_backlog_near_the_end_of_the_context_is_drafted_from(opened: Open, max
 
 
 def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Open) -> None:
-    """The longest backlog of a batch sets the width for all, and the others' rows are padded to it."""
+    """The most pending rows of a batch set the width of all, and the other sequences' rows are padded."""
     with pair(opened, 2) as (runtime, reference):
         late, early = request([5, 6, 7, 8] * 22), request([9, 3, 4] * 10)
         cycle = Cycle(
@@ -362,7 +360,7 @@ def test_a_batch_with_one_sequence_near_the_end_drafts_for_the_others(opened: Op
 def test_a_second_generation_is_refused_before_anything_is_measured(
     lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """Measuring what drafts cost overwrites KV rows: with a request running, it would change the text of that one."""
+    """Measuring the costs of drafts overwrites KV rows, which would change the text of a running request."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompt = [5, 6, 7, 8] * 23
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:

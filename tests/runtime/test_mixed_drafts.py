@@ -1,7 +1,7 @@
-"""Sequences of one batch drafted for in different ways: fresh, resampled, not at all, by one drafter and by another.
+"""Batches with fresh drafts, resampled ones and plain steps, by one drafter and by two.
 
-Each gets the trees that it gets alone, on the host's own path and on devices that run step graphs, and one verification
-takes them all.
+Each sequence gets the trees that it gets alone, on the host and on devices with step graphs. One verification takes
+all trees.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .lyanna_bundle import STEPS
 from .test_lyanna import FULL, PARAMS, prompts
 
 NINE = Budget(nodes=9, depth=STEPS, width=9)
-"""Fits behind every prompt here, so that no tree is cut for a neighbour's sake."""
+"""It fits after every prompt here, so that no tree is cut because of another."""
 WHOLE = Budget(nodes=12, depth=12, width=12)
 Nodes = tuple[list[int], list[int]]
 
@@ -53,7 +53,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Played:
-    """A request that is drafted for by `drafter`, as its script says step by step, and the trees it got."""
+    """A request with its `drafter`, a script of its steps, and the trees that it received."""
 
     seq: Sequence
     drafter: TreeMaker
@@ -67,7 +67,7 @@ class Played:
 
 
 def play(verifier: Verifier, requests: list[Played], budget: Budget) -> Iterator[tuple[list[OfferKind], list[Tree]]]:
-    """Run the requests, as many at once as there are slots; yields each step's sources and trees."""
+    """Run the requests, at most one a slot at a time. Yields each step's sources and trees."""
     waiting, batch = list(requests), []
     while waiting or batch:
         while waiting and len(batch) < verifier.max_num_seqs:
@@ -88,7 +88,7 @@ def play(verifier: Verifier, requests: list[Played], budget: Budget) -> Iterator
 
 
 def step(verifier: Verifier, batch: list[Played], budget: Budget) -> tuple[list[OfferKind], list[Tree]]:
-    """One step: a call of every drafter and source, resampling before or after fresh drafts, then one verification."""
+    """Run one step: a call of every drafter and source, resampling first or last, then one verification."""
     seqs, sources = [played.seq for played in batch], [played.wants() for played in batch]
     trees: list[Tree] = [root_only(seq.tokens[-1]) for seq in seqs]
     room = min(verifier.max_model_len - max(seq.cache_len for seq in seqs), verifier.largest_tree) - 1
@@ -116,7 +116,7 @@ def device_of(name: str, bundle: Bundle, folder: Path) -> Device:
 
 
 def requests_of(runtime: Runtime, texts: list[list[int]], owners: list[str], seed: int, tokens: int) -> list[Played]:
-    """The same scripts for the same seed."""
+    """Return requests whose scripts depend on the seed alone."""
     kinds = (OfferKind.NONE, OfferKind.FRESH, OfferKind.RESAMPLE, OfferKind.RESAMPLE)
     limit = runtime.max_model_len
     return [
@@ -132,7 +132,7 @@ def requests_of(runtime: Runtime, texts: list[list[int]], owners: list[str], see
 def alone(
     path: Path, texts: list[list[int]], owners: list[str], seed: int, tokens: int, budget: Budget
 ) -> list[Played]:
-    """The requests one by one on the host."""
+    """Return the requests after running them one by one on the host."""
     bundle = open_bundle(path, verify=False)
     with open_over(device_of("host", bundle, path), path) as runtime:
         requests = requests_of(runtime, texts, owners, seed, tokens)
@@ -152,7 +152,7 @@ def check(found: list[Played], expected: list[Played]) -> None:
 def test_fresh_and_resampled_trees_of_a_batch_are_those_of_each_sequence_alone(
     lyanna_bundle: Path, tmp_path: Path, device: str, seed: int
 ) -> None:
-    """Prompts that are longer than a draft takes in, three slots that come and go."""
+    """Prompts are longer than one call of the drafter, and requests in three slots begin and end."""
     texts = [*prompts(5, seed=seed + 20, longest=40), [5, 6, 7] * 22]
     owners = ["lyanna"] * len(texts)
     expected = alone(lyanna_bundle, texts, owners, seed, 18, NINE)
@@ -169,7 +169,7 @@ def test_fresh_and_resampled_trees_of_a_batch_are_those_of_each_sequence_alone(
 
 
 def test_a_slot_that_is_not_drafted_for_keeps_what_can_be_resampled(lyanna_bundle: Path) -> None:
-    """Fresh drafts for the one leave the other's chain; a tree that was made before stays in the store."""
+    """Fresh drafts for one sequence do not change the other's chain, and an earlier tree stays in the store."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     with open_over(cpu_device(bundle), lyanna_bundle, 2) as runtime:
         verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
@@ -206,7 +206,7 @@ def test_a_tree_of_another_slot_is_refused(lyanna_bundle: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pair_bundle(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with its two drafters."""
+    """Return the embedded model with its two drafters."""
     tiny, out = root / "assets" / "tiny", tmp_path_factory.mktemp("pair") / "engines"
     drafters = (lyanna_build(str(tiny / "lyanna")), DrafterBuild("mtp", str(tiny / "mtp"), "mtp", {"steps": 3}))
     model = Model("tiny", str(tiny), tiny)
@@ -217,7 +217,7 @@ def pair_bundle(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", "cpu"])
 def test_two_drafters_draft_side_by_side(pair_bundle: Path, tmp_path: Path, device: str) -> None:
-    """Each for requests of its own, whose slots the other one's calls leave as they were."""
+    """Each drafter has its own requests, whose slots the other's calls do not change."""
     texts = [[11, 42, 99, 7] * 5, [300, 12, 5], [77] * 70, [8, 1000, 31, 4, 4], [2000, 3]]
     owners = ["lyanna", "mtp", "mtp", "lyanna", "mtp"]
     expected = alone(pair_bundle, texts, owners, 3, 24, WHOLE)
@@ -242,7 +242,7 @@ def test_two_drafters_draft_side_by_side(pair_bundle: Path, tmp_path: Path, devi
 
 
 def deepest(tree: Tree) -> tuple[int, int]:
-    """Depth of a tree, and nodes of its widest level."""
+    """Return the depth of a tree, and the nodes of its widest level."""
     depths = [0]
     for parent in tree.parents.tolist()[1:]:
         depths.append(depths[parent] + 1)
@@ -262,7 +262,7 @@ def deepest(tree: Tree) -> tuple[int, int]:
 def test_a_budgets_depth_and_width_hold_on_a_device(
     lyanna_bundle: Path, tmp_path: Path, device: str, budget: Budget, stays: bool, max_num_seqs: int
 ) -> None:
-    """As on the host, of fresh and of resampled trees; a tree stays where it is if only its nodes are limited."""
+    """Fresh and resampled trees equal the host's. A tree stays on the device if only its nodes are limited."""
     bundle = open_bundle(lyanna_bundle, verify=False)
     texts = prompts(max_num_seqs, seed=4, longest=20)
     expected = alone(lyanna_bundle, texts, ["lyanna"] * len(texts), 5, 20, budget)

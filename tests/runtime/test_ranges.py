@@ -1,4 +1,4 @@
-"""The ranges of a run: what nests in what, what reaches the clock, and what nobody sees while nobody watches."""
+"""The ranges of a run: their nesting, the clock's seconds, and no work without a watcher."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BUDGET = Budget(6, 3, 2)
 
 
 def run(runtime: Runtime, watcher: object) -> Generation:
-    """Decode with a drafter in every step, watched."""
+    """Decode with a watcher and a drafter in every step."""
     with runtime.verifier.ranges.watched(watcher):  # type: ignore[arg-type]
         return runtime.generate([PROMPT], greedy(40), speculation=SpeculationParams(budget=BUDGET))[0]
 
 
 @pytest.fixture(scope="module")
 def watched(lyanna_bundle: Path) -> Iterator[tuple[Recording, Generation]]:
-    """A run of a bundle with a drafter, recorded."""
+    """Return the recording of a bundle with a drafter."""
     recording = Recording()
     with Runtime.open(lyanna_bundle, threads=1, verify=False) as runtime:
         yield recording, run(runtime, recording)
@@ -55,7 +55,7 @@ def test_a_trace_is_the_json_that_perfetto_reads(watched: tuple[Recording, Gener
 
 
 def test_the_events_of_a_trace_nest(watched: tuple[Recording, Generation]) -> None:
-    """In the order of the file, each ends before one that it began in, as the format demands of one thread."""
+    """In the order of the file, an event ends before those that enclose it, as the format demands of one thread."""
     file = io.StringIO()
     watched[0].write(file)
     open_ns: list[tuple[int, str]] = []
@@ -96,7 +96,7 @@ def test_the_metrics_are_sums_of_the_same_ranges(watched: tuple[Recording, Gener
     assert step.calls == metrics.num_steps
 
 
-def test_counts_tell_what_every_step_verified_and_accepted(watched: tuple[Recording, Generation]) -> None:
+def test_every_step_counts_verified_and_accepted_tokens(watched: tuple[Recording, Generation]) -> None:
     recording, generation = watched
     values: dict[str, list[float]] = {}
     for name, _, value in recording.counts:
@@ -113,7 +113,7 @@ def test_counts_tell_what_every_step_verified_and_accepted(watched: tuple[Record
 def test_time_that_the_verifier_waits_for_a_draft_is_the_drafts(
     monkeypatch: pytest.MonkeyPatch, verify: float, own: float, drafting: float, moved: float
 ) -> None:
-    """At most as long as the draft took, and only what the verifier's own work does not fill."""
+    """It is at most as long as the draft, and excludes the verifier's own work."""
     now = iter([0.0, 1.0, 1.0, 1.0 + verify])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = Clock()
@@ -126,7 +126,7 @@ def test_time_that_the_verifier_waits_for_a_draft_is_the_drafts(
     assert (ranges.stage("draft").latest, ranges.stage("verify").latest) == (1.0 + moved, verify - moved)
 
 
-def test_nothing_is_kept_once_nobody_watches() -> None:
+def test_nothing_is_recorded_without_a_watcher() -> None:
     runtime, recording = make_runtime(), Recording()
     run(runtime, recording)
     seen = len(recording.ranges), len(recording.counts)
@@ -157,7 +157,7 @@ def test_every_field_of_a_stage_is_one_of_the_clock() -> None:
 
 
 def test_ranges_of_no_length_stay_inside_of_those_around_them() -> None:
-    """Where the clock is too coarse, or is held still."""
+    """The clock may be too coarse, or stand still."""
     recording = Recording()
     recording.ranges = [Recorded("engine.verifier", 1.0, 1.0, 2), Recorded("verify", 1.0, 1.0, 1),
                         Recorded(STEP, 1.0, 1.0, 0)]  # fmt: skip
@@ -171,7 +171,7 @@ def test_ranges_of_no_length_stay_inside_of_those_around_them() -> None:
 
 
 def test_nvtx_gets_the_ranges_that_a_recording_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushed and popped in pairs, names registered once each."""
+    """Ranges are pushed and popped in pairs, and each name is registered once."""
     stack: list[str] = []
     paths: list[tuple[str, ...]] = []
     registered: list[str] = []

@@ -1,4 +1,4 @@
-"""What is believed of a tree follows what was kept: of its probabilities by a record, of its ranks on a device."""
+"""Statistics of trees follow acceptance: by probability, and by rank for trees on a device."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from .fakes import CURVE
 
 
 def shares(tree: DraftTree) -> list[float]:
-    """Probabilities of a chain's nodes given their parents."""
+    """Return the probabilities of a chain's nodes given their parents."""
     return [math.exp(child - parent) for parent, child in pairwise(tree.log_probs.tolist())]
 
 
-def test_a_new_record_believes_what_it_is_told() -> None:
-    told = [0.85, 0.6, 0.43, 0.2]
-    assert shares(DepthCalibration().calibrated(chain(*told))) == pytest.approx(told, rel=0.2)
+def test_a_new_record_starts_with_the_drafted_probabilities() -> None:
+    probabilities = [0.85, 0.6, 0.43, 0.2]
+    assert shares(DepthCalibration().calibrated(chain(*probabilities))) == pytest.approx(probabilities, rel=0.2)
 
 
-def test_promises_are_judged_by_depth() -> None:
-    """Of two tokens, both said to be likely, the first always comes true and the second never."""
+def test_rates_are_learned_by_depth() -> None:
+    """Two tokens are both likely, but the first is always correct and the second never."""
     record, tree = DepthCalibration(), chain(0.9, 0.9, 0.9)
     for _ in range(300):
         record.observe(tree, (1, OTHER))
     found = shares(record.calibrated(tree))
     assert found[0] > 0.99
     assert found[1] < 0.02
-    assert found[2] == pytest.approx(shares(DepthCalibration().calibrated(tree))[2])  # nothing was said of the third
+    assert found[2] == pytest.approx(shares(DepthCalibration().calibrated(tree))[2])  # nothing is known of the third
     assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
 
 
-def test_nothing_is_judged_beyond_where_the_text_left_the_tree() -> None:
+def test_nothing_is_learned_after_the_text_leaves_the_tree() -> None:
     record, tree = DepthCalibration(), chain(0.9, 0.9)
     before = shares(record.calibrated(tree))[1]
     for _ in range(100):
@@ -49,7 +49,7 @@ def test_nothing_is_judged_beyond_where_the_text_left_the_tree() -> None:
     assert shares(record.calibrated(tree))[1] == pytest.approx(before, abs=1e-5)
 
 
-def test_likely_and_unlikely_siblings_are_judged_apart() -> None:
+def test_likely_and_unlikely_siblings_have_rates_of_their_own() -> None:
     record, tree = DepthCalibration(), make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1])
     for _ in range(300):
         record.observe(tree, (2,))
@@ -67,7 +67,7 @@ def test_a_calibrated_child_is_never_likelier_than_its_parent_nor_impossible() -
     assert np.isfinite(found).all()
 
 
-def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
+def test_probabilities_of_a_lookup_are_not_corrected() -> None:
     controller, seq = Adaptive(VerifyCosts.of(FREE)), sequence()
     for _ in range(100):
         controller.budget(seq)
@@ -84,8 +84,8 @@ def test_what_a_lookup_finds_is_taken_at_its_word() -> None:
 # --- trees that stay on a device -------------------------------------------------------------------------------------
 
 
-class Unread(DraftTree):
-    """A tree of so many nodes whose fields nobody may ask for."""
+class OnDevice(DraftTree):
+    """A tree of this many nodes whose fields must not be read."""
 
     on_device = True
 
@@ -100,7 +100,7 @@ class Unread(DraftTree):
         raise AssertionError(f"{name} was copied from the device")
 
     def first(self, nodes: int) -> DraftTree:
-        return Unread(min(nodes + 1, len(self)))
+        return OnDevice(min(nodes + 1, len(self)))
 
 
 def kept(path: tuple[int, ...]) -> Outcome:
@@ -108,21 +108,21 @@ def kept(path: tuple[int, ...]) -> Outcome:
 
 
 def settle(controller: Adaptive, seq: Sequence, nodes: int, path: tuple[int, ...], steps: int) -> list[int]:
-    """Sizes of the trees verified, of trees of so many nodes of which those of `path` are kept, where verified."""
+    """Return the sizes of the verified trees, if the verifier accepts the nodes of `path` that it verifies."""
     sizes = []
     for _ in range(steps):
         if not controller.budget(seq).nodes:
             controller.observe(seq, plan(OfferKind.NONE), root_only(0), kept(()))
             continue
         taken = planned(controller, seq)
-        tree = controller.cut([seq], [taken], [Unread(nodes) if taken.kind is OfferKind.FRESH else None])[0]
+        tree = controller.cut([seq], [taken], [OnDevice(nodes) if taken.kind is OfferKind.FRESH else None])[0]
         sizes.append(len(tree))
         controller.timed(0.0, {}, len(tree))
         controller.observe(seq, taken, tree, kept(tuple(node for node in path if node < len(tree))))
     return sizes
 
 
-def test_a_rank_that_is_kept_is_believed_and_one_that_is_not_is_not() -> None:
+def test_rates_of_ranks_follow_acceptance() -> None:
     ranks = RankCalibration()
     assert ranks.shares(4) == [0.25] * 4
     for _ in range(200):
@@ -130,7 +130,7 @@ def test_a_rank_that_is_kept_is_believed_and_one_that_is_not_is_not() -> None:
     assert ranks.shares(4) == pytest.approx([1.0, 0.0, 1.0, 0.0], abs=0.01)
 
 
-def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
+def test_rates_of_ranks_that_are_not_verified_slowly_return_to_the_assumed_one() -> None:
     ranks = RankCalibration()
     for _ in range(50):
         ranks.observe(4, (1,))
@@ -143,29 +143,29 @@ def test_ranks_that_are_not_verified_are_forgotten_slowly() -> None:
     assert low < some < ranks.shares(3)[2] == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_tree_that_stays_on_a_device_is_cut_where_its_ranks_stop_paying() -> None:
-    """Nothing is copied: what is known is which nodes of those verified were kept."""
+def test_a_tree_on_a_device_is_cut_to_the_ranks_that_pay() -> None:
+    """Nothing is copied: the controller knows only which of the verified nodes were accepted."""
     seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
     sizes = settle(controller, seq, 13, (1, 3), 300)
     assert sizes[0] == 13
     assert np.mean(sizes[-100:]) == pytest.approx(4, abs=0.5)
 
 
-def test_trees_of_which_nothing_is_kept_are_given_up() -> None:
+def test_trees_that_are_never_accepted_are_given_up() -> None:
     seq, controller = sequence(), Adaptive(VerifyCosts.of(CURVE))
     sizes = settle(controller, seq, 13, (), 400)
     assert sizes[0] == 13
     assert sum(size > 1 for size in sizes) < 30
 
 
-def test_of_a_tree_on_a_device_and_one_that_was_found_the_better_is_taken_whole() -> None:
-    """They cannot be merged without a copy."""
+def test_the_better_of_a_tree_on_a_device_and_a_looked_up_one_is_verified() -> None:
+    """Merging them would need a copy."""
     seq, controller = sequence(), Adaptive(VerifyCosts.of(FREE))
     good, poor = chain(*[0.99] * 12), chain(0.02)
     taken = []
     for found in (good, poor):
         controller.budget(seq)
         planned(controller, seq, found)
-        taken.append(controller.cut([seq], [plan(OfferKind.FRESH, found)], [Unread(5)])[0])
+        taken.append(controller.cut([seq], [plan(OfferKind.FRESH, found)], [OnDevice(5)])[0])
     assert taken[0].tokens.tolist() == good.tokens.tolist()
-    assert isinstance(taken[1], Unread)
+    assert isinstance(taken[1], OnDevice)

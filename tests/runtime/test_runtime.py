@@ -1,4 +1,4 @@
-"""Generation end to end over the toy verifier: speculative text is plain text, and ends where it must."""
+"""Generation end to end over the toy verifier: speculative text is plain text, with the same end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_prompts(count: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_speculative_text_is_the_models_own(method: str, max_num_seqs: int, budget: Budget | None) -> None:
-    """Fails on any slip of mask, position, cache_len, KV compaction, padding or slot (the fake reads its KV rows)."""
+    """An error of mask, position, cache_len, KV compaction, padding or slot fails, since the fake reads its KV rows."""
     runtime = make_runtime(max_num_seqs=max_num_seqs)
     prompts = random_prompts(8, seed=max_num_seqs)
     for max_tokens in (2, 37):
@@ -37,7 +37,7 @@ def test_speculative_text_is_the_models_own(method: str, max_num_seqs: int, budg
 
 
 def test_sequences_of_different_ends_share_a_batch() -> None:
-    """A leaver's slot is taken by the last one, a newcomer takes slot 0: rows must follow."""
+    """The last sequence moves to the slot of a finished one, and a new one begins in slot 0: rows must follow."""
     prompts = random_prompts(7, seed=5)
 
     def rule(tokens: list[int]) -> int:
@@ -51,7 +51,7 @@ def test_sequences_of_different_ends_share_a_batch() -> None:
 
 
 def test_speculation_saves_steps_on_repetitive_text() -> None:
-    """Lossless is not enough: a drafter that never hits would pass every other test."""
+    """Lossless text is not enough: a drafter that is never correct would pass every other test."""
     cycle = b"abcdefgh" * 20
     runtime = make_runtime(script(cycle, 9))
     result = runtime.generate(["abcdefgh " + ""], greedy(100))[0]
@@ -62,7 +62,7 @@ def test_speculation_saves_steps_on_repetitive_text() -> None:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 150, 256, 257])
 def test_chunked_prefill(length: int) -> None:
-    """Chunk borders and padded last chunks: every row of the prompt is computed once, at its position."""
+    """At chunk borders and in padded last chunks, every row of the prompt is computed once, at its position."""
     prompt = random_prompts(1, seed=length)[0] * 300
     prompt = prompt[:length]
     result = make_runtime(max_model_len=300).generate([prompt], greedy(20))[0]
@@ -71,7 +71,7 @@ def test_chunked_prefill(length: int) -> None:
 
 
 def test_eos_in_the_middle_of_an_accepted_path() -> None:
-    """Tokens drafted and accepted after the end of the sequence are cut; the text leaves EOS out, the ids keep it."""
+    """Tokens drafted and accepted after the end of the sequence are cut. Only the ids include EOS."""
     prompt = [*b"abcdefgh", EOS, *b"ijklmnop", *b"ab"]
     said = [*b"cdefgh", EOS, *b"ijklmnop"]
     runtime = make_runtime(script(said, len(prompt)))
@@ -81,7 +81,7 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
     assert result.text == "cdefgh"
     assert result.finish_reason == "stop"
     assert result.metrics.num_steps == 1
-    assert result.metrics.num_accepted_draft_tokens == 6  # those cut are not counted
+    assert result.metrics.num_accepted_draft_tokens == 6  # tokens that were cut do not count
     beyond = runtime.generate(
         [prompt], greedy(15, ignore_eos=True), speculation=SpeculationParams(budget=Budget(20, 10, 2))
     )[0]
@@ -91,7 +91,7 @@ def test_eos_in_the_middle_of_an_accepted_path() -> None:
 @pytest.mark.parametrize("method", ["none", "ngram"])
 @pytest.mark.parametrize("prompt_length", [1, 90, 98, 99])
 def test_context_filled_exactly(method: str, prompt_length: int) -> None:
-    """The last row of the buffer is used and no row past it is asked for (the fake refuses that)."""
+    """The text uses the last row of the buffer and no row past it, which the fake would refuse."""
     prompt = [97 + i % 3 for i in range(prompt_length)]
     result = make_runtime(max_model_len=100).generate(
         [prompt], greedy(1000), SpeculationParams(method, budget=Budget(12, 6, 3))
@@ -107,7 +107,7 @@ def test_prompt_past_the_context_is_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
-    """A tokenizer may hold more words than the embedding has rows."""
+    """A tokenizer may have more tokens than the embedding has rows."""
     with pytest.raises(UsageError, match=f"the model knows 0 to {VOCABULARY - 1}"):
         make_runtime().generate([[97, token]])
 
@@ -128,7 +128,7 @@ def test_ids_that_the_model_does_not_know_are_refused(token: int) -> None:
         (lambda runtime: SamplingParams(temperature="0"), "temperature must be a number, not '0'"),
     ],
 )
-def test_what_is_of_another_type_is_refused(use: Callable[[Runtime], object], message: str) -> None:
+def test_values_of_another_type_are_refused(use: Callable[[Runtime], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         use(make_runtime())
 
@@ -179,7 +179,7 @@ def test_unknown_method_and_option_are_refused() -> None:
 
 
 def test_a_second_generation_is_refused_while_one_streams() -> None:
-    """Both would write the same KV rows."""
+    """Both generations would write the same KV rows."""
     runtime = make_runtime()
     stream = runtime.stream("abc", greedy(30))
     next(stream)
@@ -204,7 +204,7 @@ def test_json_has_the_documented_fields() -> None:
     assert "synthetic" not in metrics
 
 
-def test_gaps_are_recorded_per_token_where_asked() -> None:
+def test_margins_are_recorded_per_token_if_requested() -> None:
     runtime = make_runtime()
     result = runtime.generate(["abc"], greedy(20), record_logit_margins=True)[0]
     assert result.logit_margins == (2.0,) * 20
@@ -213,7 +213,7 @@ def test_gaps_are_recorded_per_token_where_asked() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_synthetic_acceptance_is_forced_seeded_and_labelled(max_num_seqs: int) -> None:
-    """Accepted shares follow the request by depth, and nothing of such a run can be taken for real text."""
+    """Acceptance rates follow the request by depth, and the label marks all text of such a run."""
     runtime = make_runtime(lambda tokens: 97, max_model_len=1000, max_num_seqs=max_num_seqs)
     args = dict(speculation=SpeculationParams(budget=Budget(6, 3, 2)), synthetic_acceptance=(0.9, 0.5, 0.0))
     runs = [runtime.generate(["a", "a"], greedy(900, seed=seed), **args) for seed in (1, 1, 2)]
@@ -238,8 +238,8 @@ def test_prompt_may_be_ids_and_bos_is_not_added_to_them() -> None:
     assert make_runtime().generate([[BOS, 97]], greedy(1))[0].prompt_tokens == 2
 
 
-def test_a_closed_runtime_says_so() -> None:
-    """Also a stream that was begun before, at its next token."""
+def test_a_closed_runtime_refuses_calls() -> None:
+    """A stream that began earlier fails at its next token."""
     runtime = make_runtime()
     stream = runtime.stream([5, 6, 7], greedy(40))
     next(stream)

@@ -1,4 +1,4 @@
-"""Requests come and go: a new one takes the first free slot and moves nobody, a leaver's slot is filled at once."""
+"""Scheduling: a new request takes the first free slot and moves no other, and a free slot is filled at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fakes import FakeEngine, fake_verifier, mixing_rule, plain
 
 
 class Noting(Cycle):
-    """Notes who begins in which slot, who steps, and who moves."""
+    """Records which request begins in which slot, and which ones step and move."""
 
     def __init__(self, slots: int) -> None:
         verifier = fake_verifier(FakeEngine(), 400, max_num_seqs=slots)

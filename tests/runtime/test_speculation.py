@@ -1,4 +1,4 @@
-"""How requests speculate, each its own way, in one batch: the text is always the model's own."""
+"""Requests with speculation of their own in one batch: the text is always the model's own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAYS = [
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4, 9])
 def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
-    """Each text is the model's own, all of a batch are verified in one call, and the trace of it holds."""
+    """Each text is the model's own, each call verifies a whole batch, and its trace replays."""
     runtime, trace = make_runtime(max_num_seqs=max_num_seqs), io.StringIO()
     found = runtime.generate(PROMPTS, greedy(30), WAYS, trace=trace)
     assert [list(one.token_ids) for one in found] == [plain(mixing_rule, prompt, 30) for prompt in PROMPTS]
@@ -54,7 +54,7 @@ def test_requests_of_several_ways_share_a_batch(max_num_seqs: int) -> None:
 
 
 def test_a_fixed_budget_next_to_an_adaptive_one_is_spent_whole() -> None:
-    """Verifying is dear, so that adaptive requests give up; the fixed one does not care."""
+    """Verification is so expensive that adaptive requests pause. The fixed request does not."""
     dear = CostCurve.from_points({1: 1.0, 32: 320.0})
     prompt = [97, 98, 99] * 8
     fixed = SpeculationParams("ngram", budget=Budget(4, 4, 1))
@@ -73,8 +73,8 @@ def test_a_fixed_budget_may_be_larger_than_any_tree_that_was_timed() -> None:
     assert max(width for _, width in engine_of(runtime.verifier).sizes[2:]) > 33
 
 
-def test_rows_that_a_neighbour_pays_for_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node costs ten steps. Alone nothing pays; next to a tree of eight nodes at every step, eight nodes are free."""
+def test_nodes_within_another_sequences_larger_tree_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node costs ten steps. Alone, no tree pays. With a tree of eight nodes at every step, eight nodes are free."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     dear = CostCurve.from_points({1: 1.0, 32: 320.0})
     wide = SpeculationParams("ngram", budget=Budget(8, 8, 1))
@@ -88,8 +88,8 @@ def test_rows_that_a_neighbour_pays_for_are_free(monkeypatch: pytest.MonkeyPatch
     assert drafted[1] > 80
 
 
-def test_what_requests_with_a_prediction_show_is_not_for_those_without() -> None:
-    """Else plain lookups would start with the experience of predictions that always came true."""
+def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with_one() -> None:
+    """Otherwise plain lookups would start with the experience of predictions that were always correct."""
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
     controller = runtime._adaptive
@@ -111,15 +111,15 @@ def test_two_trees_together_are_no_wider_than_the_budget(budget: Budget) -> None
 
 
 @pytest.mark.parametrize("budget", [Budget(8, 4, 0), Budget(8, 0, 4), Budget(0, 4, 4)], ids=str)
-def test_a_budget_without_room_is_plain_decoding(monkeypatch: pytest.MonkeyPatch, budget: Budget) -> None:
+def test_a_budget_without_nodes_is_plain_decoding(monkeypatch: pytest.MonkeyPatch, budget: Budget) -> None:
     runtime = make_runtime()
-    monkeypatch.setattr(NgramDrafter, "offers", None)  # nobody is asked for offers
+    monkeypatch.setattr(NgramDrafter, "offers", None)  # no step asks for offers
     (found,) = runtime.generate([[97, 98] * 9], greedy(20), SpeculationParams("ngram", budget=budget))
     assert found.metrics.num_draft_tokens == 0
     assert list(found.token_ids) == plain(mixing_rule, [97, 98] * 9, 20)
 
 
-def test_a_closed_runtime_lets_go_of_its_verifier_after_a_prediction() -> None:
+def test_a_closed_runtime_releases_its_verifier_after_a_prediction() -> None:
     runtime = make_runtime()
     runtime.generate([[97]], greedy(5), SpeculationParams("ngram", [98, 99]))
     verifier = weakref.ref(runtime.verifier)
@@ -129,7 +129,7 @@ def test_a_closed_runtime_lets_go_of_its_verifier_after_a_prediction() -> None:
 
 
 def test_an_adaptive_budget_is_a_limit() -> None:
-    """All is accepted and verifying costs nothing: without a limit trees would be far larger."""
+    """All tokens are accepted and verification is free. Without a limit, trees would be far larger."""
     free = CostCurve.from_points({1: 1.0, 32: 1.0})
     nodes = []
     for budget in (None, Budget(2, 2, 1)):
@@ -154,7 +154,7 @@ def test_an_adaptive_budget_is_a_limit() -> None:
     ],
     ids=str,
 )
-def test_ways_that_cannot_be_are_refused_before_anything_is_computed(ways: object, message: str) -> None:
+def test_impossible_speculation_is_refused_before_any_computation(ways: object, message: str) -> None:
     runtime = make_runtime()
     with pytest.raises(UsageError, match=message):
         runtime.generate(PROMPTS, greedy(5), ways)
@@ -193,7 +193,7 @@ TEXT = random.Random(1).choices(range(97, 120), k=150)
 
 
 def edited(text: list[int], changes: dict[int, list[int]]) -> list[int]:
-    """`text` with other tokens in place of those at some positions."""
+    """Return `text` with other tokens at some positions."""
     return [token for place, own in enumerate(text) for token in changes.get(place, [own])]
 
 
@@ -211,7 +211,7 @@ def edited(text: list[int], changes: dict[int, list[int]]) -> list[int]:
 def test_a_predicted_text_is_followed(
     monkeypatch: pytest.MonkeyPatch, prediction: list[int], most_steps: int, budget: Budget | None
 ) -> None:
-    """Random text, of which n-grams know nothing. Where it leaves the prediction, it is found again."""
+    """The text is random, so n-grams find nothing. If the answer leaves the prediction, the drafter finds it again."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", prediction, budget))
@@ -221,7 +221,7 @@ def test_a_predicted_text_is_followed(
 
 
 def test_a_prediction_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other text has the same letters, so that the place in it is found again and again, and lost at once."""
+    """The other text has the same letters, so that the position in it is found and lost again and again."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     other = random.Random(2).choices(range(97, 120), k=150)
@@ -237,7 +237,7 @@ def test_a_prediction_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch)
     (found,) = runtime.generate([[97]], greedy(150), SpeculationParams("ngram", other, Budget(1, 1, 1)))
     assert list(found.token_ids) == TEXT
     assert len(offered) > 130
-    assert sum(offered[-100:]) < 60  # one letter of 23 is right by chance
+    assert sum(offered[-100:]) < 60  # one letter of 23 is correct by chance
 
 
 def test_a_prediction_is_text_or_token_ids_and_may_be_empty() -> None:
@@ -255,7 +255,7 @@ def test_a_prediction_is_text_or_token_ids_and_may_be_empty() -> None:
 
 
 def never_twice(tokens: list[int], logits: np.ndarray) -> np.ndarray:
-    """Forbids the latest token, so that what comes depends on the path."""
+    """Forbids the latest token, so that the next one depends on the path."""
     changed = logits.copy()
     changed[tokens[-1]] = -1.0
     return changed
@@ -264,7 +264,7 @@ def never_twice(tokens: list[int], logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("how", ["none", "ngram", SpeculationParams("ngram", budget=Budget(12, 4, 3))], ids=str)
 def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_num_seqs: int) -> None:
-    """The text with one is that of a model that computes such logits itself; every call ends in a token of its path."""
+    """The text equals that of a model that computes such logits itself. Every call ends in a token of its path."""
     seen: list[list[int]] = []
 
     def process(tokens: list[int], logits: np.ndarray) -> np.ndarray:
@@ -288,7 +288,7 @@ def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_nu
     assert all(any(tokens[: len(prompt)] == prompt for prompt in PROMPTS) for tokens in seen)
 
 
-def test_what_is_no_logits_processor_is_refused() -> None:
+def test_values_that_are_no_logits_processor_are_refused() -> None:
     with pytest.raises(UsageError, match="logits_processors must be a list of functions"):
         greedy(5, logits_processors=(3,))
     with pytest.raises(UsageError, match="logits_processors must be a list of functions"):

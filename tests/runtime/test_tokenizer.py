@@ -36,7 +36,7 @@ def test_a_character_cut_by_max_tokens_is_left_out() -> None:
     assert len(result.token_ids) == len(said) - 1
 
 
-def test_bytes_that_never_make_a_character_do_not_hold_up_what_follows() -> None:
+def test_bytes_that_never_make_a_character_do_not_delay_later_text() -> None:
     runtime = make_runtime(script(b"a\xffbc", 1))
     assert "".join(runtime.stream("x", greedy(4))) == "a\ufffdbc"
 
@@ -44,7 +44,7 @@ def test_bytes_that_never_make_a_character_do_not_hold_up_what_follows() -> None
 @pytest.mark.parametrize("budget", [Budget(0, 0, 0), Budget(12, 6, 2)], ids=str)
 @pytest.mark.parametrize("stop", [("END",), ("never", "D."), ("N", "END"), ("🙂E",)])
 def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Budget) -> None:
-    """Held back while they may begin, across chunks and accepted paths; tokens after the end are cut."""
+    """Text that may begin a stop string is held back, across chunks and paths. Tokens after the end are cut."""
     said = "EN EN EN 🙂END. EN EN EN"
     full = said.encode()
     runtime = make_runtime(script(full, 1))
@@ -57,13 +57,13 @@ def test_stop_strings_end_the_text_before_them(stop: tuple[str, ...], budget: Bu
     assert len(result.token_ids) == min(ends)
 
 
-def test_what_only_began_a_stop_string_comes_out_in_the_end() -> None:
+def test_text_that_only_began_a_stop_string_comes_out_in_the_end() -> None:
     runtime = make_runtime(script(b"abcEN", 1))
     chunks = list(runtime.stream("x", greedy(5, stop=("END",))))
     assert "".join(chunks) == "abcEN"
 
 
-def test_a_stop_string_that_is_no_longer_possible_is_let_go_at_once() -> None:
+def test_text_comes_out_once_no_stop_string_is_possible() -> None:
     stream = Detokenizer(byte_text(), [], ("END",))
     taken = [(stream.push(token), stream.take())[1] for token in b"xEzEN!"]
     assert taken == ["x", "", "Ez", "", "", "EN!"]
@@ -99,6 +99,6 @@ def test_chat_template_sees_messages_and_special_tokens() -> None:
     ],
 )
 def test_chat_templates_that_cannot_be_used_are_refused(template: str | None, match: str) -> None:
-    """The last: a bundle's template must not reach into the interpreter."""
+    """The last case: a bundle's template must not access the interpreter."""
     with pytest.raises(UsageError, match=match):
         byte_text(template=template).apply_chat_template([{"role": "user", "content": "hi"}])

@@ -1,4 +1,4 @@
-"""Traces: what is written can be played again, and a line that was changed is found."""
+"""Traces: a written trace replays, and the replay refuses a line that was changed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def traced(max_num_seqs: int = 2, method: str = "ngram", budget: Budget | None =
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_a_trace_tells_every_token_and_what_each_source_brought(max_num_seqs: int) -> None:
+def test_a_trace_has_every_token_and_the_nodes_of_each_source(max_num_seqs: int) -> None:
     lines = traced(max_num_seqs)
     played = replay(lines)
-    told = sorted(
+    texts = sorted(
         tokens[: len(prompt) + 25] for prompt, tokens in zip(PROMPTS, by_prompt(played.requests), strict=True)
     )
-    assert told == sorted(prompt + plain(mixing_rule, prompt, 25) for prompt in PROMPTS)
+    assert texts == sorted(prompt + plain(mixing_rule, prompt, 25) for prompt in PROMPTS)
     steps = [json.loads(line) for line in lines if "position" in line]
     assert sum(played.steps.values()) == len(steps) == len(lines) - len(PROMPTS)
     assert sum(played.nodes.values()) == sum(len(step["tokens"]) - 1 for step in steps)
@@ -48,8 +48,8 @@ def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
     return [next(t for t in requests.values() if t[: len(prompt)] == prompt) for prompt in PROMPTS]
 
 
-def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice_holds() -> None:
-    """Replaying computes source and size again; a gain that was another would have chosen another source."""
+def test_every_choice_of_an_adaptive_run_replays() -> None:
+    """Replaying computes source and size again: a different gain would select another source."""
     lines = traced(budget=None)
     steps = [json.loads(line) for line in lines if "position" in line]
     weighed = [step for step in steps if "choice" in step]
@@ -60,11 +60,11 @@ def test_a_trace_of_an_adaptive_run_says_what_was_weighed_and_by_it_every_choice
     step = json.loads(lines[number])
     step["choice"]["gains"]["fresh"] = step["choice"]["gains"]["lookup"] + 1.0
     lines[number] = json.dumps(step)
-    with pytest.raises(DataError, match=f"line {number + 1} .* most was expected of a tree from fresh"):
+    with pytest.raises(DataError, match=f"line {number + 1} .* the largest gain is that of fresh"):
         replay(lines)
 
 
-def test_shares_that_the_batch_does_not_have_are_found() -> None:
+def test_shares_that_the_batch_does_not_have_are_refused() -> None:
     lines = traced(budget=None)
     number = next(i for i, line in enumerate(lines) if json.loads(line).get("choice", {}).get("together"))
     step = json.loads(lines[number])
@@ -96,7 +96,7 @@ def test_plain_decoding_is_traced_too() -> None:
     assert sum(played.nodes.values()) == 0
 
 
-def test_nothing_is_written_once_no_trace_is_asked_for() -> None:
+def test_a_cycle_without_a_trace_writes_nothing() -> None:
     runtime, file = make_runtime(), io.StringIO()
     runtime.generate([[97]], greedy(5), trace=file)
     length = len(file.getvalue())
@@ -105,13 +105,13 @@ def test_nothing_is_written_once_no_trace_is_asked_for() -> None:
 
 
 def test_forced_acceptance_is_not_traced() -> None:
-    """Its answers are not the verifier's."""
+    """Its outcomes are not the verifier's."""
     with pytest.raises(UsageError, match="cannot be traced"):
         make_runtime().generate([[97]], greedy(5), synthetic_acceptance=[0.5], trace=io.StringIO())
 
 
 def accepted_step(lines: list[str]) -> int:
-    """Number from 0 of a line whose step accepted something."""
+    """Return the index of a line whose step accepted a token."""
     return next(number for number, line in enumerate(lines) if json.loads(line).get("path"))
 
 
@@ -151,9 +151,9 @@ def test_a_line_that_is_no_record_is_refused(line: str) -> None:
         replay([*lines, line])
 
 
-def test_a_lost_line_is_missed_at_the_next_of_its_request() -> None:
+def test_a_missing_line_is_refused_at_the_next_of_its_request() -> None:
     lines = traced(max_num_seqs=1)
-    with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, the request stands at \d+"):
+    with pytest.raises(DataError, match=r"^line 3 of the trace: .*begins at \d+, expected \d+"):
         replay([*lines[:2], *lines[3:]])
     with pytest.raises(DataError, match=r"^line 1 of the trace"):
         replay(lines[1:])

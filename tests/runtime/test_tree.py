@@ -1,4 +1,4 @@
-"""Tree functions against definitions spelled out the slow way, over every small tree."""
+"""Tree functions equal simple, slow definitions, over every small tree."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mask_and_depths(parents: list[int]) -> None:
 
 
 def test_accepted_path_is_the_longest_one_that_agrees() -> None:
-    """Every tree of four drafted nodes over a vocabulary of two, every answer of the verifier."""
+    """All trees of four drafted nodes over a vocabulary of two, with all target tokens."""
     count = 0
     for parents in SMALL_TREES:
         for tokens in product(range(2), repeat=len(parents)):
@@ -72,8 +72,8 @@ def test_pruning_keeps_the_likeliest_nodes_and_their_ancestors(parents: list[int
         assert np.array_equal(np.exp(kept.log_probs), np.float32(np.exp(tree.log_probs[sorted(best)])))
 
 
-def test_greedy_judges_a_tree() -> None:
-    """Root 5 with children 6 and 7; the verifier says 7, then 9: node 2 is kept, 9 is the bonus."""
+def test_greedy_accepts_a_path() -> None:
+    """Root 5 has children 6 and 7. The target tokens are 7, then 9: node 2 is accepted, 9 is the bonus."""
     logits = np.zeros((3, 10), np.float32)
     logits[[0, 1, 2], [7, 1, 9]] = [3.0, 2.0, 1.0]
     sampler = Greedy(record_logit_margins=True)
@@ -87,7 +87,7 @@ def test_greedy_judges_a_tree() -> None:
 
 
 def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
-    """Siblings of distinct tokens out of three, no child likelier than its parent."""
+    """Siblings are distinct tokens out of three, and no child is likelier than its parent."""
     tokens, parents, probs, taken = [9], [-1], [1.0], set()
     while len(tokens) < nodes:
         parent, token = int(generator.integers(len(tokens))), int(generator.integers(3))
@@ -100,7 +100,7 @@ def random_tree(generator: np.random.Generator, nodes: int) -> DraftTree:
 
 
 def by_path(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    """Log probability by the tokens from below the root; a parent must come before its children."""
+    """Return log probabilities by the tokens below the root. A parent must come before its children."""
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, len(tree)):
         parent = int(tree.parents[node])
@@ -138,13 +138,13 @@ def test_a_tree_within_a_block_or_a_chain_across_two_is_verified_whole() -> None
 
 
 @pytest.mark.parametrize(("past", "left"), [(124, [5, 6, 7, 8]), (126, [5, 7, 8]), (127, [5, 7, 8])])
-def test_of_a_tree_in_two_blocks_the_better_of_the_likeliest_nodes_and_the_likeliest_chain_is_left(
+def test_a_tree_in_two_blocks_is_cut_to_the_better_of_likeliest_nodes_and_likeliest_chain(
     past: int, left: list[int]
 ) -> None:
     assert exact_part(BRANCHED, past, True, 128).tokens.tolist() == left
 
 
-def test_where_no_branches_are_taken_the_likeliest_chain_is_left() -> None:
+def test_without_branches_a_tree_is_cut_to_the_likeliest_chain() -> None:
     left = exact_part(BRANCHED, 0, False, 128)
     assert left.tokens.tolist() == [5, 7, 8]
     assert left.parents.tolist() == [-1, 0, 1]
@@ -159,8 +159,8 @@ def test_a_chain_may_be_of_any_length() -> None:
     assert likeliest_chain(long).parents.tolist() == long.parents.tolist()
 
 
-def test_of_two_trees_together_the_likelier_branch_is_left() -> None:
-    """The unlikely branch comes first; a budget of width 1 has space for one of them."""
+def test_two_merged_trees_are_cut_to_the_likelier_branch() -> None:
+    """The unlikely branch comes first. A budget of width 1 takes one of them."""
     both = merge(make_tree([5, 6, 7], [-1, 0, 1], [1.0, 0.2, 0.1]), make_tree([5, 8, 9], [-1, 0, 1], [1.0, 0.9, 0.8]))
     kept = cut(both, StepLimits(Budget(4, 4, 1)), 4)
     assert kept.tokens.tolist() == [5, 8, 9]

@@ -1,4 +1,4 @@
-"""Prompts in any slot, rows of a call, and readers that are gone: on the host, and on devices that run step graphs."""
+"""Prompts in any slot, least rows of a call, and readers that were detached: on the host, and on step graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["host", "cpu", "tensorrt"])
 def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) -> Open:
-    """Opens the bundle on the host's own path or over a device."""
+    """Return a function that opens the bundle on the host or on a device."""
     bundle = open_bundle(lyanna_bundle, verify=False)
 
     def open_runtime(max_num_seqs: int) -> Runtime:
@@ -53,7 +53,7 @@ def opened(request: pytest.FixtureRequest, lyanna_bundle: Path, tmp_path: Path) 
 
 
 def rows(verifier: Verifier) -> np.ndarray:
-    """The first layer's keys [slots, H_kv, CONTEXT, D]."""
+    """Return the first layer's keys [slots, H_kv, CONTEXT, D]."""
     steps = verifier.steps
     if isinstance(steps, GraphSteps):
         found = steps._buffers.state[names.key_cache(0)].read()
@@ -63,7 +63,7 @@ def rows(verifier: Verifier) -> np.ndarray:
 
 
 def computed(verifier: Verifier, tokens: list[int], slot: int) -> Sequence:
-    """A sequence whose prompt is computed in a slot."""
+    """Return a sequence whose prompt was computed in a slot."""
     seq = request(tokens)
     for _ in verifier.prefill(seq, slot):
         pass
@@ -88,7 +88,7 @@ def test_a_prompt_is_computed_in_any_slot_and_leaves_the_others(opened: Open) ->
         assert outcome.tokens
 
 
-def test_the_first_token_is_asked_for_in_the_slot_that_was_computed(opened: Open) -> None:
+def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> None:
     with opened(2) as runtime:
         seq = request(TEXT)
         for _ in runtime.verifier.prefill(seq, 1):
@@ -97,8 +97,8 @@ def test_the_first_token_is_asked_for_in_the_slot_that_was_computed(opened: Open
             runtime.verifier.first_outcome(seq, 0)
 
 
-def test_a_drafter_takes_in_a_prompts_rows_in_its_slot(opened: Open) -> None:
-    """Its KV of a long prompt, of which all rows but the last go in at once; other slots keep theirs."""
+def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
+    """Its KV of a long prompt has all rows but the pending ones, and other slots do not change."""
     with opened(3) as runtime:
         verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
         keys = drafter._state[names.key_cache(0)]  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
     device: str,
     plain: list[list[int]],  # noqa: F811
 ) -> None:
-    """What goes is waited for, and made again when its slot comes again."""
+    """A dropped step is first waited for, and made again when its slot is used again."""
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
     monkeypatch.setattr(graph_steps, "MOST_PREFILLS", 2)
     monkeypatch.setattr(hidden_states, "MOST_CALLS", 2)
@@ -146,7 +146,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
 
 
 def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> None:
-    """Calls of at least so many rows: both have the same sizes, but other rows whose logits are wanted, and masks."""
+    """Both calls have the same sizes, but other rows of logits and other masks."""
     verifier = fake_verifier(FakeEngine(), 400)
     verifier.fewest_rows = 16
     text = np.arange(97, 97 + 48) % 5 + 97
@@ -163,7 +163,7 @@ def test_a_prompts_chunk_as_wide_as_a_tree_leaves_the_trees_step_as_it_was() -> 
 
 @pytest.mark.parametrize(("sequences", "fewest", "width"), [(1, 5, 8), (1, 2, 2), (2, 5, 4), (3, 1, 1)])
 def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences: int, fewest: int, width: int) -> None:
-    """Padded, and the text of a step is what it would be without."""
+    """The call is padded, and the text of a step is the same as without padding."""
     with open_over(cpu_device(open_bundle(lyanna_bundle, verify=False)), lyanna_bundle, 3) as runtime:
         verifier = runtime.verifier
         verifier.fewest_rows = 1
@@ -175,7 +175,7 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
         assert [outcome.tokens for outcome in verifier.verify(batch, trees)] == expected
 
 
-def test_nothing_is_gathered_for_a_reader_that_is_gone(opened: Open) -> None:
+def test_nothing_is_gathered_for_a_detached_reader(opened: Open) -> None:
     with opened(2) as runtime:
         verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
         pending = drafter._state[names.PENDING_FEATURES]  # type: ignore[attr-defined]

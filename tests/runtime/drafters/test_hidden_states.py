@@ -1,4 +1,4 @@
-"""Small parts of Lyanna's runtime: the part of a tree that a budget has space for."""
+"""Small parts of Lyanna's runtime: the part of a tree that fits a budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.runtime.fakes import FakeEngine, fake_verifier
 
 
 def ranked_tree(seed: int, nodes: int) -> DraftTree:
-    """Likeliest first, parents before children."""
+    """The order is likeliest first, parents before children."""
     generator = np.random.default_rng(seed)
     parents = np.array([-1] + [int(generator.integers(0, node)) for node in range(1, nodes)])
     return DraftTree(np.arange(100, 100 + nodes), parents, -np.arange(nodes, dtype=np.float32))
@@ -22,7 +22,7 @@ def ranked_tree(seed: int, nodes: int) -> DraftTree:
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("budget", [Budget(4, 9, 9), Budget(30, 2, 9), Budget(30, 9, 1), Budget(5, 3, 2)], ids=str)
 def test_within_a_budget_the_likeliest_nodes_stay(seed: int, budget: Budget) -> None:
-    """A node is left out only where it is too deep, its parent is out, its level is full, or the tree is."""
+    """A node is missing only if it is too deep, its parent is missing, its level is full, or the tree is full."""
     tree = ranked_tree(seed, 14)
     found = within(tree, budget)
     kept: dict[int, int] = {0: 0}  # old node -> depth

@@ -1,4 +1,4 @@
-"""Prompt lookup: which continuations are proposed, how they are judged, what is learned."""
+"""Prompt lookup: its continuations, their probabilities, and learning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draft(drafter: NgramDrafter, text: str, budget: Budget = WIDE) -> tuple[Draf
 
 
 def branches(tree: DraftTree) -> list[str]:
-    """Text of every path from the root to a leaf, the root left out."""
+    """Return the text of every path from the root to a leaf, without the root."""
     texts = [""]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
         texts.append(texts[parent] + chr(token))
@@ -38,13 +38,13 @@ def branches(tree: DraftTree) -> list[str]:
 
 
 def test_longest_context_first_then_shorter_ones_that_begin_differently(drafter: NgramDrafter) -> None:
-    """`abcd` was last followed by XY; `d` also by Q and by X, of which only Q begins a new branch."""
+    """`abcd` was last followed by XY; `d` also by Q and by X. Only Q begins a new branch."""
     tree, _ = draft(drafter, "dQ--abcdXYZ-abcd")
     assert branches(tree)[0].startswith("XYZ")
     assert [branch[0] for branch in branches(tree)] == ["X", "Q"]
 
 
-def test_of_equal_contexts_the_latest_comes_first(drafter: NgramDrafter) -> None:
+def test_the_latest_of_equal_contexts_comes_first(drafter: NgramDrafter) -> None:
     tree, _ = draft(drafter, "abcd1 abcd2 abcd3 abcd")
     assert [branch[0] for branch in branches(tree)] == ["3", "2", "1"]
 
@@ -87,7 +87,7 @@ def test_index_grows_with_the_text_as_if_built_at_once(drafter: NgramDrafter) ->
 
 
 def test_every_node_after_the_decoded_path_is_evidence(drafter: NgramDrafter) -> None:
-    """Drafted: 2 after `xyz abcd` and 1 after `abcd`. The text goes on 2, then not as drafted: one hit, two misses."""
+    """The draft is 2 after `xyz abcd` and 1 after `abcd`. The text follows 2 and then differs: 1 hit, 2 misses."""
     tree, seq = draft(drafter, "abcd1xyz abcd2xyz abcd")
     before = list(drafter._rates)
     first, second, third = 8 * RANKS, 4 * RANKS + 1, 9 * RANKS
@@ -107,7 +107,7 @@ def test_rates_learned_from_one_request_inform_the_next(drafter: NgramDrafter) -
     assert draft(drafter, "abcdX.....abcd")[0].log_probs[1] < old - 0.2
 
 
-def test_what_was_not_drafted_teaches_nothing(drafter: NgramDrafter) -> None:
+def test_tokens_that_were_not_drafted_teach_nothing(drafter: NgramDrafter) -> None:
     tree, seq = draft(drafter, "abcdX.....abcd")
     drafter.accept(seq, tree, Outcome(tree.tokens, (), ord("?"), (ord("?"),)))
     before = list(drafter._rates)

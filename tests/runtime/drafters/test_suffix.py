@@ -1,4 +1,4 @@
-"""Suffix decoding: trees from counts, what is learned, and earlier outputs that stay with their tenant."""
+"""Suffix decoding: trees from counts, learning, and earlier outputs that only their tenant uses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draft(text: str, options: SuffixOptions = FREE, budget: Budget = WIDE) -> Dr
 
 
 def paths(tree: DraftTree) -> dict[str, float]:
-    """Joint probability of every path from the root, the root left out."""
+    """Return the joint probability of every path from the root, without the root."""
     texts = [""]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
         texts.append(texts[parent] + chr(token))
@@ -57,14 +57,14 @@ def paths(tree: DraftTree) -> dict[str, float]:
 
 
 def test_frequencies_are_counts_of_the_longest_context() -> None:
-    """` ab` goes on with c twice and with d once. The first `abc` and the b of `xbe` do not count."""
+    """` ab` is followed by c twice and by d once. The first `abc` and the b of `xbe` do not count."""
     found = paths(draft("abcK abcL abdM abcN xbe ab"))
     assert {path for path in found if len(path) == 1} == {"c", "d"}
     assert found["c"] == pytest.approx(2 * found["d"])
 
 
-def test_a_context_with_few_places_gives_way_to_a_shorter_one_that_promises_more() -> None:
-    """`1ab` was continued with Z once, `ab` with `cdef` eight times: what was learned says which promises more."""
+def test_a_shorter_context_replaces_one_with_few_places_if_it_promises_more() -> None:
+    """`1ab` was followed by Z once, `ab` by `cdef` eight times. Learned rates decide which tree promises more."""
     text = "abcdef-" * 8 + "1abZ.1ab"
     drafter = make()
     assert "Z" in paths(trees(drafter, sequence(drafter, text))[0])
@@ -75,7 +75,7 @@ def test_a_context_with_few_places_gives_way_to_a_shorter_one_that_promises_more
     assert "cdef" in paths(trees(drafter, sequence(drafter, text))[0])
 
 
-def test_of_many_places_only_the_longest_context_counts() -> None:
+def test_only_the_longest_context_counts_if_it_has_many_places() -> None:
     found = paths(draft("1abZ." * 3 + "abcdefghij " * 9 + "1ab"))
     assert "Z" in found
     assert "c" not in found
@@ -94,7 +94,7 @@ def test_rare_paths_are_left_out() -> None:
 
 
 def test_a_path_is_as_frequent_as_all_its_tokens_together() -> None:
-    """`c` follows half of the time, and `cd` a quarter."""
+    """`c` follows in half of the places, and `cd` in a quarter."""
     text = "abcd1abce2abXd3abXe4ab"
     assert "c" in paths(draft(text, SuffixOptions(24, 100.0, 0.5)))
     assert "cd" not in paths(draft(text, SuffixOptions(24, 100.0, 0.5)))
@@ -102,7 +102,7 @@ def test_a_path_is_as_frequent_as_all_its_tokens_together() -> None:
 
 
 def test_branches_count_towards_the_length() -> None:
-    """Five continuations of a context of one token: one token may be drafted, the likeliest."""
+    """A context of one token has five continuations. One token may be drafted, the likeliest."""
     text = "ab1acX2acY3ad4ae5a"
     assert set(paths(draft(text, SuffixOptions(suffix_decoding_min_token_prob=0.0)))) == {"c"}
     assert len(paths(draft(text))) == 4
@@ -119,7 +119,7 @@ def test_branches_count_towards_the_length() -> None:
     ],
 )
 def test_the_length_follows_that_of_the_context(options: SuffixOptions, expected: int) -> None:
-    """`abc` is a context of three tokens; it and the draft have at most the depth of the tree."""
+    """`abc` is a context of three tokens. The context and the draft together have at most the depth of the tree."""
     assert len(draft("abcdefghijklmnop..abc", options)) - 1 == expected
 
 
@@ -137,8 +137,8 @@ def test_nothing_known_is_nothing_offered() -> None:
     assert not drafter.offers(sequence(drafter, "a"), WIDE)
 
 
-def test_what_comes_true_is_learned() -> None:
-    """Wrong candidates become less likely, right ones likelier, and the next request begins with that."""
+def test_rates_of_correct_candidates_are_learned() -> None:
+    """Wrong candidates become less likely, correct ones likelier, and the next request begins with these rates."""
     drafter = make()
     text = "abcdef abc"
     before = paths(trees(drafter, sequence(drafter, text))[0])
@@ -149,11 +149,11 @@ def test_what_comes_true_is_learned() -> None:
     after = paths(trees(drafter, sequence(drafter, text))[0])
     assert after["d"] > before["d"]
     assert after["de"] / after["d"] < 0.6 * before["de"] / before["d"]
-    assert after["def"] / after["de"] == before["def"] / before["de"]  # nothing is known of what follows a wrong token
+    assert after["def"] / after["de"] == before["def"] / before["de"]  # nothing is learned after a wrong token
 
 
-def test_candidates_that_come_true_as_often_as_they_occur_keep_their_probability() -> None:
-    """Each of two continuations comes true half of the time."""
+def test_candidates_that_are_correct_as_often_as_they_occur_keep_their_probability() -> None:
+    """Each of two continuations is correct in half of the places."""
     drafter = make()
     text = "abcX1abdX2ab"
     for turn in range(300):
@@ -215,7 +215,7 @@ def shared_runtime(max_num_seqs: int = 1) -> Runtime:
     return runtime
 
 
-def test_a_repeated_request_takes_fewer_steps_and_says_the_same() -> None:
+def test_a_repeated_request_takes_fewer_steps_for_the_same_text() -> None:
     prompt = [97, 98, 99]
     runtime = shared_runtime()
     expected = tuple(plain(runtime.verifier.device.engine.rule, prompt, 60))

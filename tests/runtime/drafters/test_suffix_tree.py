@@ -1,4 +1,4 @@
-"""The suffix tree against a search through all texts, while texts grow and are taken out."""
+"""The suffix tree equals a search through all texts, while texts grow and are removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redraft.runtime.drafters.suffix_tree import LATEST, LEAF_PLACES, SuffixTree
 
 
 def searched(texts: dict[int, list[int]], tokens: list[int], depth: int) -> dict[int, list[tuple[int, int]]]:
-    """Places whose tokens before agree with the latest `tokens`, by exact length of agreement, by brute force."""
+    """Return places after tokens that agree with the latest `tokens`, by exact length of agreement, by brute force."""
     found: dict[int, list[tuple[int, int]]] = {}
     for number, text in texts.items():
         for index in range(1, len(text)):
@@ -29,7 +29,7 @@ def places(tree: SuffixTree, tokens: list[int]) -> dict[int, list[tuple[int, int
 
 
 def check(tree: SuffixTree, texts: dict[int, list[int]], tokens: list[int], depth: int) -> None:
-    """The longest context is found, and every match has the latest of its places, at least LATEST of them."""
+    """The longest context is found, and every match has its latest places, at least LATEST of them."""
     expected, found = searched(texts, tokens, depth), places(tree, tokens)
     assert max(found, default=0) == max(expected, default=0)
     assert list(found) == sorted(found, reverse=True)
@@ -54,7 +54,7 @@ def test_matches_are_those_of_a_search(letters: int, depth: int) -> None:
             check(tree, texts, [rng.randrange(letters) for _ in range(depth)], depth)
 
 
-def test_texts_that_are_taken_out_leave_nothing() -> None:
+def test_removed_texts_have_no_matches() -> None:
     rng = random.Random(1)
     tree = SuffixTree(9)
     texts: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ def test_texts_that_are_taken_out_leave_nothing() -> None:
 
 
 def test_a_text_of_one_token_does_not_grow_without_bound() -> None:
-    """Every context occurs at every place; each node keeps the latest ones."""
+    """Every context occurs at every place, and each node keeps the latest places."""
     tree = SuffixTree(5)
     text = [7] * 5000
     tree.add(0, text, 0)
@@ -86,7 +86,7 @@ def test_a_text_of_one_token_does_not_grow_without_bound() -> None:
     assert all(len(match.places) < 2 * LATEST and match.places[-1] == 4999 for match in matches)
 
 
-def test_what_follows_a_place_ends_with_its_text() -> None:
+def test_tokens_after_a_place_end_with_its_text() -> None:
     tree = SuffixTree(5)
     tree.add(3, list(range(100, 130)), 1)
     (match, *_) = tree.matches([126, 127])
