@@ -63,11 +63,7 @@ def doctor(
             typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{hint}")
         if bundle is not None:
             typer.echo(bundle.table())
-        typer.echo(
-            "the CPU path cannot work: fix the lines marked XX"
-            if works
-            else "the CPU path cannot work: fix the lines marked XX"
-        )
+        typer.echo("the CPU path works" if works else "the CPU path cannot work: fix the lines marked XX")
     raise typer.Exit(0 if works else 1)
 
 

@@ -89,8 +89,8 @@ class Bundle:
 def open_bundle(path: Path | str, verify: bool = True) -> Bundle:
     """Read and check the bundle at `path`; with `verify`, every byte of it against the digests (not from any cache).
 
-    Raises BundleError for: no directory, no or an unknown manifest, files missing or of another size or digest,
-    signatures that are not those of `redraft.names`.
+    Raises BundleError if the directory, a file or the manifest is missing, a size or digest differs, or signatures
+    differ from `redraft.names`.
     """
     path = Path(path)
     if not path.is_dir():

@@ -1,6 +1,6 @@
 """Programs on TensorRT over CUDA memory: every tensor bound by its address.
 
-An engine is loaded once; each set of shapes has an execution context of its own, since a captured CUDA graph holds the
+An engine is loaded once. Each set of shapes has its own execution context, since a captured CUDA graph holds the
 addresses and shapes of its context. Contexts of one engine share their scratch memory: they never run at once.
 
 Attributes of TensorRT used here are in the Python bindings of 10.9 and of 11.x alike.
@@ -36,7 +36,10 @@ _TYPES: Mapping[Dtype, str] = {
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
-    """The GPU with the bundle's engines. Raises BackendError for a missing part, or another TensorRT or GPU."""
+    """Return the GPU with the bundle's engines.
+
+    Raises BackendError for a missing part, or another TensorRT or GPU.
+    """
     manifest = bundle.manifest
     built = manifest.tensorrt
     if built is None:
@@ -101,7 +104,7 @@ class TensorRtDevice(CudaDevice):
 class Failure:
     """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed.
 
-    Warnings of TensorRT's are information. Those of our plugin are warnings: it has one, of caches that are copied.
+    Logs TensorRT's warnings as information, and our plugin's one warning, of copied caches, as a warning.
     """
 
     def __init__(self, tensorrt: Any) -> None:
@@ -174,7 +177,7 @@ class EngineProgram:
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
         beside = self._written.get(spec.name)
-        if beside is None or beside.size < size:  # runs never are at once, and share the largest one's
+        if beside is None or beside.size < size:  # runs of one engine never overlap, and share the largest one's
             beside = self._written[spec.name] = self._device.cuda.allocate(size)
         run.copies.append((buffer.address, beside, size))
         return beside.address

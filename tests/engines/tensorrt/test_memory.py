@@ -69,7 +69,7 @@ def test_what_fits_passes_and_what_does_not_says_each_part() -> None:
     assert line.startswith("14.75 GiB of GPU memory needed for building and 15.50 for running, 15.50 free on NVIDIA L4")
     assert "verifier: weights 10.00, buffers 3.00, activations 0.25, workspace 1.00; lyanna.draft: weights 1.00" in line
     assert line.endswith(
-        "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory"
+        "lower --max-model-len, --batch or --precision, free memory, or try anyway with --ignore-memory"
     )
 
 
@@ -102,7 +102,7 @@ def test_the_host_holds_the_weights_of_a_build_twice() -> None:
         check_host(needs, 24 * GIB)
     assert str(caught.value) == (
         "building verifier takes at least 25.10 GiB of the host's memory (the parser's weights and the engine, "
-        "12.55 each), 24.00 are free; free memory, build with --precision int8, or try all the same with "
+        "12.55 each), 24.00 are free; free memory, build with --precision int8, or try anyway with "
         "--ignore-memory"
     )
 
