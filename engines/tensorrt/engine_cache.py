@@ -39,8 +39,8 @@ def timing_cache(target: Target, folder: Path | None = None) -> Path:
 def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str, build: EngineBuild) -> str:
     """Return the digest of all that an engine depends on.
 
-    graph: the prepared graph without its weights. weights: digests of the files that it names. plugin: digest of the
-    plugin's library, empty for none.
+    graph:    the prepared graph without its weights.     weights: digests of the files that it names.
+    plugin:   digest of the plugin's library, empty for none.
     """
     told = repr((build.profiles, build.settings))
     return text_digest(

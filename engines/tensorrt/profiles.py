@@ -23,8 +23,9 @@ _SMALLEST_CACHE = 2
 class CallLimits:
     """The largest calls that the engines must take.
 
-    batch: B, sequences. tree: T, nodes of a tree, root included. prefill: T, prompt tokens of a chunk. capacity: C,
-    rows of a sequence's KV buffer. usual: T of most trees, the size that engines are tuned for.
+    batch:     B, sequences.   tree: T, nodes of a tree, root included.   prefill: T, prompt tokens of a chunk.
+    capacity:  C, rows of a sequence's KV buffer.
+    usual:     T of most trees, the size that engines are tuned for.
     """
 
     batch: int
@@ -63,8 +64,8 @@ def profiles_of(
 ) -> tuple[Profile, ...]:
     """Return the profiles of a graph of a bundle, in the engine's order, without duplicates.
 
-    symbols: sizes by profile, as `verifier_symbols` and `drafter_symbols` return them. kv_len_is_shape: the values of
-    `kv_len` are sizes inside the graph, as without the plugin, and get their own ranges.
+    symbols:         sizes by profile, as `verifier_symbols` and `drafter_symbols` return them.
+    kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get their own ranges.
     """
     found: list[Profile] = []
     for name, sizes in symbols.items():
