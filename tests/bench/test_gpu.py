@@ -51,8 +51,8 @@ def test_every_section(bundle: Path, tmp_path: Path, measure: Measure) -> None:
         "plain_share_of_bandwidth": None, "plain_share_wanted": 0.8,
         "speculative_share_of_bound": bound["share_of_bound"],
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
-        "speculative_share_of_bound_judged_on_device": bound["judged_on_device"]["share_of_bound"],
-        "speculative_share_of_bound_in_time_judged_on_device": bound["judged_on_device"]["share_of_bound_in_time"],
+        "speculative_share_of_bound_accepted_on_device": bound["accepted_on_device"]["share_of_bound"],
+        "speculative_share_of_bound_in_time_accepted_on_device": bound["accepted_on_device"]["share_of_bound_in_time"],
         "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_a_step_adaptive": None,
         "host_us_wanted": 60.0, "cuda_graphs": None, "not_captured": None,
     }  # fmt: skip

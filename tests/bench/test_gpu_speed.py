@@ -12,7 +12,7 @@ from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names
 from redraft.bench.compare import Run
-from redraft.bench.gpu_speed import bounded, host_us, judged_ms, plain_share
+from redraft.bench.gpu_speed import bounded, host_us, plain_share, step_ms_by_acceptance
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
@@ -86,11 +86,11 @@ def test_the_bound_is_held_against_both_ways_to_judge() -> None:
     assert found["bound"] == pytest.approx(1.8)
     assert found["share_of_bound"] == pytest.approx(1.5 / 1.8)
     assert found["share_of_bound_in_time"] == pytest.approx(5 / 8)
-    assert found["judged_on_device"] == pytest.approx(
+    assert found["accepted_on_device"] == pytest.approx(
         {"overall_speedup": 1.6, "share_of_bound": 1.6 / 1.8, "share_of_bound_in_time": 5 / 7.5}
     )
     assert found["ms_per_step"] == pytest.approx(
-        {"plain": 4.0, "bound": 5.0, "runs": 8.0, "judged_on_host": 8.1, "judged_on_device": 7.5}
+        {"plain": 4.0, "bound": 5.0, "runs": 8.0, "accepted_on_host": 8.1, "accepted_on_device": 7.5}
     )
 
 
@@ -101,7 +101,7 @@ def test_both_ways_to_judge_are_timed_over_whole_trees(
     """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
     opened = open_bundle(bundle, verify=False)
     device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
-    judged, read = bound_step.BoundTreeStep._settled, []
+    step_ms, read = bound_step.BoundTreeStep._settled, []
     seconds = iter(range(10**6))
 
     def slow(*given: Any) -> Any:
@@ -112,7 +112,7 @@ def test_both_ways_to_judge_are_timed_over_whole_trees(
         monkeypatch.setattr(bound_step.BoundTreeStep, "_settled", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
         near_the_end = Prompt("long", "letters", "abcd" * 18)
-        found = judged_ms(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
+        found = step_ms_by_acceptance(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
     assert found["host"] > 1000 > found["device"] > 0
     assert read
     assert all(sizes == [7] for sizes in read)
