@@ -88,9 +88,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
         measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), report)
-        texts = device_texts(
-            runtime, manifest, prompts, params, size
-        )  # measured before: a loaded drafter works in every step
+        texts = device_texts(runtime, manifest, prompts, params, size)  # last: a loaded drafter works in every step
     report.put("tokens", found := _section(partial(compared, bundle, options.reference, prompts, texts, params)))
     if wrong := [f"{method}: {each}" for method in texts for each in found.get(method, {}).get("wrong", ())]:
         raise WrongTokens(f"{manifest.backend} on {options.device} writes other tokens than the host: {wrong[0]}")

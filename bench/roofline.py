@@ -300,7 +300,7 @@ def _ends(device: Device, size: int) -> tuple[Buffer, Buffer]:
     """Return two buffers of `size` bytes, or of the largest half, quarter … for which memory is free."""
     while True:
         try:
-            device.expect({"both ends of a copy": 2 * size, "what is bound later": 2 * size})
+            device.expect({"both ends of a copy": 2 * size, "later buffers": 2 * size})
             return device.empty("uint8", size), device.empty("uint8", size)
         except BackendError:
             if size // 2 < LEAST_STREAMED_BYTES:

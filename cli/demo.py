@@ -57,7 +57,7 @@ def demo(
     typer.echo(_accept_output(fast))
     typer.echo(f"""
 next:
-  . .venv/bin/activate                # where make installed it
+  . .venv/bin/activate                # the environment of make
   redraft generate --engines {engines} --prompt "def main():"
   redraft bench --engines {engines} --prompts assets/tiny/prompts/code.jsonl
   redraft inspect {engines}

@@ -76,7 +76,7 @@ def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path
 def test_the_bound_is_held_against_both_ways_to_judge() -> None:
     """60 tokens in 20 steps; plain decoding 4 ms a token; t(1) = 3 ms, t(4) = 5: at most 3 * 3 / 5 = 1.8 times plain.
 
-    The runs take 8 ms a step, 1.5 times plain; steps judged on the device 7.5 ms, 1.6 times plain. Plain decoding that
+    The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding that
     is slower than t(1) flatters these; of the time alone, 5 of 8 ms are the bound's.
     """
     sizes = (0, 0, 0, 0, 20)
@@ -95,18 +95,18 @@ def test_the_bound_is_held_against_both_ways_to_judge() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
-def test_both_ways_to_judge_are_timed_over_whole_trees(
+def test_acceptance_on_host_and_device_is_timed_over_whole_trees(
     kind: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
+    """A host that takes a second more to accept raises only its own figure; steps end before trees must be cut."""
     opened = open_bundle(bundle, verify=False)
     device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
-    step_ms, read = bound_step.BoundTreeStep._settled, []
+    settled, read = bound_step.BoundTreeStep._settled, []
     seconds = iter(range(10**6))
 
     def slow(*given: Any) -> Any:
         read.append([len(tree) for tree in given[3]])
-        return [next(seconds) for _ in range(1000)] and judged(*given)
+        return [next(seconds) for _ in range(1000)] and settled(*given)
 
     with open_over(device, bundle) as runtime:
         monkeypatch.setattr(bound_step.BoundTreeStep, "_settled", slow)
