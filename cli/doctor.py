@@ -185,7 +185,7 @@ def _engine_cache() -> Finding:
     if not folder.is_dir():
         return Finding("engine cache", "ok", f"none in {folder}")
     found = (
-        f"{engine_count(folder)} engines, {own_bytes(folder) / 1e9:.1f} GB in addition to those of bundles, "
+        f"{engine_count(folder)} engines, {own_bytes(folder) / 1e9:.1f} GB besides those of bundles, "
         f"at most {limit_bytes(folder) / 1e9:.1f} GB, in {folder}"
     )
     return Finding("engine cache", "ok", found)

@@ -76,8 +76,8 @@ def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path
 def test_the_bound_is_held_against_both_ways_to_judge() -> None:
     """60 tokens in 20 steps; plain decoding 4 ms a token; t(1) = 3 ms, t(4) = 5: at most 3 * 3 / 5 = 1.8 times plain.
 
-    The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding that
-    is slower than t(1) flatters these; of the time alone, 5 of 8 ms are the bound's.
+    The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding
+    slower than t(1) raises both shares; in time alone, the bound has 5 of 8 ms.
     """
     sizes = (0, 0, 0, 0, 20)
     generations = {"none": generation(61, 250.0), "ngram": generation(61, 375.0, accepted=40, sizes=sizes)}
