@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _data(part: argparse.ArgumentParser) -> None:
-    text = "KIND=SOURCE, once for each kind; SOURCE is stdlib, a .jsonl or a text file; the same for training and publishing"
+    text = "KIND=SOURCE, once for each kind: stdlib, a .jsonl or a text file; the same for training and publishing"
     part.add_argument("--data", action="append", required=True, help=text)
 
 

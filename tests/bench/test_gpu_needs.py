@@ -1,4 +1,4 @@
-"""What is missing to measure a bundle on a GPU, and what it is built with."""
+"""Missing parts of a machine that measures a bundle on a GPU, and the options of its build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds of engines on a device, from times that are made up and over the device path on the CPU."""
+"""Speeds of engines on a device, from invented times and over the device path on the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from redraft.types import Budget, Costs
 def test_the_hosts_time_is_what_it_does_not_wait_for(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Budget | None
 ) -> None:
-    """On a clock that stands still but for a wait, which takes a second, and for the device, where work takes two."""
+    """The clock stands still, except that a wait takes one second and the device's work two."""
     now = [0.0]
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -51,7 +51,7 @@ def test_the_hosts_time_is_what_it_does_not_wait_for(
 
 
 def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[int, ...] = ()) -> Generation:
-    """`tokens` tokens, the first of which the prompt gave."""
+    """`tokens` tokens, the first from the prompt."""
     steps = tokens - 1 - accepted
     total = (tokens - 1) / per_second * 1e3
     metrics = Metrics(steps, 0, 0, accepted, 0.0, 0.0, (), per_second, 0.0, 0.0,
@@ -60,7 +60,7 @@ def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[i
 
 
 def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path) -> None:
-    """A step of 4 ms whose verification alone takes 2: half the share. 40 rows are live in the middle of a text."""
+    """A step of 4 ms with a verification of 2 alone: half the share. In the middle of a text, 40 rows are in the KV."""
     opened = open_bundle(bundle, verify=False)
     runs = [Run(Prompt("p", "letters", "abcd"), [1], {"none": generation(41, 250.0)})]
     found = plain_share(opened, runs, 2.0, 1e9)

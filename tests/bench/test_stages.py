@@ -10,7 +10,7 @@ from redraft.runtime.watchers import Recorded
 
 
 def step(start: float, verify_ms: float) -> list[Recorded]:
-    """A step of 10 ms in which 1 ms goes into offers, `verify_ms` into verifying, all but 1 ms in the engine."""
+    """A step of 10 ms with 1 ms for offers and `verify_ms` for verifying, of which all but 1 ms is in the engine."""
     at, end = start + 2e-3, start + (2 + verify_ms) * 1e-3
     return [Recorded("offers", start, start + 1e-3, 1), Recorded("engine.verifier", at, end - 1e-3, 2),
             Recorded("verify", at, end, 1), Recorded("step", start, start + 10e-3, 0)]  # fmt: skip

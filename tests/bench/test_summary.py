@@ -21,7 +21,7 @@ def generation(tokens: tuple[int, ...] = TOKENS, rate: float = 100.0, steps: int
 
 
 def runs(*pairs: tuple[Generation, Generation], kinds: str = "aaab") -> list[Run]:
-    """A run a pair of plain and n-gram generations."""
+    """A run for each pair of plain and n-gram generations."""
     return [
         Run(Prompt(str(i), kinds[i], ""), [1], {"ngram": other, "none": plain})
         for i, (plain, other) in enumerate(pairs)
@@ -29,7 +29,7 @@ def runs(*pairs: tuple[Generation, Generation], kinds: str = "aaab") -> list[Run
 
 
 def unused(run: Run, place: int) -> float:
-    raise AssertionError("no gap is asked for where outputs agree")
+    raise AssertionError("no margin is computed for equal outputs")
 
 
 def test_speed_is_the_median_of_paired_ratios() -> None:
@@ -61,7 +61,7 @@ def test_an_output_that_goes_on_past_the_plain_one_is_no_near_tie() -> None:
 
 
 def test_outputs_that_loop_are_counted_and_apart() -> None:
-    """By the plain output: the last pair loops, whatever the other method wrote."""
+    """The plain output decides: the last pair loops, whatever the other method wrote."""
     pairs = [
         (generation(), generation(rate=200.0, steps=5, accepted=5)),
         (generation(LOOP), generation(LOOP, rate=800.0)),

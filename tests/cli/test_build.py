@@ -1,4 +1,4 @@
-"""`redraft build`: what it writes, that it does nothing twice, and what it refuses without harm."""
+"""`redraft build`: files it writes, skipped rebuilds, and refusals without harm."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def plain(redraft: Redraft, bundle: Path) -> dict[str, object]:
-    """The plain continuation of a prompt."""
+    """Return the plain continuation of a prompt."""
     result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "none", "--json")
     return dict(json.loads(result.stdout))
 
@@ -200,7 +200,7 @@ def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word:
 def test_a_prediction_does_not_change_the_text(
     redraft: Redraft, refused: Refused, bundle: Path, plain: dict[str, object], tmp_path: Path
 ) -> None:
-    """Nor does an empty one; one past the context, or for plain decoding, is refused."""
+    """An empty one changes nothing; one past the context, or for plain decoding, is refused."""
     command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=8,depth=8,width=1", "--json")
     predicted = tmp_path / "predicted.txt"
     for text in (str(plain["text"]), ""):

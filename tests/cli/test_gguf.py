@@ -1,4 +1,4 @@
-"""`redraft build FILE.gguf`: a bundle with the file's model, tokenizer and template, or a line that says why not."""
+"""`redraft build FILE.gguf`: a bundle with the file's model, tokenizer and template, or a line with the reason."""
 
 from __future__ import annotations
 

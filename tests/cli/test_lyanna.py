@@ -1,4 +1,4 @@
-"""A bundle with a Lyanna drafter on the command line: what it says of it, and everything about one that is refused."""
+"""A bundle with a Lyanna drafter on the command line: its description, and every refusal of a damaged one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def copy(drafted: Path, tmp_path: Path) -> Path:
 def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
     redraft: Redraft, drafted: Path, tmp_path: Path
 ) -> None:
-    """By itself, beside n-grams and plainly: one text; the trace of a drafted one plays again."""
+    """Plainly, with this drafter alone and with n-grams: one text; the trace of a drafted one replays."""
     trace, figures = tmp_path / "trace", {}
     arguments = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos",
                  "--json")  # fmt: skip
@@ -116,7 +116,7 @@ def test_what_a_drafters_folder_holds_is_part_of_the_build_key(
 
 
 def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as one who knows how it is signed."""
+    """Change the manifest and sign it again."""
     values = json.loads((bundle / "manifest.json").read_text())
     change(values)
     (bundle / "manifest.json").write_text(json.dumps(signed(values)))
@@ -127,12 +127,12 @@ def ref(values: dict[str, Any], name: str = "token_info.table") -> dict[str, Any
 
 
 def own(values: dict[str, Any]) -> dict[str, Any]:
-    """The drafter's record."""
+    """Return the drafter's record."""
     return values["drafters"]["lyanna"]  # type: ignore[no-any-return]
 
 
 def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter: Path, copy: Path) -> None:
-    """The whole file is table: no check but the digest can see it. The command that mends it builds the same again."""
+    """The whole file is the table: only the digest detects damage. The hint's command builds the same file again."""
     file = copy / "weights" / "lyanna.token_info.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -224,7 +224,7 @@ def test_a_trace_that_cannot_be_written(refused: Refused, bundle: Path, tmp_path
 
 @pytest.fixture
 def other(drafter: Path, tmp_path: Path) -> Path:
-    """The drafter, to be changed."""
+    """A copy of the drafter, to be changed."""
     return Path(shutil.copytree(drafter, tmp_path / "other"))
 
 
@@ -291,7 +291,7 @@ def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, 
 def test_two_drafters_of_one_method_in_one_bundle(
     redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path: Path
 ) -> None:
-    """Each has files, tables and a word of its own, and both write the plain text."""
+    """Each has its own files, tables and name, and both write the plain text."""
     out = tmp_path / "engines"
     built = redraft("build", checkpoint, "-o", out, "--drafter", f"short={drafter},steps=1", "--drafter",
                     f"long={drafter}", "--eval-text", "none", "--json")  # fmt: skip

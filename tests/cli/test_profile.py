@@ -1,4 +1,4 @@
-"""`redraft profile`: the tables, the trace, what Nsight Systems is asked and how its report is read, and bad usage.
+"""`redraft profile`: the tables, the trace, the arguments and the report of Nsight Systems, and bad usage.
 
 The `nsys` of these tests runs the command with an `nvtx` that notes its ranges, and prints them in the columns that
 NVIDIA documents for `nvtx_pushpop_trace`.
@@ -80,7 +80,7 @@ RUNS = "subprocess.run(rest[place:], env=env).returncode"
 
 @pytest.fixture
 def install_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a `nsys` on the PATH that runs the command to profile, or does something else."""
+    """Puts an `nsys` on the PATH that runs the command to profile, or does something else."""
 
     def install(act: str = RUNS) -> None:
         folder = tmp_path / "nsight"
@@ -161,7 +161,7 @@ def test_a_device_that_is_not_here_is_refused_as_generate_does(
 def test_on_a_device_nothing_is_captured_while_it_is_recorded(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Capturing a step takes longer than the step. The prompt's is captured in the second run, which is no trace's."""
+    """Capturing a step takes longer than the step. The second run captures the prompt's, before the trace begins."""
     captures: list[bool] = []
 
     class Watch(Recording):
@@ -259,7 +259,7 @@ def test_an_nsight_that_sees_nothing(
 
 
 def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
-    """Every option of the run goes along, and the text as a file."""
+    """The child gets every option of the run, and the text as a file."""
     install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
     options = ("--method", "ngram", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
     line = refused(
@@ -288,7 +288,9 @@ def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, insta
     result = redraft("profile", "--engines", bundle, *RUN, "--device", "cpu", "--nsys")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "ngram on cpu, times of the nsys"
-    assert "accept" not in result.stdout  # on a device no stage of a step: the verdict comes with the verification
+    assert (
+        "accept" not in result.stdout
+    )  # `accept_output` comes with the verification
 
 
 def test_what_fails_leaves_the_file_as_it_was(
@@ -336,7 +338,7 @@ def test_nothing_is_promised_beside_nvtx(refused: Refused, bundle: Path, options
 def test_what_a_bundle_is_to_be_used_for_is_said(
     redraft: Redraft, checkpoint: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
-    """Random weights, as every output says."""
+    """Random weights, as every output notes."""
     out = tmp_path / "random"
     built = redraft("build", checkpoint, "-o", out, "--weights", "random", "--eval-text", "none")
     assert built.returncode == 0, built.stderr
@@ -373,7 +375,7 @@ def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word:
 
 
 def test_the_documented_command_is_the_one_that_runs() -> None:
-    """Without one of its options the report shows something else."""
+    """Without one of its options the report shows other columns."""
     text = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text(encoding="utf-8")
     command = text.partition("\nnsys profile ")[2].partition(" redraft profile ")[0].replace("\\\n", " ")
     assert ["profile", *command.split()] == profile_options(Path("profile.nsys-rep"))

@@ -1,4 +1,4 @@
-"""`redraft replay`: what it tells of a trace, and the traces that it refuses."""
+"""`redraft replay`: its counts for a trace, and the traces that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's time of a step over stand-ins that do nothing: the runtime's own steps, over a text that goes on."""
+"""The host's time of a step over idle stand-ins: the runtime's own steps, over a text that continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_method_as_one_or_two_launches_a_step(
 def test_the_time_of_cudas_calls_is_left_out(
     lyanna_bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait of 10 ms a step, of which the host's own time is a thousandth."""
+    """A step waits 10 ms; the host's own time is a thousandth of it."""
     wait = FakeCuda.cudaStreamSynchronize
 
     def slow(self: FakeCuda, stream: int) -> tuple[Status]:

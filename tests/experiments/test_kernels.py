@@ -66,7 +66,7 @@ def test_checks_notice_what_a_kernel_does_not_heed(
 
 
 def test_checks_notice_a_row_written_behind_the_new_ones(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is right: only the cache is not."""
+    """The answer is right: only the cache is wrong."""
     right = DeviceProblem.ours
 
     def ours(self: DeviceProblem, kernels: Kernels, ctas: int = 0) -> Callable[[], Any]:
@@ -155,7 +155,7 @@ def test_no_library_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_the_report_is_written_after_every_size(
     on_host: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The third size finds both before it in the file, one of them too large for the memory."""
+    """The third size finds both earlier results in the file, one of them too large for the memory."""
     out = tmp_path / "attention.json"
     monkeypatch.setattr(speed, "require_device", lambda: torch)
     monkeypatch.setattr(speed, "copy_bytes_per_second", lambda: 1e12)
@@ -293,7 +293,7 @@ def test_compaction_is_recognized(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("row", [30, 32, 33])
 def test_a_row_in_the_wrong_place_is_noticed(kernels: Kernels, row: int) -> None:
-    """A new row that is another, and one written past a tree's count."""
+    """A changed new row, and one written past a tree's count."""
     problem = DeviceProblem(SIZES, device="cpu", features=Features(counts=(5, 3)))
     problem.ours(kernels)()
     assert problem.rows_written()
@@ -302,7 +302,7 @@ def test_a_row_in_the_wrong_place_is_noticed(kernels: Kernels, row: int) -> None
 
 
 class Recorder:
-    """A stand-in for torch that notes the order of what a device is asked for."""
+    """A stand-in for torch that records the order of calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -351,7 +351,7 @@ def test_the_warm_up_waits_for_what_fills_the_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_the_launch_of_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is kept busy until the first event, the graph and the last event are all handed to it."""
+    """The device is kept busy until it has the first event, the graph and the last event."""
     recorder = Recorder()
     monkeypatch.setattr(kernel_device, "require_device", lambda: recorder)
     times = paired_us({"a": Captured(lambda: recorder.log.append("replay"), 2)}, replays=1)

@@ -101,7 +101,7 @@ def tokens():
 
 
 def filled(objective):
-    """The objective with weights of which none is zero or one."""
+    """The objective with weights other than zero and one."""
     torch.manual_seed(0)
     for parameter in objective.drafter.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -173,7 +173,7 @@ def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
 
 @pytest.fixture
 def texts(verifier, tmp_path):
-    """A stream that counts upwards, so that there is something to learn."""
+    """A stream that counts upwards, so that training can learn it."""
     config = LlamaConfig(
         num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4, hidden_size=HIDDEN
     )
@@ -413,7 +413,7 @@ def test_only_the_drafts_differ():
 
 
 class FakeRuntime:
-    """Speaks as fast as it resamples."""
+    """Decodes as fast as it resamples."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -482,7 +482,7 @@ def test_tables_are_aligned():
 
 
 def test_the_commands_that_the_docs_give_are_whole(root):
-    """An option that a part requires and its command lacks would be found by the reader."""
+    """Readers would find an option that a part requires and its command lacks."""
     text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     commands = re.findall(r"`python -m experiments\.lyanna (.*?)`", text)
     assert {lyanna.parser().parse_args(command.split()).part for command in commands} == set(lyanna.PARTS)

@@ -1,4 +1,4 @@
-"""What a machine lacks is skipped, said, and no reason to fail; what was asked for wrongly is refused."""
+"""Libraries that a machine cannot build are skipped with a line and without failure; wrong settings are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_unknown_architecture_is_refused(root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says: str, expected: str) -> None:
-    """Where nvidia-smi tells of none that nvcc knows, for all."""
+    """If nvidia-smi names none that nvcc knows, all are built."""
     cmake.nvcc()
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -70,7 +70,7 @@ def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says
 
 
 def test_what_kernels_are_for_stays_what_it_was_said_to_be(root: Path) -> None:
-    """A test on a GPU would else compile again, for all GPUs, and without TensorRT's headers."""
+    """Without this, a test on a GPU would compile again, for all GPUs, and without TensorRT's headers."""
     say = ("ARCHITECTURES=90", "TENSORRT_ROOT=/headers")
     command = ["make", "-C", root, "-n", "-o", "install", "test-gpu"]
     clean = {"PATH": os.environ["PATH"]}

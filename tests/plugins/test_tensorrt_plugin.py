@@ -1,4 +1,4 @@
-"""The TensorRT plugin, where its headers and nvcc are: on the CPU build of the kernels, and in TensorRT's own registry.
+"""The TensorRT plugin, if its headers and nvcc exist: on the CPU build of the kernels, and in TensorRT's own registry.
 
 TENSORRT_ROOT names the folder that has the headers' include/. The registry is that of the wheel `tensorrt-lean-cu13`,
 in this interpreter or in those that REDRAFT_TENSORRT_PYTHON names, separated by colons. None of it needs a GPU.
@@ -19,7 +19,7 @@ import pytest
 from . import cmake
 
 PYTHONS_FROM = "REDRAFT_TENSORRT_PYTHON"
-pytestmark = pytest.mark.slow  # compiling, the first time
+pytestmark = pytest.mark.slow  # the first compilation takes long
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def pythons() -> list[str]:
 
 @pytest.fixture(params=pythons())
 def registry(request: pytest.FixtureRequest, library: Path) -> tuple[dict[str, Any], str, int]:
-    """What one registry made of the library, what was said meanwhile, and the major version it was built for."""
+    """The content of one registry after loading the library, its log, and the major version it was built for."""
     if subprocess.run([request.param, "-c", "import tensorrt_lean"], capture_output=True).returncode != 0:
         pytest.skip(
             f"{request.param} has no tensorrt_lean: pip install tensorrt-lean-cu13, or name a Python in {PYTHONS_FROM}"

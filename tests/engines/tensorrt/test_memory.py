@@ -1,4 +1,4 @@
-"""What engines need, part by part, and the refusal where the GPU has less."""
+"""Memory of engines, part by part, and the refusal if the GPU has less."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_weights_count_by_their_type_and_in_place_outputs_not_at_all() -> None:
 
 
 def test_activations_are_what_lies_between_layers_at_one_time() -> None:
-    """Not weights, nor what is computed of them, nor the buffers that are updated in place."""
+    """Activations leave out weights, values computed from them, and buffers that are updated in place."""
     nodes = [
         helper.make_node("Transpose", ["w"], ["turned"]),
         helper.make_node("MatMul", ["x", "turned"], ["a"]),
@@ -91,13 +91,13 @@ def test_what_engines_share_is_there_once() -> None:
 
 
 def test_the_host_holds_the_weights_of_a_build_twice() -> None:
-    """The parser's copy of them and the engine, for one engine at a time; what the GPU has does not count."""
+    """The parser's copy of the weights and the engine, one engine at a time; the GPU's memory does not count."""
     needs = {
         "verifier": Needs(int(12.55 * GIB), {"verifier kv": 90 * GIB}),
         "lyanna.draft": Needs(GIB, {"lyanna kv": GIB}),
     }
     check_host(needs, int(25.11 * GIB))
-    check_host(needs, None)  # a system that does not say
+    check_host(needs, None)  # a system that does not report it
     with pytest.raises(BackendError) as caught:
         check_host(needs, 24 * GIB)
     assert str(caught.value) == (
@@ -109,7 +109,7 @@ def test_the_host_holds_the_weights_of_a_build_twice() -> None:
 
 @pytest.mark.parametrize("max_model_len", [2048, 4096])
 def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> None:
-    """Vicuna-7B: 13.5 GB of weights, which a GPU of 12 GiB does not hold."""
+    """Vicuna-7B: 13.5 GB of weights, too many for a GPU of 12 GiB."""
     shape = VerifierShape(32, 32, 128, 4096, 32000, max_model_len, "float16")
     sizes = [(32000, 4096)] * 2 + [(4096, 4096)] * 4 * 32 + [(4096, 11008)] * 3 * 32 + [(4096,)] * 65
     weights = [TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT16, dims=dims) for i, dims in enumerate(sizes)]

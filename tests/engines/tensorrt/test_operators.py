@@ -1,4 +1,4 @@
-"""The check of a graph against the parser: what it lacks is named by node and operator, with what mends it."""
+"""The check of a graph against the parser: the error names node, operator and hint."""
 
 from __future__ import annotations
 

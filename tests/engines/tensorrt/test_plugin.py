@@ -1,4 +1,4 @@
-"""Finding the plugin's library: for the right major version of TensorRT, or one line on what is there instead."""
+"""Finding the plugin's library: for the right major version of TensorRT, or one line that names the found files."""
 
 from __future__ import annotations
 

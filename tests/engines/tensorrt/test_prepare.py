@@ -1,7 +1,7 @@
-"""Graphs for TensorRT's parser: they compute what the portable graph does, and hold nothing that the parser lacks.
+"""Graphs for TensorRT's parser: they compute the same as the portable graph, with operators that the parser has.
 
-ONNX Runtime runs both: the prepared graph with TensorRT's own operators as it is, the one for the plugin with the
-operator's body put back.
+ONNX Runtime runs both: the prepared graph with TensorRT's own operators unchanged, the one for the plugin with the
+operator's body restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARENTS = (-1, 0, 0, 1, None)
 
 
 def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
-    """Two sequences of different lengths, a tree each; rows that are not live are poisoned."""
+    """Two sequences of different lengths, a tree each; rows past `kv_len` are poisoned."""
     random = np.random.default_rng(0)
     mask = np.eye(NODES, dtype=bool)
     for node, parent in enumerate(PARENTS[1:], 1):
@@ -161,7 +161,9 @@ def test_merged_projections_are_one_initializer_each(backwards: bool, tmp_path: 
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, tmp_path: Path) -> None:
-    """As the two that a gate multiplies in a checkpoint of safetensors; other merged weights are as large again."""
+    """These are the two that a gate multiplies in a checkpoint of safetensors; other merged weights are as large
+    again.
+    """
     first, second = (np.full((2, 4), value, np.float16) for value in (1, 2))
     between = b"" if kept else b"\0\0"
     (tmp_path / "w.bin").write_bytes(first.tobytes() + between + second.tobytes())
@@ -193,7 +195,7 @@ def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> P
 
 
 def weight_readers(model: onnx.ModelProto) -> set[str]:
-    """Operators of nodes that read only tensors with stored values."""
+    """Return the operators of nodes that read only tensors with stored values."""
     stored = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
     return {node.op_type for node in model.graph.node if stored.issuperset(node.input)}
 
