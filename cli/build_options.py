@@ -65,11 +65,11 @@ def choose_tensorrt(
     ignore_memory: bool = False,
 ) -> TensorRtBuild:  # fmt: skip
     """Return the recipe's engines overridden by the command line. Raises UsageError if another backend is chosen."""
-    said = {
+    given = {
         "attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch,
         "tree_nodes": tree_nodes, "ignore_memory": ignore_memory or None,
     }  # fmt: skip
-    values: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if values and config.backend != "tensorrt":
         raise UsageError(
             f"{option_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it"

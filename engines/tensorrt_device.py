@@ -176,11 +176,11 @@ class EngineProgram:
         if spec.in_place_of is None or names.is_cache(spec.in_place_of):
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
-        beside = self._written.get(spec.name)
-        if beside is None or beside.size < size:  # runs of one engine never overlap, and share the largest one's
-            beside = self._written[spec.name] = self._device.cuda.allocate(size)
-        run.copies.append((buffer.address, beside, size))
-        return beside.address
+        scratch = self._written.get(spec.name)
+        if scratch is None or scratch.size < size:  # runs of one engine never overlap, and share the largest one's
+            scratch = self._written[spec.name] = self._device.cuda.allocate(size)
+        run.copies.append((buffer.address, scratch, size))
+        return scratch.address
 
     def _profile(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> int:
         """Return the profile that holds all shapes and is tuned for the nearest ones."""
@@ -222,8 +222,8 @@ class EngineRun:
 
     def __call__(self) -> None:
         self.must(self._context.execute_async_v3, self._device.cuda.stream)
-        for target, beside, size in self.copies:
-            self._device.cuda.copy(target, beside.address, size, "cudaMemcpyDeviceToDevice")
+        for target, scratch, size in self.copies:
+            self._device.cuda.copy(target, scratch.address, size, "cudaMemcpyDeviceToDevice")
 
     def must(self, call: Callable[..., bool], *arguments: object) -> None:
         """Call TensorRT. Raise BackendError if it fails: some bindings return False, others raise a RuntimeError."""

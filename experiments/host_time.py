@@ -78,7 +78,7 @@ class Script:
         """Continue with the text's tokens from `at` on, and from its beginning after its last."""
         self._text, self._at = text, at
 
-    def say(self, accepted: Array) -> None:
+    def accept(self, accepted: Array) -> None:
         """Write the accepted tokens, int64[1 + 2 T] of a tree that was padded to T nodes.
 
         Such a tree has more nodes than the next smaller width.
@@ -196,7 +196,7 @@ def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtD
     """
     engines = {graph: write_idle_engine(folder / graph, bundle.graph(graph)) for graph in bundle.manifest.all_graphs}
     cuda = TimedCuda(MEMORY_BYTES, fill=0)
-    return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.say)), cuda
+    return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.accept)), cuda
 
 
 def _cycle(cuda: TimedCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:

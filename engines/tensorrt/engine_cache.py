@@ -42,9 +42,9 @@ def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str
     graph:    the prepared graph without its weights.     weights: digests of the files that it names.
     plugin:   digest of the plugin's library, empty for none.
     """
-    told = repr((build.profiles, build.settings))
+    settings = repr((build.profiles, build.settings))
     return text_digest(
-        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, told,
+        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, settings,
         _polygraphy(),
     )  # fmt: skip
 

@@ -154,7 +154,7 @@ def best(us: dict[str, float], library: str) -> str | None:
 
 
 def problems_for(least: int) -> int:
-    """Return problems of `least` bytes: more than four times the L2, but less than the device's memory."""
+    """Return the number of problems of `least` bytes that exceed the L2 four times but not the device's memory."""
     torch = require_device()
     wanted = -(-4 * int(torch.cuda.get_device_properties(0).L2_cache_size) // least)
     return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * int(torch.cuda.mem_get_info()[0])) // least))

@@ -57,18 +57,18 @@ class Lines(ProgressReport):
     def __call__(self, report: StepReport) -> None:
         """See the base class."""
         losses = " ".join(f"{name} {value:.3f}" for name, value in report.metrics.items())
-        self._say(f"{self.name}: step {report.step}/{report.steps} {losses}", report.step == report.steps)
+        self._print(f"{self.name}: step {report.step}/{report.steps} {losses}", report.step == report.steps)
 
     def writing(self, name: str, done: int, rows: int) -> None:
         """See the base class."""
-        self._say(f"writing {name}: {done}/{rows} rows", done == rows)
+        self._print(f"writing {name}: {done}/{rows} rows", done == rows)
 
     def acceptance(self, step: int, kinds: Mapping[str, Acceptance]) -> None:
         """See the base class."""
         for kind, found in kinds.items():
-            self._say(f"{self.name}: step {step} accepted {kind} {found}", True)
+            self._print(f"{self.name}: step {step} accepted {kind} {found}", True)
 
-    def _say(self, line: str, always: bool) -> None:
+    def _print(self, line: str, always: bool) -> None:
         if always or time.monotonic() - self._said > _SECONDS_A_LINE:
             print(line, file=sys.stderr, flush=True)
             self._said = time.monotonic()

@@ -118,7 +118,7 @@ def test_a_wrong_token_is_an_error_after_all_was_written(
 ) -> None:
     """The error gives the host's margin at that place, which separates a near-tie from an error."""
     out = tmp_path / "engines.json"
-    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu says .* none: prompt p1, token 3"):
+    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu writes .* none: prompt p1, token 3"):
         measure("--engines", bundle, "--device", "cpu", "--out", out, *more)
     found = json.loads(out.read_text())
     for method in METHODS:
@@ -130,7 +130,9 @@ def test_a_wrong_token_is_an_error_after_all_was_written(
 
 
 @pytest.mark.usefixtures("wrong")
-def test_a_near_tie_is_said_and_is_no_error(bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_tie_is_reported_without_an_error(
+    bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_tokens, "NEAR_TIES", {"fp32": 1e9})
     found = measure("--engines", bundle, "--device", "cpu")["tokens"]
     assert [len(found[method]["differences"]) for method in METHODS] == [1, 1, 1]

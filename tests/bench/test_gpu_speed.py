@@ -23,7 +23,7 @@ from redraft.types import Budget, Costs
 
 
 @pytest.mark.parametrize("size", [Budget(6, 2, 3), None], ids=["budget", "adaptive"])
-def test_the_hosts_time_is_what_it_does_not_wait_for(
+def test_the_hosts_time_leaves_out_its_waits(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Budget | None
 ) -> None:
     """The clock stands still, except that a wait takes one second and the device's work two."""
@@ -73,7 +73,7 @@ def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path
     assert found["copy_gb_per_second"] == 1.0
 
 
-def test_the_bound_is_held_against_both_ways_to_judge() -> None:
+def test_the_bound_is_compared_with_acceptance_on_host_and_device() -> None:
     """60 tokens in 20 steps; plain decoding 4 ms a token; t(1) = 3 ms, t(4) = 5: at most 3 * 3 / 5 = 1.8 times plain.
 
     The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding

@@ -178,7 +178,7 @@ def test_on_a_gpu_the_copy_is_as_large_as_its_memory_allows(lyanna_bundle: Path,
     assert found.copy > 0
 
 
-def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smaller_trees(
+def test_a_bundle_for_tensorrt_is_timed_on_its_gpu_with_smaller_trees(
     lyanna_bundle: Path, gpu: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of a call come from the portable graphs, which such a bundle has too."""
@@ -230,7 +230,7 @@ def test_a_devices_bandwidth_is_of_real_bytes_until_the_last_one_is_there(
     assert stream.target.read().all()
 
 
-def test_a_device_without_room_for_a_copy_says_so(gpu: Callable[..., Fakes]) -> None:
+def test_a_device_without_memory_for_a_copy_is_refused(gpu: Callable[..., Fakes]) -> None:
     with pytest.raises(BackendError, match=r"of GPU memory needed \(both ends of a copy"):
         DeviceStream(gpu(LEAST_STREAMED_BYTES).device)
     assert DeviceStream(gpu(4 * LEAST_STREAMED_BYTES).device).size == LEAST_STREAMED_BYTES

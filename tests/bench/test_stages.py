@@ -31,13 +31,13 @@ def test_calls_totals_percentiles_and_shares() -> None:
     assert found["begin",].share is None
 
 
-def test_stages_of_the_metrics_and_what_engines_leave() -> None:
+def test_stages_of_the_metrics_and_the_time_outside_engines() -> None:
     found = profile(RANGES)
     assert found.stage_ms == pytest.approx({"draft": 3, "verify": 18, "resample": 0, "host": 9})
     assert found.outside_engines == pytest.approx(0.5)
 
 
-def test_the_table_shows_what_is_inside_of_what_and_the_rest() -> None:
+def test_the_table_shows_nested_stages_and_the_rest() -> None:
     rows = table(profile(RANGES))
     assert [row[0] for row in rows] == [
         "range", "begin", "step", "  offers", "  verify", "    engine.verifier", "  (between)"

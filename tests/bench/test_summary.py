@@ -95,7 +95,7 @@ def test_the_table_has_a_row_without_loops_for_all_and_for_kinds_with_loops() ->
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_where_every_output_loops_the_table_says_so(synthetic: bool) -> None:
+def test_the_table_notes_that_every_output_loops(synthetic: bool) -> None:
     figures = summarise(runs((generation(LOOP), generation(LOOP))), unused, synthetic)
     steady = figures["ngram"]["not_looping"]
     assert (steady["prompts"], steady["outputs"], steady["identical_to_plain"]) == (0, 0, None)

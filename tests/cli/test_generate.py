@@ -46,7 +46,7 @@ def test_streamed_and_speculative_text_equal_plain(redraft: Redraft, bundle: Pat
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-def test_batched_graph_writes_what_the_single_one_does(bundle: Path, method: str) -> None:
+def test_batched_graph_writes_the_same_as_the_single_one(bundle: Path, method: str) -> None:
     """Three slots run the portable graph over prompts of different lengths, one slot the lowered graph."""
     from redraft.runtime import Runtime, SamplingParams
 

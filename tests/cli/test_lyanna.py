@@ -59,7 +59,7 @@ def copy(drafted: Path, tmp_path: Path) -> Path:
 def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
     redraft: Redraft, drafted: Path, tmp_path: Path
 ) -> None:
-    """Plainly, with this drafter alone and with n-grams: one text; the trace of a drafted one replays."""
+    """All methods write one text, and the trace of a drafted one replays."""
     trace, figures = tmp_path / "trace", {}
     arguments = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos",
                  "--json")  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, 
     assert json.loads(again.stdout)["cached"] is True
 
 
-def test_what_a_drafters_folder_holds_is_part_of_the_build_key(
+def test_files_of_a_drafter_are_part_of_the_build_key(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -139,8 +139,8 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
     assert "lyanna.token_info.safetensors: expected SHA-256" in line
-    told = f"--drafter lyanna={drafter},{OPTIONS} --force`"
-    assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {told}")
+    options = f"--drafter lyanna={drafter},{OPTIONS} --force`"
+    assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {options}")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_doctor_compares_versions_with_pins_and_ranges(requirement: str, version
     assert doctor._within(version, expected) == fits
 
 
-def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
+def test_doctor_names_the_cuda_python_for_an_older_driver() -> None:
     assert doctor._driver((12, 4), "12.9.10").status == "ok"
     assert doctor._driver((13, 0), "12.9.10").status == "ok"
     assert doctor._driver((12, 4), None).status == "ok"
@@ -154,7 +154,7 @@ def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_the_uninstall_of_one_of_two_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty() -> list[str]:
         raise AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'")
 
@@ -162,7 +162,7 @@ def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypat
     assert doctor._providers().status == "broken"
 
 
-def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_gives_the_reason_if_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(provider: str) -> None:
         raise BackendError(f"cannot start {provider}: no libcublas.so.13", "install it")
 

@@ -109,7 +109,7 @@ def test_a_table_and_a_trace(redraft: Redraft, bundle: Path, tmp_path: Path) -> 
     assert int(shown[4].split()[1]) == len(steps) > 0
 
 
-def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraft, bundle: Path) -> None:
+def test_json_holds_the_stages_the_metrics_and_the_memory(redraft: Redraft, bundle: Path) -> None:
     values = json.loads(redraft("profile", "--engines", bundle, *RUN, "--roofline", "--json").stdout)
     assert values["stage_ms"] == pytest.approx(values["metrics"]["stage_ms"], rel=1e-6)
     assert values["outside_engines"] == pytest.approx(values["metrics"]["overhead_fraction"], rel=1e-6)
@@ -120,7 +120,7 @@ def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraf
     assert all(engine["traffic"]["weights"] > 0 for engine in values["roofline"]["engines"])
 
 
-def test_on_a_device_the_tables_and_the_json_say_where(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+def test_on_a_device_the_tables_and_the_json_name_it(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     asked = ("profile", "--engines", bundle, *RUN, "--device", "cpu", "--roofline")
     shown = redraft(*asked, "--out", out).stdout.splitlines()
@@ -236,7 +236,7 @@ def test_without_nsight(refused: Refused, bundle: Path, tmp_path: Path, monkeypa
     assert "install Nsight Systems" in refused("profile", "--engines", bundle, *RUN, "--nsys", status=1)
 
 
-def test_what_fails_under_nsight_is_told(
+def test_failures_under_nsight_are_reported(
     refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
     install_nsys()
@@ -283,17 +283,15 @@ def test_nsights_child_gets_prompts_that_no_argument_holds(
     assert result.returncode == 0, result.stderr
 
 
-def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
+def test_nsight_records_the_work_of_a_device(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
     install_nsys()
     result = redraft("profile", "--engines", bundle, *RUN, "--device", "cpu", "--nsys")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "ngram on cpu, times of the nsys"
-    assert (
-        "accept" not in result.stdout
-    )  # `accept_output` comes with the verification
+    assert "accept" not in result.stdout  # `accept_output` comes with the verification
 
 
-def test_what_fails_leaves_the_file_as_it_was(
+def test_failures_leave_the_file_unchanged(
     refused: Refused, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
@@ -309,7 +307,7 @@ def test_what_fails_leaves_the_file_as_it_was(
     assert (old.read_text(), report.read_text()) == ("an old trace", "an old report")
 
 
-def test_where_no_trace_can_be_written_nothing_is_decoded(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+def test_nothing_is_decoded_if_no_trace_can_be_written(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "missing" / "trace.json"):
         result = redraft("profile", "--engines", bundle, *RUN, "--out", out)
         assert result.returncode == 2
@@ -317,7 +315,7 @@ def test_where_no_trace_can_be_written_nothing_is_decoded(redraft: Redraft, bund
         assert "decoding" not in result.stderr
 
 
-def test_what_the_roofline_needs_is_missed_before_anything_is_decoded(
+def test_missing_packages_of_the_roofline_fail_before_decoding(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "redraft.bench.roofline", raising=False)
@@ -330,12 +328,14 @@ def test_what_the_roofline_needs_is_missed_before_anything_is_decoded(
     ("options", "named"),
     [(["--json"], "--json"), (["--nsys", "--out", "trace.json"], "--out, --nsys"), (["--roofline"], "--roofline")],
 )
-def test_nothing_is_promised_beside_nvtx(refused: Refused, bundle: Path, options: list[str], named: str) -> None:
+def test_options_that_do_nothing_with_nvtx_are_refused(
+    refused: Refused, bundle: Path, options: list[str], named: str
+) -> None:
     line = refused("profile", "--engines", bundle, *RUN, "--nvtx", *options, status=2)
     assert f"--nvtx only emits ranges: {named} would do nothing" in line
 
 
-def test_what_a_bundle_is_to_be_used_for_is_said(
+def test_caveats_of_a_bundle_are_printed(
     redraft: Redraft, checkpoint: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
     """Random weights, as every output notes."""

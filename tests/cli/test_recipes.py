@@ -41,7 +41,7 @@ def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "engines"
 
 
-def test_random_engines_say_so_wherever_they_are_shown(redraft: Redraft, random_bundle: Path) -> None:
+def test_random_engines_are_labelled_everywhere(redraft: Redraft, random_bundle: Path) -> None:
     shown = redraft("inspect", random_bundle).stdout
     assert "beware     random weights (the verifier, lyanna)" in shown
     assert "beware     stand-in tokenizer" in shown
@@ -92,7 +92,7 @@ def test_without_tensorrt(refused: Refused, tmp_path: Path) -> None:
         assert "BACKEND=onnxruntime" in line
 
 
-def test_a_recipe_whose_checkpoint_cannot_be_had(refused: Refused, tmp_path: Path) -> None:
+def test_a_recipe_without_an_available_checkpoint_is_refused(refused: Refused, tmp_path: Path) -> None:
     line = refused("build", write_recipe(tmp_path), "-o", tmp_path / "out", status=1)
     assert "--model-path" in line
     assert "--weights random" in line

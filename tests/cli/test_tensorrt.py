@@ -128,7 +128,7 @@ def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_the_parser_lacks_is_named_and_nothing_is_left(
+def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
     build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--drafter", "lyanna,token_info=int8") == 1
@@ -140,13 +140,13 @@ def test_what_the_parser_lacks_is_named_and_nothing_is_left(
     assert built == []
 
 
-def test_what_was_asked_of_tensorrt_is_said_again() -> None:
+def test_options_of_tensorrt_are_repeated() -> None:
     """They appear in the command that rebuilds a bundle."""
     recipe = BuildConfig(backend="tensorrt")
     engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
     assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
-    told = options_of(recipe, replace(recipe, tensorrt=engines))
-    assert told == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
+    options = options_of(recipe, replace(recipe, tensorrt=engines))
+    assert options == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
     assert options_of(recipe, recipe) == ()
 
 

@@ -37,7 +37,7 @@ def test_a_right_product_is_the_same(mistral):
     assert found.accepted > 40  # rows of accepted branches moved, for one text and for two
 
 
-def test_rows_left_where_they_were_are_found(mistral, monkeypatch):
+def test_rows_that_were_not_moved_are_found(mistral, monkeypatch):
     """Plain decoding never moves a row: only trees with accepted branches show this."""
     monkeypatch.setattr(HostStep, "_compact", lambda *_: None)
     found = compared(*mistral)
@@ -51,7 +51,7 @@ def test_other_logits_are_found_under_the_same_tokens(mistral):
     assert compared(bundle, moved).result is Result.WRONG
 
 
-def test_what_cannot_be_made_and_what_is_refused_are_told_apart(tmp_path):
+def test_failed_and_refused_checkpoints_have_different_results(tmp_path):
     refused = check(tmp_path / "a", "mamba", {})
     assert refused.result is Result.REFUSED
     assert "mamba" in refused.note

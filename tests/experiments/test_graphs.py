@@ -62,7 +62,7 @@ def test_a_graph_without_products_has_no_floor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_naive_graph_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_naive_graph_computes_the_same_as_transformers(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -48,7 +48,7 @@ def test_checks_cover_every_kernel(kernels: Kernels) -> None:
     ("field", "wrong"),
     [("window", 0), ("softcap", 0.0), ("node_counts", None), ("mask_bits", None), ("mask_bools", None), ("k", None)],
 )
-def test_checks_notice_what_a_kernel_does_not_heed(
+def test_checks_notice_an_option_that_a_kernel_ignores(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, field: str, wrong: int | None
 ) -> None:
     right = DeviceProblem.args
@@ -101,7 +101,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     return kernels
 
 
-def test_a_wrong_result_fails_and_leaves_what_was_found(
+def test_a_wrong_result_fails_and_keeps_earlier_results(
     on_host: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attend = Kernels.attend
@@ -144,7 +144,7 @@ def test_the_cpu_build_is_no_library_for_a_device(
         measure(OPTIONS, Report())
 
 
-def test_no_library_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(speed, "missing_device", lambda: None)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none.so"))
     found = Report().fill(lambda report: measure(OPTIONS, report))
@@ -215,7 +215,7 @@ def test_the_bias_has_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(stride % BIAS_COLUMNS == 0 for stride in mask.stride()[:-1])
 
 
-def test_flashinfer_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_gets_its_documented_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence, one node of it, and a batch over our caches as pages."""
     calls: list[tuple[str, Any, Any]] = []
 
@@ -342,7 +342,7 @@ class Recorder:
         pass
 
 
-def test_the_warm_up_waits_for_what_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_waits_for_the_filling_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(kernel_device, "require_device", lambda: recorder)
     capture([lambda: recorder.log.append("call")])
@@ -368,7 +368,7 @@ def test_least_bytes() -> None:
 
 
 @pytest.mark.skipif(missing_device() is None, reason="a CUDA device is here")
-def test_without_a_device_the_report_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_report_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "attention.json"
     monkeypatch.setattr(sys, "argv", ["speed", "--out", str(out)])
     found = speed.main()

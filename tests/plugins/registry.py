@@ -20,9 +20,8 @@ def create(creator: Any, values: dict[str, float], phase: Any, integer: str = "i
     """Return a plugin from fields with integers of the array type `integer`, or None."""
     kinds = {"f": trt.PluginFieldType.FLOAT32, "i": trt.PluginFieldType.INT32, "q": trt.PluginFieldType.INT64}
     codes = ["f" if isinstance(value, float) else integer for value in values.values()]
-    arrays = [
-        array(code, [value]) for code, value in zip(codes, values.values(), strict=True)
-    ]  # fields hold only a pointer to it
+    # fields hold only pointers to these arrays
+    arrays = [array(code, [value]) for code, value in zip(codes, values.values(), strict=True)]
     fields = [trt.PluginField(name, data, kinds[data.typecode]) for name, data in zip(values, arrays, strict=True)]
     return creator.create_plugin("node", trt.PluginFieldCollection(fields), phase)
 

@@ -105,7 +105,7 @@ def test_a_field_that_is_not_there(kind: type[AttentionArgs]) -> None:
         kind(batch=1, heads=2, ql=3)
 
 
-def test_structs_are_laid_out_as_the_header_says(tmp_path: Path) -> None:
+def test_structs_have_the_headers_layout(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here to read the header with")

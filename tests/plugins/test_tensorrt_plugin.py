@@ -62,7 +62,7 @@ def test_enqueue_and_checks_on_the_cpu(root: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_the_library_exports_what_is_called_and_needs_no_tensorrt(root: Path, library: Path) -> None:
+def test_the_library_exports_the_called_entries_and_needs_no_tensorrt(root: Path, library: Path) -> None:
     def names(kind: str) -> set[str]:
         done = subprocess.run(["nm", "-D", kind, library], capture_output=True, text=True, check=True)
         return {line.split()[-1] for line in done.stdout.splitlines()}
@@ -76,7 +76,7 @@ def test_the_library_exports_what_is_called_and_needs_no_tensorrt(root: Path, li
 
 
 def test_registry_of_the_same_major(registry: tuple[dict[str, Any], str, int]) -> None:
-    found, said, major = registry
+    found, logged, major = registry
     if found.pop("version").split(".")[0] != str(major):
         pytest.skip(f"this registry is not of TensorRT {major}")
     assert found == {
@@ -90,14 +90,14 @@ def test_registry_of_the_same_major(registry: tuple[dict[str, Any], str, int]) -
         "three_kv_heads": False,
         "left": False,
     }
-    assert "q_heads: expected a multiple of kv_heads = 3, found 4" in said
+    assert "q_heads: expected a multiple of kv_heads = 3, found 4" in logged
 
 
 def test_registry_of_another_major_is_refused(registry: tuple[dict[str, Any], str, int]) -> None:
-    found, said, major = registry
+    found, logged, major = registry
     other = found["version"].split(".")[0]
     if other == str(major):
         pytest.skip(f"this registry is of TensorRT {major}, as the library is")
     assert not found["loaded"]
     assert not found["registered"]
-    assert f"expected TensorRT {major}, for which this library was built, found {other}" in said
+    assert f"expected TensorRT {major}, for which this library was built, found {other}" in logged

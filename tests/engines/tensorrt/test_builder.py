@@ -66,9 +66,9 @@ def test_polygraphys_log_goes_to_pythons_logging(
     with caplog.at_level(logging.INFO, "Polygraphy"), pytest.raises(BackendError):
         build_engine(build)
     assert capfd.readouterr().out == ""
-    said = {record.levelno: record.getMessage() for record in caplog.records if record.name == "Polygraphy"}
+    logged = {record.levelno: record.getMessage() for record in caplog.records if record.name == "Polygraphy"}
     assert "Profile 0:" in "".join(record.getMessage() for record in caplog.records)
-    assert "out of memory" in said[logging.ERROR]
+    assert "out of memory" in logged[logging.ERROR]
     assert "\033" not in caplog.text
 
 
@@ -153,7 +153,7 @@ def test_measured_times_are_saved_and_read_by_the_next_build(install: Install, b
     assert build.timing_cache.read_bytes() == b"times"
     fake = install()
     build_engine(build)
-    assert fake.configs[0].loaded_times[0] == b"times"  # the build's own first error
+    assert fake.configs[0].loaded_times[0] == b"times"  # the second build starts from these
 
 
 def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBuild) -> None:
@@ -162,7 +162,7 @@ def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBui
         build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
 
 
-def test_what_the_parser_says_is_one_line(install: Install, build: EngineBuild) -> None:
+def test_the_parsers_message_is_one_line(install: Install, build: EngineBuild) -> None:
     install(error="node 3:\n unknown")
     with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: ERROR: [^\n]+; see its log") as caught:
         build_engine(build)

@@ -44,7 +44,7 @@ def test_every_part_changes_the_key(place: int, other: object) -> None:
     assert engine_key(*changed) != engine_key(*PARTS)  # type: ignore[arg-type]
 
 
-def test_what_builds_and_how_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_and_settings_of_a_build_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key has every setting of the builder, also constant ones, and Polygraphy's version."""
     before = engine_key(*PARTS)
     for field in fields(Settings):
@@ -56,13 +56,13 @@ def test_what_builds_and_how_changes_the_key(monkeypatch: pytest.MonkeyPatch) ->
     assert engine_key(*PARTS) != before
 
 
-def test_free_memory_and_where_files_lie_do_not_change_the_key() -> None:
+def test_free_memory_and_paths_do_not_change_the_key() -> None:
     elsewhere = replace(BUILD, graph=Path("/b/a.onnx"), timing_cache=Path("/c"), plugin=Path("/d.so"))
     busy = Target("10.13.3", replace(GPU, free_bytes=0))
     assert engine_key(b"graph", ("digest",), busy, "plugin", elsewhere) == engine_key(*PARTS)
 
 
-def test_what_is_kept_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
+def test_a_cached_engine_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
     engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
     engine.write_bytes(b"engine")
     assert not fetch("key", tmp_path / "again", cache)
@@ -122,7 +122,7 @@ def test_a_fetch_leaves_the_time_of_writing(tmp_path: Path) -> None:
     assert stat.st_atime > 1
 
 
-def test_on_another_disk_room_is_made_before_an_engine_is_copied(
+def test_on_another_disk_engines_are_evicted_before_one_is_copied(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
@@ -152,9 +152,7 @@ def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None
     assert timing_cache(TARGET, tmp_path) != timing_cache(other, tmp_path)
 
 
-def test_where_there_are_no_links_a_file_is_copied_by_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hard_links_the_system_copies_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine is as large as the weights, and does not pass through memory."""
     engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
     engine.write_bytes(b"engine")

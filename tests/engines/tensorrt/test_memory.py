@@ -36,7 +36,7 @@ def test_weights_count_by_their_type_and_in_place_outputs_not_at_all() -> None:
     }  # fmt: skip
 
 
-def test_activations_are_what_lies_between_layers_at_one_time() -> None:
+def test_activations_are_the_tensors_between_layers_at_one_time() -> None:
     """Activations leave out weights, values computed from them, and buffers that are updated in place."""
     nodes = [
         helper.make_node("Transpose", ["w"], ["turned"]),
@@ -56,7 +56,7 @@ def test_activations_are_what_lies_between_layers_at_one_time() -> None:
     assert activation_bytes(made, {"B": 2, "T": 5}) == (2 * 5 + 2 * 5 * 3) * 2  # a and b, or b and c
 
 
-def test_what_fits_passes_and_what_does_not_says_each_part() -> None:
+def test_engines_that_do_not_fit_are_refused_with_each_part() -> None:
     needs = {
         "verifier": Needs(10 * GIB, {"verifier kv": 3 * GIB}, GIB // 4, GIB),
         "lyanna.draft": Needs(GIB, {"lyanna kv": GIB // 2}, GIB // 4, GIB),
@@ -80,7 +80,7 @@ def test_building_is_of_one_engine_at_a_time() -> None:
         check_memory(needs, 10 * GIB, "NVIDIA L4")
 
 
-def test_what_engines_share_is_there_once() -> None:
+def test_shared_buffers_count_once() -> None:
     needs = {
         "verifier": Needs(GIB, {"verifier kv": 8 * GIB, "verifier logits": GIB}, 0, 0),
         "step.compact_kv": Needs(0, {"verifier kv": 7 * GIB}, 0, 0),

@@ -103,7 +103,7 @@ def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
 
 
 def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
-    """TensorRT's KV update can do no more."""
+    """TensorRT's KV update can do only this."""
     graph = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT), load_external_data=False).graph
     updates = [node for node in graph.node if node.op_type == "TensorScatter"]
     assert [node.input[0] for node in updates] == [names.key_cache(0), names.value_cache(0)]
@@ -115,7 +115,7 @@ def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Export
 
 
 @pytest.mark.parametrize("change", ["two rows on", "window", "another's row"])
-def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Exported) -> None:
+def test_nodes_that_do_not_follow_row_by_row_are_refused(change: str, drafter: Exported) -> None:
     model = ir.load(drafter.bundle.path / f"{LYANNA_DRAFT}.onnx")
     third = [node for node in model.graph if node.op_type == names.TREE_ATTENTION][2]
     if change == "window":
@@ -179,16 +179,16 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
         files[file] = replace(files[file], size=(native / file).stat().st_size)
     (native / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
     prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]
-    said = []
+    results = []
     for folder in (portable, native):
         with Runtime.open(folder, threads=1, max_num_seqs=3, verify=False, device="cpu") as runtime:
-            said.append(
+            results.append(
                 runtime.generate(
                     prompts, SamplingParams(max_tokens=40), SpeculationParams("lyanna", budget=Budget(30, STEPS, 9))
                 )
             )
-    for one, other in zip(*said, strict=True):
+    for one, other in zip(*results, strict=True):
         assert one.token_ids == other.token_ids
         assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
         assert one.metrics.size_histogram == other.metrics.size_histogram
-    assert sum(one.metrics.num_accepted_draft_tokens for one in said[1]) > 0
+    assert sum(one.metrics.num_accepted_draft_tokens for one in results[1]) > 0

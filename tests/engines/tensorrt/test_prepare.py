@@ -70,7 +70,7 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_native_attention_computes_what_the_operator_does(kind: str, tmp_path: Path) -> None:
+def test_native_attention_computes_the_same_as_the_operator(kind: str, tmp_path: Path) -> None:
     decoder = DECODERS[kind]
     portable = save_verifier(decoder, tmp_path)
     prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native")
@@ -80,7 +80,7 @@ def test_native_attention_computes_what_the_operator_does(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_what_older_parsers_lack_is_spelled_out(kind: str, tmp_path: Path) -> None:
+def test_operators_that_older_parsers_lack_are_spelled_out(kind: str, tmp_path: Path) -> None:
     decoder = DECODERS[kind]
     portable = save_verifier(decoder, tmp_path)
     model = ir.load(portable)
@@ -89,7 +89,7 @@ def test_what_older_parsers_lack_is_spelled_out(kind: str, tmp_path: Path) -> No
     assert_same(run(ir.to_proto(model).SerializeToString(), decoder), run(portable, decoder))
 
 
-def test_norms_and_rotation_stay_where_the_parser_knows_them(tmp_path: Path) -> None:
+def test_norms_and_rotation_stay_if_the_parser_knows_them(tmp_path: Path) -> None:
     portable = save_verifier(Decoder(), tmp_path)
     kinds = {node.op_type for node in prepare(tmp_path, portable.name, "verifier", (10, 15), "plugin").graph.node}
     assert {"RMSNormalization", "RotaryEmbedding"} <= kinds
@@ -133,7 +133,7 @@ def test_the_plugin_is_named_as_every_parser_looks_it_up(release: tuple[int, int
     assert_same(run(model.SerializeToString(), decoder), run(portable, decoder))
 
 
-def test_weights_stay_where_they_are(tmp_path: Path) -> None:
+def test_weights_stay_in_their_files(tmp_path: Path) -> None:
     stored_outside(Decoder(), tmp_path)
     before = (tmp_path / "weights.bin").read_bytes()
     prepare(tmp_path, "verifier.onnx", names.VERIFIER, (10, 9), "plugin")
@@ -161,9 +161,7 @@ def test_merged_projections_are_one_initializer_each(backwards: bool, tmp_path: 
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, tmp_path: Path) -> None:
-    """These are the two that a gate multiplies in a checkpoint of safetensors; other merged weights are as large
-    again.
-    """
+    """Gate and up in a checkpoint of safetensors are like this; copies of other merged weights take disk space."""
     first, second = (np.full((2, 4), value, np.float16) for value in (1, 2))
     between = b"" if kept else b"\0\0"
     (tmp_path / "w.bin").write_bytes(first.tobytes() + between + second.tobytes())
@@ -208,7 +206,7 @@ def weight_readers(model: onnx.ModelProto) -> set[str]:
         (Decoder(softcap=20.0), (10, 15), r"verifier: node 'l0\.attended' is TreeAttention with a softcap"),
     ],
 )
-def test_native_attention_is_refused_where_it_would_be_wrong(
+def test_native_attention_is_refused_if_it_would_be_wrong(
     decoder: Decoder, release: tuple[int, int], message: str, tmp_path: Path
 ) -> None:
     portable = save_verifier(decoder, tmp_path)

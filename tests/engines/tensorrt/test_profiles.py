@@ -110,7 +110,7 @@ def test_profiles_that_would_be_the_same_are_one() -> None:
     assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
-def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
+def test_values_of_kv_len_have_a_range_if_they_are_sizes() -> None:
     for profile in profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True
     ):
@@ -119,7 +119,7 @@ def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
         assert kv_len.min <= kv_len.opt <= kv_len.max
 
 
-def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> None:
+def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
     profiles = profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
     )
@@ -165,7 +165,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         CallLimits(batch=0, tree=16, prefill=32, max_model_len=64)
 
 
-def test_slots_begin_where_tensorrt_takes_an_address() -> None:
+def test_slots_begin_at_addresses_that_tensorrt_takes() -> None:
     """With a context that is no multiple of 16 and rows of 16 bytes, the next slot would begin between two places."""
     limits = CallLimits(batch=2, tree=4, prefill=8, max_model_len=33)
     symbols = symbols_of(names.VERIFIER, limits)
