@@ -15,7 +15,7 @@ from redraft.bench.statistics import median_estimate
 
 
 def achieved(runs: list[Run], method: str, table_ms: Sequence[float]) -> dict[str, Any]:
-    """Return the speed reached, its bound and their ratio, over all runs; `table_ms[n]` is t(n).
+    """Return the reached speed, its bound and their ratio, over all runs; `table_ms[n]` is t(n).
 
     `speedup` is the median of pairs. The share is of the whole run's speed, which the bound limits.
     """

@@ -74,7 +74,7 @@ def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) 
 
 
 def copy_bytes_per_second(device: Device) -> float:
-    """Return bytes read and written a second by the device's own copy, the most of several runs."""
+    """Return the bytes read and written a second by the device's own copy, the most of several runs."""
     memory = DeviceStream(device, COPY_BYTES)
     for _ in range(COPY_RUNS):
         memory.run()
@@ -94,7 +94,7 @@ def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
 
 
 def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> float:
-    """Return the host's median time of a step with the bundle's own drafter, µs, without waiting for the device.
+    """Return the host's median time of a step with the bundle's own drafter, µs, less its waits for the device.
 
     size: of every tree; without one the controller chooses, as `generate` does by default. The text is decoded twice,
     so that work done once for each shape is over. The time includes recording, which reads the clock twenty times.

@@ -85,7 +85,7 @@ def measure(decoders: dict[str, Decode], prompts: Sequence[Prompt], runtime: Run
 
 
 def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str, Decode]:
-    """Yield our decoders: plain, n-gram, and the bundle's own drafter."""
+    """Return our decoders: plain, n-gram, and the bundle's own drafter."""
     params = SamplingParams(max_tokens=options.max_new_tokens)
 
     def decoder(method: str) -> Decode:
@@ -101,7 +101,7 @@ def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str,
 
 
 def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decode]:
-    """Yield their decoders, token by token, as their own examples decode."""
+    """Return their decoders, token by token, as their own examples decode."""
     import onnxruntime_genai as genai
 
     model = genai.Model(str(folder))
@@ -128,7 +128,7 @@ def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decod
 
 
 def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
-    """Yield OpenVINO's decoders, in fp32 with an fp32 cache and our threads; they measure the time of the first
+    """Return OpenVINO's decoders, in fp32 with an fp32 cache and our threads; they measure the time of the first
     token.
     """
     if find_spec("openvino_genai") is None:
@@ -162,7 +162,7 @@ def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
 
 @contextmanager
 def genai_model(options: argparse.Namespace) -> Iterator[Path]:
-    """Return the checkpoint as their own model builder writes it in fp32, with our number of threads."""
+    """Yield the checkpoint as their own model builder writes it in fp32, with our number of threads."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         if not (folder / "genai_config.json").exists():

@@ -74,7 +74,7 @@ def profile(ranges: Iterable[Recorded]) -> Profile:
 
 
 def with_paths(ranges: Iterable[Recorded]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Return every range's path from the outermost to itself, and its milliseconds, in the order in which they
+    """Yield every range's path from the outermost to itself, and its milliseconds, in the order in which they
     began.
     """
     path: list[str] = []

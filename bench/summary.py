@@ -134,7 +134,7 @@ def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _rows(method: str, kind: str, figures: Mapping[str, Any]) -> list[list[str]]:
-    """Yield a row over all outputs, and one over those that do not loop."""
+    """Return a row over all outputs, and one over those that do not loop."""
     steady = figures["not_looping"]
     looping = f"{figures['looping_outputs']} of {figures['outputs']}"
     same = _same(steady) if steady["outputs"] else "every output loops"

@@ -176,7 +176,7 @@ def describe_drafter(drafter: BuiltDrafter) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Print the summary as lines."""
+    """Return the summary as lines."""
     from redraft.engines.sizes import describe_shares, describe_size
 
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
@@ -202,7 +202,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def advice(summary: dict[str, Any]) -> Iterator[str]:
-    """Return the advice to build in 8 bits if 4 bits lose more than `MOST_LOSS` of perplexity."""
+    """Yield the advice to build in 8 bits if 4 bits lose more than `MOST_LOSS` of perplexity."""
     measured, exact = summary["perplexity"] or {}, summary["perplexity_fp32"] or {}
     losses = [measured[kind] / exact[kind] - 1 for kind in measured]
     if summary["precision"] == "int4" and losses and max(losses) > MOST_LOSS:

@@ -61,7 +61,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
 
 
 def as_lines(bundle: Bundle, verified: bool) -> list[str]:
-    """Print the manifest: one fact a line, then commands of other tools."""
+    """Return the manifest as text: one fact a line, then commands of other tools."""
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands

@@ -64,7 +64,7 @@ def stats_options(report: Path) -> list[str]:
 
 
 def parse(text: str) -> Iterator[Recorded]:
-    """Return the ranges of our domain in the CSV, without the captured one. Lines before its header are nsys's
+    """Yield the ranges of our domain in the CSV, without the captured one. Lines before its header are nsys's
     messages.
     """
     lines = text.splitlines()

@@ -43,7 +43,7 @@ def summarise(played: Replay) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Print the summary as lines."""
+    """Return the summary as lines."""
     lines = [
         f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
         for source, counts in summary["sources"].items()

@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Case]:
-    """Return architecture and variant of each case that the options name."""
+    """Yield architecture and variant of each case that the options name."""
     for name in options.only or architectures():
         yield name, BASE
         if options.variants:

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _outputs(runtime: Runtime, prompts: list[Any], tokens: int, method: str) -> list[tuple[int, ...]]:
-    """Parse `METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
+    """Decode by `METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
     name, _, size = method.partition(":")
     budget = Budget(*map(int, size.split(","))) if size else None
     made = runtime.generate(prompts, SamplingParams(max_tokens=tokens), SpeculationParams(name, budget=budget))

@@ -139,7 +139,7 @@ def main() -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace, report: Report) -> None:
-    """Return a section for each method, with a fixed budget and with sizes that the controller chooses."""
+    """Report a section for each method, with a fixed budget and with sizes that the controller chooses."""
     bundle = open_bundle(options.engines, verify=False)
     report.put("bundle", bundle.manifest.name)
     report.put("environment", environment())

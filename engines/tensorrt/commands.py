@@ -49,7 +49,7 @@ class Command:
 
 
 def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
-    """Return commands for the bundle at `folder`: always for ONNX Runtime, for TensorRT if it has engines."""
+    """Yield commands for the bundle at `folder`: always for ONNX Runtime, for TensorRT if it has engines."""
     built = manifest.tensorrt
     if built:
         words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)

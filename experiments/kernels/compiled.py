@@ -56,7 +56,7 @@ def newest(reports: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def parse(report: str) -> Iterator[dict[str, Any]]:
-    """Return type, head size, query rows, architecture, registers and spilled bytes of each attention kernel, in
+    """Yield type, head size, query rows, architecture, registers and spilled bytes of each attention kernel, in
     order.
     """
     lines = iter(report.splitlines())

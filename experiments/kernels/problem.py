@@ -97,7 +97,7 @@ class DeviceProblem:
         return kernels.plan(self.args(ctas))
 
     def ours(self, kernels: Kernels, ctas: int = 0) -> Call:
-        """Run the kernels. The same call writes new rows into the cache and packs the mask, as in an engine."""
+        """Return a call of the kernels. It also writes new rows into the cache and packs the mask, as in an engine."""
         args = self.args(ctas)
         scratch = self.torch.empty(kernels.workspace_bytes(args), dtype=self.torch.uint8, device=self.device)
 
@@ -190,7 +190,7 @@ class CompactionProblem:
         )  # fmt: skip
 
     def ours(self, kernels: Kernels) -> Call:
-        """Run one launch over all caches."""
+        """Return a call that launches once over all caches."""
         return lambda: kernels.compact(self.args, current_stream(self.device))
 
     def right(self) -> bool:

@@ -64,7 +64,7 @@ def main() -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """Return all sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
+    """Measure all sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
     if reason := missing_device() or missing_kernels():
         report.put("skipped", reason)
         return

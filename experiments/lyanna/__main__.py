@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Add the options of all parts."""
+    """Return the parser with the options of all parts."""
     found = argparse.ArgumentParser(
         prog="python -m experiments.lyanna", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

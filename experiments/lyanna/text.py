@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def render(tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """Print tables by title, columns aligned, the first row a header."""
+    """Return tables by title as text, columns aligned, the first row a header."""
     return "\n\n".join(f"{title}\n\n{_aligned(rows)}" for title, rows in tables.items())
 
 

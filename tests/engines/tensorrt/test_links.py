@@ -45,7 +45,7 @@ def test_every_link_is_an_output_of_the_buffers_type_and_sizes(drafter: Exported
 
 
 def test_the_draft_is_the_same(drafter: Exported) -> None:
-    """Return the graph with the operator's body restored."""
+    """ONNX Runtime runs the graph with the operator's body restored."""
     path = drafter.bundle.path / "chain.onnx"
     model = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT))
     for node in model.graph.node:
