@@ -89,9 +89,7 @@ class Report:
         self._write()
 
     def fill(self, measure: Callable[[Report], None]) -> dict[str, Any]:
-        """Run `measure`, which fills this report, and return the figures. An error becomes a line of the report and is
-        raised.
-        """
+        """Run `measure`, which fills this report, and return the figures. An error is also a line of the report."""
         try:
             measure(self)
         except Exception as error:

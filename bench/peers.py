@@ -70,9 +70,7 @@ def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def measure(decoders: dict[str, Decode], prompts: Sequence[Prompt], runtime: Runtime) -> dict[str, list[Decoded]]:
-    """Decode every prompt by every decoder, in an order that flips from prompt to prompt, after a warm-up on the
-    first.
-    """
+    """Decode every prompt by every decoder, in an order that flips each time, after a warm-up on the first."""
     results: dict[str, list[Decoded]] = {name: [] for name in decoders}
     encoded = [runtime.encode(prompt.text) for prompt in prompts]
     for decode in decoders.values():
@@ -128,9 +126,7 @@ def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decod
 
 
 def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
-    """Return OpenVINO's decoders, in fp32 with an fp32 cache and our threads; they measure the time of the first
-    token.
-    """
+    """Return OpenVINO's decoders, in fp32 with an fp32 cache and our threads; they time the first token."""
     if find_spec("openvino_genai") is None:
         raise UsageError("openvino-genai is not installed", "run `pip install openvino-genai`, or leave --openvino out")
     import numpy as np

@@ -74,8 +74,7 @@ class Traffic:
 
 
 def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
-    """Return the bytes that a call of one sequence with `tokens` tokens (or rows to catch up on) after `kv_len` rows
-    moves.
+    """Return bytes that one sequence's call moves, with `tokens` tokens (or rows to catch up on) after `kv_len` rows.
 
     Each byte counts once, as if caches held it until the call ends: a weight that several products share, the weights
     of a drafter's layer over the steps of its chain, a used KV row. Values passed between layers do not count. So this

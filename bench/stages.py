@@ -74,9 +74,7 @@ def profile(ranges: Iterable[Recorded]) -> Profile:
 
 
 def with_paths(ranges: Iterable[Recorded]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield every range's path from the outermost to itself, and its milliseconds, in the order in which they
-    began.
-    """
+    """Yield every range's path from the outermost to itself, and its milliseconds, in order of their beginnings."""
     path: list[str] = []
     for found in sorted(ranges, key=lambda found: (found.started, found.depth)):
         del path[found.depth :]

@@ -64,9 +64,7 @@ def stats_options(report: Path) -> list[str]:
 
 
 def parse(text: str) -> Iterator[Recorded]:
-    """Yield the ranges of our domain in the CSV, without the captured one. Lines before its header are nsys's
-    messages.
-    """
+    """Yield the ranges of our domain in the CSV, without the captured one. nsys prints messages before its header."""
     lines = text.splitlines()
     start = next((place for place, line in enumerate(lines) if line.startswith("Start (ns),")), len(lines))
     rows = [row for row in csv.DictReader(lines[start:]) if (row["Name"] or "").startswith(f"{NVTX_DOMAIN}:")]

@@ -44,9 +44,7 @@ class Asked:
     device: str | None
 
     def arguments(self, prompt: Path) -> list[str]:
-        """Return the options that repeat this run; `prompt` is a file with the text, which may be too long for an
-        argument.
-        """
+        """Return the options that repeat this run; `prompt` is a file, as the text may be too long for an argument."""
         given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads, "--device": self.device}
         options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         fixed = ["--engines", str(self.engines), "--max-new-tokens", str(self.max_new_tokens)]

@@ -247,9 +247,7 @@ def _holds(profile: Sequence[Any], shape: tuple[int, ...]) -> bool:
 
 
 def _mismatches(tensorrt: Any, engine: Any, record: GraphRecord) -> Iterator[str]:
-    """Differences between an engine's tensors and the manifest's, one line each. An input that nothing reads may be
-    gone.
-    """
+    """Yield lines on tensors that differ between engine and manifest. Inputs that nothing reads may be missing."""
     found = {engine.get_tensor_name(number) for number in range(engine.num_io_tensors)}
     for spec in (*record.inputs, *record.outputs):
         if spec.name not in found:

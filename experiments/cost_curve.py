@@ -69,9 +69,7 @@ def verifier_graphs(bundle: Bundle) -> list[str]:
 
 
 def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return time over a large buffer divided by time over a small one, by graph and tokens verified, for equal KV
-    rows.
-    """
+    """Return time over a large buffer divided by that over a small one, by graph and tokens, for equal KV rows."""
     ratios = {}
     for name in verifier_graphs(bundle):
         small, large = (

@@ -111,9 +111,7 @@ class TimedCuda(FakeCuda):
 
 
 class TimedCycle(Cycle):
-    """Keeps three figures of each step: its time without CUDA, the time between its first and last launch, its
-    launches.
-    """
+    """Keeps figures of each step: time without CUDA, time between the first and last launch, number of launches."""
 
     def __init__(self, cuda: TimedCuda, *parts: Any) -> None:
         super().__init__(*parts)

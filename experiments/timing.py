@@ -13,9 +13,7 @@ WARM_UP_RUNS = 4
 
 
 def interleaved(calls: Mapping[str, Callable[[], None]], blocks: int = 8, runs: int = 12) -> dict[str, list[float]]:
-    """Return milliseconds of every run by name. A block warms up one call, times it `runs` times, and the next
-    follows.
-    """
+    """Return milliseconds of every run by name. A block warms up one call, then times it `runs` times."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
         for name, call in calls.items():

@@ -103,9 +103,7 @@ def engine_count(folder: Path) -> int:
 
 
 def own_bytes(folder: Path) -> int:
-    """Return bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space of their
-    own.
-    """
+    """Return bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space."""
     return sum(path.stat().st_size for path in _own(folder))
 
 

@@ -50,9 +50,7 @@ def needs_of(
     owner: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
     profiles: Sequence[Profile],
 ) -> Needs:  # fmt: skip
-    """Return the memory of an engine of this prepared graph with these profiles. owner: owner of the buffers it
-    reads.
-    """
+    """Return memory of an engine of this prepared graph with these profiles. owner: that of the buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
     sizes = [_sizes(inputs, profile) for profile in profiles]

@@ -32,9 +32,7 @@ Build = Callable[[DeviceProblem], Way]
 
 
 def competitors(batch: int, nodes: int, grouped: bool) -> Mapping[str, Build]:
-    """Return the ways that fit a problem, by name. Building one raises any error of its library, ImportError
-    included.
-    """
+    """Return the ways that fit a problem, by name. Building one may raise its library's errors or ImportError."""
     sdpa: dict[str, Build] = {"sdpa_bool": sdpa_bool, "sdpa_bias": sdpa_bias}
     if grouped:
         sdpa["sdpa_folded"] = sdpa_folded
@@ -109,9 +107,7 @@ def flashinfer_prefill(problem: DeviceProblem) -> Way:
 
 
 def flashinfer_paged(problem: DeviceProblem) -> Way:
-    """Return FlashInfer's attention of a batch: our caches unchanged, a page for each sequence. One node has no
-    mask.
-    """
+    """Return FlashInfer's attention of a batch: our caches, a page for each sequence. One node has no mask."""
     module = importlib.import_module("flashinfer")
     torch, s = problem.torch, problem.sizes
     workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=problem.device)

@@ -56,9 +56,7 @@ def newest(reports: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def parse(report: str) -> Iterator[dict[str, Any]]:
-    """Yield type, head size, query rows, architecture, registers and spilled bytes of each attention kernel, in
-    order.
-    """
+    """Yield type, head size, query rows, architecture, registers and spilled bytes of each attention kernel."""
     lines = iter(report.splitlines())
     for line in lines:
         if entry := _ENTRY.search(line):
@@ -89,9 +87,7 @@ def described(kernels: Kernels, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_blocks(registers: int, shared_bytes: int, architecture: str) -> int:
-    """Return the blocks that a processor holds at once. Registers come in units of 256 a warp, shared memory in
-    bytes.
-    """
+    """Return the blocks that a processor holds at once. Registers are allocated in units of 256 a warp."""
     by_registers = REGISTERS // (WARPS * -(-registers * 32 // 256) * 256)
     by_memory = SHARED_BYTES[architecture] * 1024 // (shared_bytes + RESERVED_BYTES)
     return min(by_registers, by_memory)

@@ -81,9 +81,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> Captured:
 
 
 def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[str, list[float]]:
-    """Return microseconds of one call by name, of every replay. Names take turns, so that pairs share the device's
-    state.
-    """
+    """Return microseconds of one call by name, of every replay. Names take turns: pairs share the device's state."""
     torch = require_device()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_UPS + replays):

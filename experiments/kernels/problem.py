@@ -108,9 +108,7 @@ class DeviceProblem:
         return call
 
     def reference(self, device: str | None = None) -> Any:
-        """Return out [B, T, Hq, D] in float32 from float32 products, head by head, on this problem's device by
-        default.
-        """
+        """Return out [B, T, Hq, D] in float32 from float32 products, by head, by default on the problem's device."""
         s, device = self.sizes, device or self.device
         group = s.q_heads // s.kv_heads
         q, k, v = (each.to(device) for each in (self.q, self.k, self.v))

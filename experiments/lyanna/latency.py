@@ -72,9 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, dict[str, dict[str, Times]]]:
-    """Return times by number of steps N, `one_pass` (N rows at once) and `iterative` (a row, N times), then by
-    stage.
-    """
+    """Return times by number of steps N, `one_pass` (N rows) and `iterative` (N times a row), then by stage."""
     found: dict[str, dict[str, dict[str, Times]]] = {}
     draft = bundle.path / bundle.graph(draft_graph(bundle)).file
     with tempfile.TemporaryDirectory() as folder:

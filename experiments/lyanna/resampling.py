@@ -93,9 +93,7 @@ def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
 
 
 def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
-    """Decode every prompt by every variant, in an order that flips from prompt to prompt, after an uncounted warm-
-    up.
-    """
+    """Decode every prompt by every variant, in an order that flips each time, after an uncounted warm-up."""
     for decode in decoders.values():
         decode(prompts[0])
     decoded: Decoded = {variant: [] for variant in decoders}

@@ -139,9 +139,7 @@ def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dic
 def losses(
     bundles: Mapping[Form, Bundle], verifier: VerifierModel, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[Form, dict[str, Any]]]:
-    """Return acceptance in fp32, and by form the acceptance and the share of the fp32 table's choices that are the
-    same.
-    """
+    """Return acceptance in fp32, and by form acceptance and the share of choices equal to the fp32 table's."""
     checkpoint = DrafterCheckpoint.open(options.drafter)
     config = checkpoint.configure(LyannaConfig)
     exact = LyannaObjective(verifier.model, config)

@@ -59,9 +59,7 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_methods_share_a_batch_and_one_verification(bundle: Path, device: str | None) -> None:
-    """Each request has its own method. A step has one call of the verifier, and at most one for each drafter and
-    kind.
-    """
+    """Each request has its own method. A step calls the verifier once, and each drafter at most once a kind."""
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(WAYS))]
     with Runtime.open(bundle, threads=1, max_num_seqs=4, device=device, verify=False) as runtime:
         plain = [text.token_ids for text in runtime.generate(prompts, PARAMS, "none")]
