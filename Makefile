@@ -32,8 +32,9 @@ demo: install
 	@$(BIN)/redraft build tiny -o build/engines/tiny
 	@$(BIN)/redraft demo --engines build/engines/tiny
 
-# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id; MODEL_PATH the folder of a recipe's checkpoint; DRAFTERS
-# what `--drafter` takes, separated by spaces; WEIGHTS=random needs no checkpoint; the rest passes through to `redraft build`.
+# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id. MODEL_PATH is the folder of a recipe's checkpoint.
+# DRAFTERS are values of `--drafter`, separated by spaces. WEIGHTS=random needs no checkpoint. The other variables are options
+# of `redraft build`.
 engines: install
 	$(strip $(BIN)/redraft build $(MODEL) -o $(ENGINES) $(if $(MODEL_PATH),--model-path $(MODEL_PATH)) \
 	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(BACKEND),--backend $(BACKEND)) \
@@ -41,16 +42,16 @@ engines: install
 	  $(foreach drafter,$(DRAFTERS),--drafter $(drafter)) \
 	  $(if $(FORCE),--force))
 
-# The kernels for CUDA and TensorRT, as far as this machine has what they need; the last lines say what there is.
-# ARCHITECTURES="80 90" builds for these compute capabilities only, native for those of the GPUs here. What is not said stays
-# what it was the last time.
+# Builds the kernels for CUDA and TensorRT that this machine has the tools for; the last lines list the libraries.
+# ARCHITECTURES="80 90" builds for these compute capabilities only, `native` for those of this machine's GPUs. Variables that
+# are not set keep their last values.
 plugins: kernels-cpu
 	@$(CONFIGURE) -B build/cmake/cuda -DREDRAFT_CPU=OFF $(if $(ARCHITECTURES),-DREDRAFT_ARCHITECTURES="$(ARCHITECTURES)") \
 	  $(if $(TENSORRT_ROOT),-DTENSORRT_ROOT="$(abspath $(TENSORRT_ROOT))") >/dev/null
 	@$(CMAKE) --build build/cmake/cuda
 	@$(CMAKE) -P build/cmake/cpu/summary.cmake && $(CMAKE) -P build/cmake/cuda/summary.cmake
 
-# The same kernels compiled for the CPU, which the tests run. Says something only where it cannot.
+# The same kernels compiled for the CPU, which the tests run. Prints only skipped libraries.
 kernels-cpu: install
 	@$(CONFIGURE) -B build/cmake/cpu -DREDRAFT_CUDA=OFF >/dev/null
 	@$(CMAKE) --build build/cmake/cpu -- --quiet
@@ -65,10 +66,10 @@ test: install kernels-cpu
 test-fast: install kernels-cpu
 	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
 
-# What needs a GPU: tests, then a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints why a test was
-# skipped; a JSON says what was missing or failed, and the next is measured. After failed tests and wrong results too, but then
-# it fails in the end.
-# GPU_LARGE names the recipe that is measured with random weights: TensorRT's engines first, where the disk takes one only.
+# Runs tests on a GPU, then writes a JSON of the kernels and one of each bundle (docs/gpu/README.md). -rs prints the reason of
+# each skipped test. A JSON names missing parts and failures, and measuring continues with the next one. Failed tests and wrong
+# results do not stop it either, but it fails at the end.
+# GPU_LARGE names the recipe that is measured with random weights: TensorRT's engines first, in case the disk takes only one.
 GPU_LARGE ?= vicuna-7b
 GPU_GIB ?= 24
 GPU_ENGINES := build/engines/gpu
@@ -99,8 +100,8 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(wildcard $(NATIVE))
 
-# mypy and import-linter read packages by folder, and `redraft.runtime` lives in `runtime/`: give them the tree as
-# it is imported. A missing link would silently shrink what is checked, so tests/test_contracts.py plants errors.
+# mypy and import-linter read packages by folder, but `redraft.runtime` is in `runtime/`: this gives them the tree as it is
+# imported. A missing link would silently remove code from the checks, so tests/test_contracts.py plants errors.
 typed-tree:
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/redraft
 	@ln -s $(CURDIR)/redraft/* $(TYPED)/redraft/

@@ -1,1 +1,1 @@
-"""Measurements against plain decoding and against peers: each prints what docs/benchmarks.md describes, as JSON too."""
+"""Measurements against plain decoding and against peers: each prints the figures of docs/benchmarks.md, as JSON too."""

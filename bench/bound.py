@@ -15,9 +15,9 @@ from redraft.bench.statistics import median_estimate
 
 
 def achieved(runs: list[Run], method: str, table_ms: Sequence[float]) -> dict[str, Any]:
-    """Speed reached, its bound and their ratio, over all runs; `table_ms[n]` is t(n).
+    """Return the reached speed, its bound and their ratio, over all runs; `table_ms[n]` is t(n).
 
-    `speedup` is the median of pairs; the share is of the whole run's speed, which is what the bound is about.
+    `speedup` is the median of pairs. The share is of the whole run's speed, which the bound limits.
     """
     metrics = [run.generations[method].metrics for run in runs]
     steps = sum(m.num_steps for m in metrics)
@@ -43,12 +43,12 @@ def achieved(runs: list[Run], method: str, table_ms: Sequence[float]) -> dict[st
 
 
 def overall_rate(runs: list[Run], method: str) -> float:
-    """Tokens a second over all prompts together, as τ is a mean over all steps together."""
+    """Return tokens a second over all prompts together, as τ is a mean over all steps together."""
     tokens = [len(run.generations[method].token_ids) - 1 for run in runs]
     rates = [run.generations[method].metrics.decode_tokens_per_second for run in runs]
     return sum(tokens) / sum(count / rate for count, rate in zip(tokens, rates, strict=True))
 
 
 def speed_bound(acceptance_length: float, one_ms: float, many_ms: float, draft_ms: float) -> float:
-    """τ·t(1) / (t(n) + draft)."""
+    """Return τ·t(1) / (t(n) + draft)."""
     return acceptance_length * one_ms / (many_ms + draft_ms)

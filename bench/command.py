@@ -17,7 +17,7 @@ BUDGET_KEYS = ("nodes", "depth", "width")
 
 
 def run(main: Callable[[], dict[str, Any]]) -> None:
-    """Print what `main` measured as JSON; on an error print one line and leave with its status, or 130."""
+    """Print the result of `main` as JSON; on an error print one line and exit with its status, or 130."""
     try:
         print(json.dumps(main(), indent=2, ensure_ascii=False, allow_nan=False))
     except RedraftError as error:
@@ -29,20 +29,20 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
 
 
 def bundle_parser(text: str | None, max_new_tokens: int, limit: int | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of whatever decodes prompts by a bundle.
+    """Return a parser with the options of commands that decode prompts by a bundle.
 
     text: the module's docstring.   max_new_tokens, limit: defaults; None for all prompts of a kind.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
-    parser.add_argument("--limit", type=int, default=limit, help="prompts a kind")
+    parser.add_argument("--limit", type=int, default=limit, help="at most this many prompts of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
     return parser
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Numbers of a comma-separated option. Raises ValueError, as argparse wants."""
+    """Return the numbers of a comma-separated option. Raises ValueError, as argparse wants."""
     values = tuple(int(part) for part in text.split(","))
     if not values or min(values) < 1:
         raise ValueError(text)
@@ -50,7 +50,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def budget(text: str) -> Budget:
-    """A budget from `nodes=12,depth=4,width=4`. Raises ValueError for anything else."""
+    """Parse a budget like `nodes=12,depth=4,width=4`. Raises ValueError for other text."""
     pairs = {key.strip(): int(value) for key, value in (part.split("=") for part in text.split(","))}
     if set(pairs) != set(BUDGET_KEYS):
         raise ValueError(text)
@@ -61,7 +61,7 @@ def budget(text: str) -> Budget:
 
 
 def rates(text: str) -> tuple[float, ...]:
-    """Probabilities by depth from `0.9,0.8,0.7`. Raises ValueError for anything else."""
+    """Parse probabilities by depth like `0.9,0.8,0.7`. Raises ValueError for other text."""
     values = tuple(float(part) for part in text.split(","))
     if not values or not all(0 <= value <= 1 for value in values):
         raise ValueError(text)
@@ -89,7 +89,7 @@ class Report:
         self._write()
 
     def fill(self, measure: Callable[[Report], None]) -> dict[str, Any]:
-        """All that `measure` puts here. What it raises goes on, and is a line of the report."""
+        """Run `measure`, which fills this report, and return the figures. An error is also a line of the report."""
         try:
             measure(self)
         except Exception as error:
@@ -107,6 +107,6 @@ class Report:
 
 
 def reason_of(error: Exception) -> str:
-    """An error as one line of a report."""
+    """Return an error as one line of a report."""
     line = " ".join(str(error).split())
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -1,11 +1,10 @@
 """Plain and speculative decoding of the same prompts, taking turns in one process.
 
-Every prompt is decoded by every method before the next prompt, in an order that flips from prompt to prompt, so that a
-slow minute of the machine, and the caches that one method warms for the next, fall on all alike. A chat is decoded turn
-by turn. All methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context
-ends there.
+Every method decodes a prompt before the next prompt. The order flips from prompt to prompt, so a slow minute of the
+machine, and the caches that one method warms for the next, affect all alike. A chat is decoded turn by turn. All
+methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context ends there.
 
-INEXACT is plain decoding by a second runtime, opened with `exact=False`: what exact texts cost.
+INEXACT is plain decoding by a second runtime, opened with `exact=False`. It measures the cost of exact texts.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every generation of a comparison shares.
+    """Settings that every generation of a comparison shares.
 
     acceptance: forced by depth on every method but PLAIN; speeds are real then, texts are not.
     chat:       every prompt is a conversation of all its turns. Otherwise its first turn is the whole prompt.
@@ -70,7 +69,7 @@ def compare(
 ) -> list[Run]:
     """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted.
 
-    inexact: decodes what INEXACT among the methods asks for.
+    inexact: runtime that decodes for INEXACT.
     Raises UsageError naming the prompt if it cannot be decoded; for a first turn, before anything is decoded.
     """
     order = list(dict.fromkeys((PLAIN, *methods)))
@@ -100,14 +99,14 @@ def _by_each(
 
 
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
-    """One generation; acceptance is never forced on PLAIN."""
+    """Decode once; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
     budget = None if method == PLAIN else settings.budget
     return runtime.generate([prompt], settings.params, SpeculationParams(method, budget=budget), forced)[0]
 
 
 def _first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:
-    """Token ids of a prompt, or of the first turn of a chat."""
+    """Return token ids of a prompt, or of the first turn of a chat."""
     conversation = Conversation(runtime, settings.system) if settings.chat else None
     with _named(f"prompt {prompt.id}"):
         return conversation.ask(prompt.text) if conversation else runtime.encode(prompt.text)
@@ -119,7 +118,7 @@ def _decode_turns(
     settings: Settings,
     decode_by_all: Callable[[Sequence[int]], dict[str, Generation]],
 ) -> Iterator[Run]:
-    """A run of a prompt, or of every turn of a chat that fits the context."""
+    """Yield a run of a prompt, or of every turn of a chat that fits the context."""
     if not settings.chat:
         ids = _first_turn(runtime, prompt, settings)
         yield Run(prompt, ids, decode_by_all(ids))

@@ -1,4 +1,4 @@
-"""The machine and the libraries that a figure belongs to."""
+"""The machine and the libraries of a figure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LIBRARIES = (
 
 
 SETTLE_SECONDS = 0.02
-"""Wait before calls are timed, in which the threads of the session before stop spinning."""
+"""Wait before timed calls, until the threads of the previous session stop spinning."""
 _GPU_FIELDS = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 def environment(threads: int | None = None) -> dict[str, Any]:
-    """Python, library versions, processor, usable and used threads: a JSON object."""
+    """Return Python, library versions, processor, usable and used threads: a JSON object."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -41,30 +41,30 @@ def environment(threads: int | None = None) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str]:
-    """Version by name of those of LIBRARIES that are installed."""
+    """Return the version by name of those of LIBRARIES that are installed."""
     found = {name: package_version(name) for name in LIBRARIES}
     return {name: version for name, version in found.items() if version is not None}
 
 
 def execution_providers() -> list[str]:
-    """Devices that the installed ONNX Runtime was built for. Raises ImportError where it cannot be loaded."""
+    """Return the devices that the installed ONNX Runtime was built for. Raises ImportError if it cannot be loaded."""
     import onnxruntime
 
     return list(onnxruntime.get_available_providers())
 
 
 def usable_threads() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags that Linux reports; empty where it does not."""
+    """Return the instruction-set flags that Linux reports; empty on other systems."""
     return frozenset(_cpuinfo("flags", "Features").split())
 
 
 def processor_name() -> str:
-    """Marketing name of the processor, or its architecture."""
+    """Return the marketing name of the processor, or its architecture."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
@@ -78,7 +78,7 @@ def _cpuinfo(*keys: str) -> str:
 
 
 def nvidia_smi() -> dict[str, str]:
-    """Driver, highest clocks and power limit of the GPU by field; empty if nvidia-smi is missing or fails."""
+    """Return driver, highest clocks and power limit of the GPU by field; empty if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]

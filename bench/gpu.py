@@ -1,21 +1,21 @@
-"""A bundle's engines on a device: the host's tokens, what they cost, and how near they come to what they could.
+"""A bundle's engines on a device: their tokens against the host's, their costs, and their speed against its bounds.
 
     python -m redraft.bench.gpu --engines build/engines/tiny --prompts assets/tiny/prompts/code.jsonl \\
         [--reference BUNDLE] [--device cuda] [--synthetic-acceptance 0.9,0.8,0.7] [--out build/gpu/engines.json]
     python -m redraft.bench.gpu --build vicuna-7b --backend tensorrt --weights random --go-on ...
 
-Sections of the one JSON object, each written when it is there:
+Sections of the one JSON object, each written when it is complete:
 
-    tokens   every method on the device against plain decoding on the host: of the same bundle, of TensorRT's engines by
-             --reference, an ONNX Runtime bundle of the same model. Not for random weights, whose logits say nothing.
-             Another token where the host's logits do not nearly tie is an error, after the rest was measured.
+    tokens   every method on the device against plain decoding on the host: of the same bundle, or, for TensorRT's
+             engines, of --reference, an ONNX Runtime bundle of the same model. Skipped for random weights, whose logits
+             are meaningless. A differing token without a near-tie of the host's logits is an error at the end.
     curve    milliseconds by nodes verified at once.
-    plain    plain decoding: its step and its verification alone, and the bytes of each over what the device copies.
-    bound    speculation with forced acceptance against what the curve allows, judged on the host and on the device.
-    figures  the shares that are asked for, with what they are of, the host's time of a step, and CUDA graphs.
-    stages   where the time of a run's steps goes.
+    plain    plain decoding: its step and its verification alone, and the bytes of each over the device's copy speed.
+    bound    speculation with forced acceptance against the curve's bound, accepted on the host and on the device.
+    figures  the shares and their targets, the host's time of a step, and CUDA graphs.
+    stages   time of every stage of a run's steps.
 
-`skipped` names what this machine lacks. With --go-on any failure but wrong tokens is a line under `error`.
+`skipped` names the parts that this machine lacks. With --go-on any failure except wrong tokens is a line under `error`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any
 from redraft.bench.command import Report, budget, bundle_parser, rates, reason_of, run
 from redraft.bench.environment import environment, execution_providers, nvidia_smi
 from redraft.bench.gpu_speed import Load, measure_speed
-from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, said
+from redraft.bench.gpu_tokens import WrongTokens, check_reference, compared, device_texts
 from redraft.bench.prompts import load_prompts
 from redraft.config import Backend
 from redraft.engines import open_bundle
@@ -43,19 +43,19 @@ from redraft.packages import gpu_requirement, package_version
 from redraft.runtime import Budget, Runtime, SamplingParams
 
 WHOLE = Budget(12, 12, 12)
-"""The default: limits only the nodes of a drafter's tree, so the tree stays on the device."""
+"""The default: it limits only the nodes of a drafter's tree, so the tree stays on the device."""
 _FORCED = (0.9, 0.8, 0.7)
 _OF_BUILD = ("backend", "weights", "precision", "max_model_len", "drafter")
 """Options that are passed on to `redraft build`."""
 _PACKAGES: Mapping[Backend, tuple[str, ...]] = {
     "onnxruntime": ("cuda.bindings",), "tensorrt": ("tensorrt", "polygraphy", "cuda.bindings"),
 }  # fmt: skip
-"""Packages that build engines and run them, besides ONNX Runtime itself."""
+"""Packages that build engines and run them, in addition to ONNX Runtime."""
 _GIB = 1 << 30
 
 
 def main() -> dict[str, Any]:
-    """Measure what the options ask for, and write it where `--out` says."""
+    """Take the measurements that the options ask for, and write them where `--out` says."""
     options = _arguments()
     report = Report(options.out)
     try:
@@ -70,7 +70,7 @@ def main() -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """All sections, or why nothing runs the engines here. Raises WrongTokens, and UsageError for another model."""
+    """Measure all sections, or report the missing parts. Raises WrongTokens, and UsageError for another model."""
     if reason := missing_for(options):
         report.put("skipped", reason)
         return
@@ -88,14 +88,14 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     with Runtime.open(options.engines, device=options.device, verify=False) as runtime:
         measure_speed(runtime, bundle, Load(prompts, params, size, options.synthetic_acceptance), report)
-        texts = said(runtime, manifest, prompts, params, size)  # after it: a drafter once loaded works in every step
+        texts = device_texts(runtime, manifest, prompts, params, size)  # last: a loaded drafter works in every step
     report.put("tokens", found := _section(partial(compared, bundle, options.reference, prompts, texts, params)))
     if wrong := [f"{method}: {each}" for method in texts for each in found.get(method, {}).get("wrong", ())]:
-        raise WrongTokens(f"{manifest.backend} on {options.device} says other tokens than the host: {wrong[0]}")
+        raise WrongTokens(f"{manifest.backend} on {options.device} writes other tokens than the host: {wrong[0]}")
 
 
 def _section(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A section, or what keeps it from being measured."""
+    """Return a section, or the error that prevents it."""
     try:
         return make()
     except UsageError as error:
@@ -116,7 +116,10 @@ def gpu_environment() -> dict[str, Any]:
 
 
 def missing(backend: Backend) -> str | None:
-    """What is not here to run a backend's engines on a GPU, or None. What is here and fails is not missing."""
+    """Return the part that this machine lacks to run a backend's engines on a GPU, or None.
+
+    Installed parts that fail are not missing.
+    """
     if reason := _without_gpu():
         return reason
     if backend == "onnxruntime" and "CUDAExecutionProvider" not in (found := execution_providers()):
@@ -127,7 +130,7 @@ def missing(backend: Backend) -> str | None:
 
 
 def _without_gpu() -> str | None:
-    """What the driver says where there is no GPU."""
+    """Return the driver's message without a GPU, None with one."""
     try:
         find_gpu()
     except BackendError as error:
@@ -138,12 +141,12 @@ def _without_gpu() -> str | None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def missing_for(options: argparse.Namespace) -> str | None:
-    """What is not here of the device, backend, memory and disk that the command's options ask for, or None."""
+    """Return the device, backend, memory or disk that the options ask for and this machine lacks, or None."""
     if options.device != "cuda":
         return None
     if reason := _without_gpu():
@@ -162,7 +165,7 @@ def missing_for(options: argparse.Namespace) -> str | None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """`redraft build`, which does nothing where the bundle is current. Raises BackendError with its last line."""
+    """Run `redraft build`, which does nothing if the bundle is current. Raises BackendError with its last line."""
     command = [str(Path(sys.executable).parent / "redraft"), "build", options.build, "-o", str(options.engines)]
     for name in _OF_BUILD:
         command += [f"--{name}", str(value)] if (value := getattr(options, name)) is not None else []
@@ -174,19 +177,19 @@ def build(options: argparse.Namespace) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = bundle_parser(__doc__, 128, 4)
-    parser.add_argument("--reference", type=Path, help="an ONNX Runtime bundle of the same model: the host's")
+    parser.add_argument("--reference", type=Path, help="an ONNX Runtime bundle of the same model, which the host runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget", type=budget, default=WHOLE, help="nodes=12,depth=12,width=12 by default")
     parser.add_argument("--synthetic-acceptance", type=rates, default=_FORCED, help="forced by depth for `bound`")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--go-on", action="store_true", help="fail for wrong tokens only; the rest is in the JSON")
-    building = parser.add_argument_group("building the bundle first, where it is not current")
-    building.add_argument("--build", metavar="MODEL", help="what `redraft build` is given, and with it:")
+    building = parser.add_argument_group("building the bundle first, if it is not current")
+    building.add_argument("--build", metavar="MODEL", help="the model for `redraft build`, which also gets:")
     building.add_argument("--backend", choices=("onnxruntime", "tensorrt"))
     for name in _OF_BUILD[1:]:
         building.add_argument(f"--{name}")
-    building.add_argument("--gpu-gib", type=float, default=0, help="skip where less GPU memory is free")
-    building.add_argument("--disk-gib", type=float, default=0, help="skip where less disk is free for a new bundle")
+    building.add_argument("--gpu-gib", type=float, default=0, help="skip if less GPU memory is free")
+    building.add_argument("--disk-gib", type=float, default=0, help="skip if less disk is free for a new bundle")
     return parser.parse_args()
 
 

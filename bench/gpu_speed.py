@@ -1,4 +1,4 @@
-"""What engines cost on a device, and how near they come to what its memory and the costs of verification allow."""
+"""Costs of engines on a device, compared with the bounds by its memory and by the costs of verification."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SIZES = (1, 2, 4, 8, 13, 16, 32, 64)
 PLAIN_WANTED, SPECULATIVE_WANTED = 0.8, 0.9
 HOST_US_WANTED = 60.0
 COPY_BYTES, COPY_RUNS = 1 << 30, 8
-"""Of each end of a copy: launching copies and waiting for them is then less than a hundredth of the time."""
-_JUDGED_STEPS, _JUDGED_ROUNDS = 24, 5
+"""Bytes of each end of a copy: launching copies and waiting for them takes less than a hundredth of the time."""
+_TIMED_STEPS, _TIMED_ROUNDS = 24, 5
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is timed: the same texts over trees of one `size`, with acceptance by depth `forced` on speculation."""
+    """The timed work: the same texts over trees of one `size`, with acceptance by depth `forced` on speculation."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -49,7 +49,7 @@ class Load:
 
 
 def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) -> None:
-    """The sections on time."""
+    """Measure the sections on time."""
     curve = measure_curve(runtime.verifier, SIZES, seconds=3.0)
     sizes = {str(size): curve.table_ms[size] for size in SIZES if size <= curve.largest}
     report.put("curve", {"kv_len": min(MEASURED_KV_LEN, runtime.verifier.max_model_len - 1), "ms": sizes})
@@ -57,16 +57,16 @@ def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) 
     device = runtime.verifier.device
     copied = copy_bytes_per_second(device) if isinstance(device, CudaDevice) else None
     report.put("plain", plain := plain_share(bundle, runs, curve.table_ms[1], copied))
-    judged = judged_ms(runtime, load.prompts[0], load.size, Acceptance(load.forced))
-    report.put("bound", bound := bounded(runs, curve.table_ms, judged, load.forced))
-    on_device = bound["judged_on_device"]
+    step_ms = step_ms_by_acceptance(runtime, load.prompts[0], load.size, Acceptance(load.forced))
+    report.put("bound", bound := bounded(runs, curve.table_ms, step_ms, load.forced))
+    on_device = bound["accepted_on_device"]
     report.put("figures", {
         "labelled": ", ".join([*bundle.manifest.model.caveats, "synthetic acceptance: speeds are real, texts are not"]),
         "plain_share_of_bandwidth": plain.get("share_of_copy"), "plain_share_wanted": PLAIN_WANTED,
         "speculative_share_of_bound": bound["share_of_bound"],
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
-        "speculative_share_of_bound_judged_on_device": on_device["share_of_bound"],
-        "speculative_share_of_bound_in_time_judged_on_device": on_device["share_of_bound_in_time"],
+        "speculative_share_of_bound_accepted_on_device": on_device["share_of_bound"],
+        "speculative_share_of_bound_in_time_accepted_on_device": on_device["share_of_bound_in_time"],
         "speculative_share_wanted": SPECULATIVE_WANTED,
         **_hosts_part(runtime, load),
     })  # fmt: skip
@@ -74,7 +74,7 @@ def measure_speed(runtime: Runtime, bundle: Bundle, load: Load, report: Report) 
 
 
 def copy_bytes_per_second(device: Device) -> float:
-    """Bytes read and written a second by the device's own copy, the most of several runs."""
+    """Return the bytes read and written a second by the device's own copy, the most of several runs."""
     memory = DeviceStream(device, COPY_BYTES)
     for _ in range(COPY_RUNS):
         memory.run()
@@ -82,7 +82,7 @@ def copy_bytes_per_second(device: Device) -> float:
 
 
 def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
-    """The host's time of a step on CUDA, and the graphs that it rests on: None elsewhere."""
+    """Return the host's time of a step on CUDA, and the CUDA graphs; None elsewhere."""
     found: dict[str, Any] = {"host_us_a_step": None, "host_us_a_step_adaptive": None, "host_us_wanted": HOST_US_WANTED,
                              "cuda_graphs": None, "not_captured": None}  # fmt: skip
     device = runtime.verifier.device
@@ -94,11 +94,10 @@ def _hosts_part(runtime: Runtime, load: Load) -> dict[str, Any]:
 
 
 def host_us(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Budget | None) -> float:
-    """What the host itself takes of a step of the bundle's own drafter: the step less what it waits for the device.
+    """Return the host's median time of a step with the bundle's own drafter, µs, less its waits for the device.
 
-    size: of every tree; without one the controller chooses, as `generate` does by default. The text is said twice, so
-    that what happens once for each shape is over. Half of the steps take at most this. Recording, which is part of it,
-    reads the clock twenty times.
+    size: of every tree; without one the controller chooses, as `generate` does by default. The text is decoded twice,
+    so that work done once for each shape is over. The time includes recording, which reads the clock twenty times.
     """
     spent: list[float] = []
     waited = 0.0
@@ -120,10 +119,10 @@ def _recorded(runtime: Runtime, prompt: Prompt, params: SamplingParams, size: Bu
 
 
 def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | None) -> dict[str, Any]:
-    """Plain decoding's least bytes a token over its time, as a share of the bytes that the device copies a second.
+    """Return plain decoding's least bytes a token over its time, as a share of the device's copy speed.
 
-    `ms` is of a whole step, from the runs of plain decoding; `verification_ms` is t(1) of the curve, without what the
-    host does between two calls. Each is held against the bytes with the rows that were live in it.
+    `ms` is of a whole step, from the runs of plain decoding; `verification_ms` is t(1) of the curve, without the host's
+    work between two calls. Each is compared with the bytes for its own number of KV rows.
     """
     generations = [run.generations[PLAIN] for run in runs]
     step_ms = 1e3 / overall_rate(runs, PLAIN)
@@ -138,17 +137,18 @@ def plain_share(bundle: Bundle, runs: list[Run], one_ms: float, copied: float | 
             **{name: rate * 1e3 / copied for name, rate in shares.items()}}  # fmt: skip
 
 
-def judged_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance) -> dict[str, float]:
-    """Milliseconds of a whole step over trees of one size, by who decides what is kept of them; median of rounds.
+def step_ms_by_acceptance(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance) -> dict[str, float]:
+    """Return milliseconds of a whole step over trees of one size, accepted by the host or the device; median of rounds.
 
-    Forced acceptance is the host's: it reads the verdict, draws, writes the path and starts what keeps its rows. The
-    device's own answer, which real text takes, is one chain and one read; next to nothing of such trees is kept then.
+    The host forces acceptance: it reads `accept_output`, draws, writes the path and starts the compaction of its rows.
+    The device's own acceptance, which real text uses, is one chain and one read. It keeps almost no node of these
+    trees.
     """
     samplers: dict[str, Callable[[], Sampler]] = {
         "host": lambda: SyntheticAcceptance(forced, seed=0), "device": Greedy
     }  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in samplers}
-    for turn in range(_JUDGED_ROUNDS + 1):
+    for turn in range(_TIMED_ROUNDS + 1):
         for name, sampler in samplers.items():
             ms = _steps_ms(runtime, prompt, size, forced, sampler())
             if turn:
@@ -157,7 +157,7 @@ def judged_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance
 
 
 def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance, sampler: Sampler) -> float:
-    """Mean milliseconds of steps that verify whole trees."""
+    """Return mean milliseconds of steps that verify whole trees."""
     drafter = SyntheticDrafter(runtime.verifier, forced)
     cycle = Cycle(runtime.verifier, Speculation(drafter, FixedBudget(size)))
     ids = runtime.encode(prompt.text)
@@ -165,22 +165,22 @@ def _steps_ms(runtime: Runtime, prompt: Prompt, size: Budget, forced: Acceptance
     scheduler.admit(cycle, [], seq)
     whole = size.nodes + size.depth + 1
     steps = 0
-    while steps < _JUDGED_STEPS and min(seq.remaining, runtime.max_model_len - seq.cache_len) > whole:
+    while steps < _TIMED_STEPS and min(seq.remaining, runtime.max_model_len - seq.cache_len) > whole:
         cycle.step([seq])
         steps += 1
     if not steps:
-        raise UsageError("the prompt leaves no room for a tree", "give shorter prompts")
+        raise UsageError("the prompt is too long for another tree", "give shorter prompts")
     return (cycle.clock.total - seq.began.total) / steps * 1e3
 
 
 def bounded(
-    runs: list[Run], table_ms: Sequence[float], judged: Mapping[str, float], forced: Sequence[float]
+    runs: list[Run], table_ms: Sequence[float], step_ms: Mapping[str, float], forced: Sequence[float]
 ) -> dict[str, Any]:
-    """Speculation against the curve's bound: of the runs, which the host judged, and of the device's own steps.
+    """Compare speculation with the curve's bound: the runs, accepted on the host, and the device's own steps.
 
-    The bound is on speed over plain decoding, τ t(1) / (t(n) + draft). The device's share is of τ tokens a step of its
-    time over plain decoding's measured speed. Plain decoding that takes more than t(1) flatters both: shares in time
-    are t(n) + draft over a step's time, whatever plain decoding takes.
+    The bound limits speed over plain decoding: τ t(1) / (t(n) + draft). The device's share is of τ tokens a step of its
+    time over plain decoding's measured speed. Plain decoding that takes more than t(1) raises both shares. Shares in
+    time are t(n) + draft over a step's time, independent of plain decoding.
     """
     found = achieved(runs, "ngram", table_ms)
     metrics = [run.generations["ngram"].metrics for run in runs]
@@ -188,22 +188,22 @@ def bounded(
     plain_ms = 1e3 / overall_rate(runs, PLAIN)
     bound_ms = found["verification_ms"]["step"] + found["draft_ms"]
     runs_ms = sum(sum(each.stage_ms.values()) for each in metrics) / sum(each.num_steps for each in metrics)
-    on_device = tokens_a_step * plain_ms / judged["device"]
+    on_device = tokens_a_step * plain_ms / step_ms["device"]
     return {
         "synthetic_acceptance": list(forced),
-        "path_timed": "judged on the host: it reads the verifier's tokens, no logits, and writes the path it draws",
+        "path_timed": "accepted on the host: it reads the verifier's tokens, no logits, and writes the path it draws",
         **found,
         "ms_per_step": {
             "plain": plain_ms,
             "bound": bound_ms,
             "runs": runs_ms,
-            "judged_on_host": judged["host"],
-            "judged_on_device": judged["device"],
+            "accepted_on_host": step_ms["host"],
+            "accepted_on_device": step_ms["device"],
         },
         "share_of_bound_in_time": bound_ms / runs_ms,
-        "judged_on_device": {
+        "accepted_on_device": {
             "overall_speedup": on_device,
             "share_of_bound": on_device / found["bound"],
-            "share_of_bound_in_time": bound_ms / judged["device"],
+            "share_of_bound_in_time": bound_ms / step_ms["device"],
         },
     }

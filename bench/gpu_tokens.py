@@ -1,4 +1,4 @@
-"""A device's tokens against the host's: the same, or others where the host's logits nearly tie."""
+"""A device's tokens against the host's: the same, or others at a near-tie of the host's logits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from redraft.runtime import Budget, Runtime, SamplingParams
 from redraft.runtime.drafters import method_words
 
 NEAR_TIES: Mapping[Precision, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.8}
-"""Leads of the host's logits that rounding may turn round, logits being about 16 where they are largest. Weights in
-fewer bits are rounded otherwise by every backend: where texts of those differ is said, and is no error."""
+"""Logit margins of the host that rounding may reverse; the largest logits are about 16. With weights in fewer bits,
+every backend rounds differently: their differing texts are reported, without an error.
+"""
 Texts = dict[str, list[tuple[int, ...]]]
 """Tokens of every prompt by method."""
 
 
 class WrongTokens(RedraftError):
-    """A device says other tokens than the host, which rounding does not explain."""
+    """A device writes other tokens than the host, which rounding does not explain."""
 
 
 def check_reference(manifest: Manifest, reference: Manifest) -> None:
-    """Raise UsageError where `reference` is of another model, or cannot run on the host."""
+    """Raise UsageError if `reference` is of another model, or cannot run on the host."""
     if reference.backend != "onnxruntime":
         raise UsageError(f"the host runs ONNX Runtime's bundles only, the reference is for {reference.backend}")
     ours, theirs = (
@@ -45,10 +46,10 @@ def check_reference(manifest: Manifest, reference: Manifest) -> None:
         )
 
 
-def said(
+def device_texts(
     runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], params: SamplingParams, size: Budget
 ) -> Texts:  # fmt: skip
-    """What the device says, over trees of one size; nothing where weights are random."""
+    """Return the device's tokens, over trees of one size; nothing for random weights."""
     methods = [] if manifest.model.random_weights else [PLAIN, *method_words(manifest.drafters)[1:]]
     settings = Settings(params, size)
     texts = [prompt.text for prompt in prompts]
@@ -58,9 +59,9 @@ def said(
 def compared(
     bundle: Bundle, reference: Path | None, prompts: Sequence[Prompt], texts: Texts, params: SamplingParams
 ) -> dict[str, Any]:
-    """Where a text leaves the host's, with the lead that the host's logits had there: a near-tie, or an error.
+    """Return the places at which a text differs from the host's, with the host's logit margin: a near-tie, or an error.
 
-    The host runs `reference`, or the bundle itself. Raises UsageError where nothing can be compared.
+    The host runs `reference`, or the bundle itself. Raises UsageError if nothing can be compared.
     """
     manifest = bundle.manifest
     if manifest.model.random_weights:

@@ -3,9 +3,9 @@
     python -m redraft.bench.peers --engines build/engines/tiny --checkpoint assets/tiny \\
         --prompts assets/tiny/prompts/*.jsonl --limit 10
 
-Plain and n-gram decoding of both, and our drafter against their n-grams. A rate is new tokens after the first over the
-time from the first to the last, on both sides; the texts are compared too. With `--openvino DIR`, the checkpoint as
-`optimum-cli export openvino` writes it in fp32, openvino-genai takes its turn as well, where it is installed.
+Compares plain and n-gram decoding of both, and our drafter with their n-grams. A rate is new tokens after the first
+over the time from the first to the last, on both sides. The texts are compared too. With `--openvino DIR`, a checkpoint
+that `optimum-cli export openvino` wrote in fp32, openvino-genai takes its turn as well, if it is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams
 
 NGRAM = {"ngram_size": 3, "max_draft_tokens": 4}
-"""onnxruntime-genai's options: the suffix looked up is one token shorter than `ngram_size`."""
+"""onnxruntime-genai's options: it looks up a suffix one token shorter than `ngram_size`."""
 OPENVINO_NGRAM = {"num_assistant_tokens": 4, "max_ngram_size": 3}
 SHORTEST = 8
 PEERS = ("genai", "openvino")
@@ -41,7 +41,7 @@ Decode = Callable[[list[int]], Decoded]
 
 
 def main() -> dict[str, Any]:
-    """Measure what the options ask for."""
+    """Take the measurements that the options ask for."""
     options = _arguments()
     if find_spec("onnxruntime_genai") is None:
         raise UsageError("onnxruntime-genai is not installed", "run `pip install 'redraft[bench]'`")
@@ -63,14 +63,14 @@ def main() -> dict[str, Any]:
 
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return who is compared with whom: plain decoding with plain decoding, all else with n-gram lookup."""
+    """Return the pairs to compare: plain decoding with plain decoding, all else with n-gram lookup."""
     ours = [name for name in names if name.startswith("redraft ")]
     wanted = [(name, f"{peer} {'none' if name == 'redraft none' else 'ngram'}") for peer in PEERS for name in ours]
     return [pair for pair in wanted if pair[1] in names]
 
 
 def measure(decoders: dict[str, Decode], prompts: Sequence[Prompt], runtime: Runtime) -> dict[str, list[Decoded]]:
-    """Every prompt by every decoder, in an order that flips from prompt to prompt, after a warm-up on the first."""
+    """Decode every prompt by every decoder, in an order that flips each time, after a warm-up on the first."""
     results: dict[str, list[Decoded]] = {name: [] for name in decoders}
     encoded = [runtime.encode(prompt.text) for prompt in prompts]
     for decode in decoders.values():
@@ -83,7 +83,7 @@ def measure(decoders: dict[str, Decode], prompts: Sequence[Prompt], runtime: Run
 
 
 def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str, Decode]:
-    """Ours: plain, n-gram, and the bundle's own drafter."""
+    """Return our decoders: plain, n-gram, and the bundle's own drafter."""
     params = SamplingParams(max_tokens=options.max_new_tokens)
 
     def decoder(method: str) -> Decode:
@@ -99,7 +99,7 @@ def redraft_decoders(runtime: Runtime, options: argparse.Namespace) -> dict[str,
 
 
 def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decode]:
-    """Theirs, token by token, as their own examples decode."""
+    """Return their decoders, token by token, as their own examples decode."""
     import onnxruntime_genai as genai
 
     model = genai.Model(str(folder))
@@ -126,7 +126,7 @@ def genai_decoders(folder: Path, options: argparse.Namespace) -> dict[str, Decod
 
 
 def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
-    """OpenVINO's, in fp32 with an fp32 cache and our threads; the time of the first token is its own figure."""
+    """Return OpenVINO's decoders, in fp32 with an fp32 cache and our threads; they time the first token."""
     if find_spec("openvino_genai") is None:
         raise UsageError("openvino-genai is not installed", "run `pip install openvino-genai`, or leave --openvino out")
     import numpy as np
@@ -158,7 +158,7 @@ def openvino_decoders(options: argparse.Namespace) -> dict[str, Decode]:
 
 @contextmanager
 def genai_model(options: argparse.Namespace) -> Iterator[Path]:
-    """The checkpoint as its own model builder writes it in fp32, with our number of threads."""
+    """Yield the checkpoint as their own model builder writes it in fp32, with our number of threads."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         if not (folder / "genai_config.json").exists():
@@ -188,7 +188,7 @@ def _median_rate(results: dict[str, list[Decoded]], name: str) -> float:
 
 
 def _ratio(results: dict[str, list[Decoded]], pair: tuple[str, str], prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Our rate over theirs by prompt: the median with its interval, over all prompts and by kind."""
+    """Return our rate over theirs by prompt: the median with its interval, over all prompts and by kind."""
     rows = list(zip(prompts, *(results[name] for name in pair), strict=True))
     long = [(prompt.kind, a[1] / b[1]) for prompt, a, b in rows if min(len(a[0]), len(b[0])) >= SHORTEST]
     kinds = sorted({kind for kind, _ in long})
@@ -197,7 +197,7 @@ def _ratio(results: dict[str, list[Decoded]], pair: tuple[str, str], prompts: Se
 
 
 def _differences(results: dict[str, list[Decoded]], prompts: Sequence[Prompt]) -> dict[str, list[dict[str, Any]]]:
-    """Where each decoder's tokens leave those of our plain decoding."""
+    """Return the places at which each decoder's tokens differ from those of our plain decoding."""
     plain = [tokens for tokens, _ in results["redraft none"]]
     found: dict[str, list[dict[str, Any]]] = {}
     for name, decoded in results.items():

@@ -28,12 +28,12 @@ class Prompt:
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """The user's messages of a chat, at least one."""
+        """Return the user's messages of a chat, at least one."""
         return self.text, *self.later_turns
 
 
 def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Prompt, ...]:
-    """Prompts of all files, at most `limit` a kind, kinds taking turns so that none is measured all at the end.
+    """Return the prompts of all files, at most `limit` of each kind, with kinds taking turns.
 
     Raises UsageError for a missing file, DataError naming file and line for one that cannot be read or holds none.
     """
@@ -51,7 +51,7 @@ def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Promp
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file. Raises UsageError where it is missing, DataError where it is not UTF-8."""
+    """Return a UTF-8 text file. Raises UsageError if it is missing, DataError if it is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:

@@ -1,7 +1,7 @@
-"""How near an engine's calls come to the speed of the memory: bytes that a call must move, over the time it takes.
+"""Engines against the speed of the memory: bytes that a call must move, over the time it takes.
 
-Decoding reads every weight for a few tokens, so the time of a call has a floor: its bytes over the bandwidth. Where a
-call stands near that floor, more tokens a call cost little; far above it, something else takes the time.
+Decoding reads every weight for a few tokens, so the time of a call has a floor: its bytes over the bandwidth. If a call
+is near that floor, more tokens a call cost little. If it is far above, something else takes the time.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from redraft.runtime.drafters.base import Drafter, TreeMaker
 from redraft.runtime.verifier import Verifier, open_verifier
 
 TREE_NODES = 8
-"""Nodes of the tree beside the single token, root included."""
+"""Nodes of the timed tree, root included; the other timed call has a single token."""
 CATCH_UP_ROWS = 2
-"""Rows that a draft brings in: about what a step accepts."""
+"""Rows that a draft brings in: about as many as a step accepts."""
 KV_ROWS = 200
-"""Rows of the KV buffers that are live before the call."""
+"""Rows in the KV buffers before the call."""
 STREAMED_BYTES = 256 << 20
-"""Size of the arrays that the bandwidth is measured on, several times what caches hold."""
+"""Size of the arrays that the bandwidth is measured on, several times the size of caches."""
 LEAST_STREAMED_BYTES = 1 << 20
-"""Of a device with no more memory free than that for each end of a copy, no bandwidth is told."""
+"""Bandwidth is not measured on a device with no more free memory than this for each end of a copy."""
 COPIES = 8
-"""Copies within a device between two waits for their end, which is far longer than a wait."""
+"""Copies within a device between two waits for their end; they take far longer than a wait."""
 HEADER = ("graph", "tokens", "weights MB", "KV MB", "other MB", "least ms", "GB/s", "of bandwidth")
 Timed = tuple[str, int, Callable[[], float]]
 """Graph, tokens and a function that runs such a call and returns its milliseconds."""
 _BLOCKS, _RUNS = 6, 16
 _ROWS_ONLY = {("Gather", 0), ("RotaryEmbedding", 1), ("RotaryEmbedding", 2), ("GroupQueryAttention", 7),
               ("GroupQueryAttention", 8)}  # fmt: skip
-"""Operators and the inputs of which they read as many rows as there are tokens."""
+"""Operators and those of their inputs that they read only for as many rows as there are tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all fields."""
         return self.weights + self.kv_read + self.kv_written + self.inputs + self.outputs
 
 
 def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
-    """What a call of one sequence with `tokens` tokens (or rows to catch up on) after `kv_len` rows must move.
+    """Return bytes that one sequence's call moves, with `tokens` tokens (or rows to catch up on) after `kv_len` rows.
 
     Each byte counts once, as if caches held it until the call ends: a weight that several products share, the weights
-    of a drafter's layer over the steps of its chain, a live KV row. What layers hand to each other does not count. So
-    this is the least that any implementation moves between memory and processor, if it begins with cold caches.
+    of a drafter's layer over the steps of its chain, a used KV row. Values passed between layers do not count. So this
+    is the least that any implementation moves between memory and processor, if it begins with cold caches.
 
-    - weights: every initializer; where it is a table that is looked up, as many rows as there are tokens;
+    - weights: every initializer; if it is a lookup table, as many rows as there are tokens;
     - tables of a drafter: the rows that the method says a call looks up, other tables whole;
     - KV: `kv_len` rows of every buffer read; a row for every token written, and in a chain one for each further step;
     - inputs and outputs: as the signature says, R = T.
@@ -110,7 +110,7 @@ def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
 
 
 def _initializers(graph: Path, tokens: int) -> int:
-    """Bytes of a graph's weights that a call reads; their values are not loaded."""
+    """Return the bytes of a graph's weights that a call reads; their values are not loaded."""
     model = onnx.load(str(graph), load_external_data=False)
     uses: dict[str, set[tuple[str, int]]] = defaultdict(set)
     for node in model.graph.node:
@@ -136,7 +136,7 @@ def _table_bytes(tables: list[TensorSpec], looked_up: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of call: what it must move, the least time it took, and the speed that this comes to."""
+    """One kind of call: the bytes it must move, its least time, and the resulting speed."""
 
     graph: str
     tokens: int
@@ -148,9 +148,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The engines of a bundle against the memory of `device`, which is `host` for the CPU's engines over arrays.
+    """The engines of a bundle against the memory of `device`; it is `host` for the CPU's engines over arrays.
 
-    Bandwidths in GB/s, measured over `streamed_bytes`: of reading (None on a device, where nothing only reads), and of
+    Bandwidths in GB/s, measured over `streamed_bytes`: of reading (None on a device, which only copies), and of
     copying, which counts both directions; `share_of_bandwidth` is of the larger one. `threads` is None on CUDA.
     """
 
@@ -168,14 +168,14 @@ class Roofline:
 
 
 class Memory(Protocol):
-    """What a bandwidth is measured on. `read`, `copy`: best so far, GB/s; reading None where it is not measured."""
+    """A memory with its bandwidth. `read`, `copy`: best so far, GB/s; reading is None if it is not measured."""
 
     read: float | None
     copy: float
     size: int
 
     def run(self) -> None:
-        """Once over everything."""
+        """Measure everything once."""
 
 
 def measure(
@@ -183,8 +183,8 @@ def measure(
 ) -> Roofline:
     """Time every engine that one sequence uses, the portable verifier and the memory, in turn: the least of each.
 
-    device: as `Runtime.open` has it. There a verifier's time is that of layout, engine and acceptance as one, and ends
-    when the host has the verdict; a draft's begins with taking in the rows that wait.
+    device: a value for `Runtime.open`. A verifier's time on a device includes tree preparation, engine and acceptance,
+    until the host has `accept_output`. A draft's time includes taking in the pending features.
     Raises BundleError, BackendError, and UsageError for an unknown device.
     """
     bundle, count = open_bundle(path, verify=False), threads or usable_threads()
@@ -220,7 +220,7 @@ def _measured(bundle: Bundle, graph: str, tokens: int, kv_len: int, ms: float, b
 
 
 def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[Timed]:
-    """Calls of the CPU's engines over arrays."""
+    """Yield calls of the CPU's engines over arrays."""
     manifest = bundle.manifest
     for graph in (names.VERIFIER, names.VERIFIER_BATCH, names.VERIFIER_SINGLE):
         if graph in manifest.graphs:
@@ -234,7 +234,7 @@ def _on_host(bundle: Bundle, threads: int, nodes: int, kv_len: int) -> Iterator[
 
 
 def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> Iterator[Timed]:
-    """Calls of the programs over a device's buffers, of which no graph is lowered for one sequence."""
+    """Yield calls of the programs over a device's buffers; no graph is lowered for one sequence."""
     for tokens in (1, nodes):
         yield names.VERIFIER, tokens, partial(verifier.measure_ms, 1, tokens, kv_len)
     for drafter in read_drafters(bundle.manifest):
@@ -243,7 +243,7 @@ def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> I
 
 
 def _drafting(loaded: Drafter, drafter: BuiltDrafter, kv_len: int, single: bool) -> Iterator[Timed]:
-    """Yield a drafter's calls. single: True where the form for one sequence runs, if there is one."""
+    """Yield a drafter's calls. single: True if the form for one sequence runs, when the bundle has one."""
     assert isinstance(loaded, TreeMaker)
     lowered = f"{names.DRAFT}{names.SINGLE}"
     draft = lowered if single and lowered in drafter.record.graphs else names.DRAFT
@@ -253,7 +253,7 @@ def _drafting(loaded: Drafter, drafter: BuiltDrafter, kv_len: int, single: bool)
 
 
 class Stream:
-    """See `Memory`: reads and copies `size` bytes of the host's, more than caches hold, on all threads."""
+    """Host memory: reads and copies `size` bytes, more than caches hold, on all threads."""
 
     def __init__(self, threads: int, size: int = STREAMED_BYTES) -> None:
         self.read: float | None = 0.0
@@ -264,7 +264,7 @@ class Stream:
         self._pool = ThreadPoolExecutor(threads)
 
     def run(self) -> None:
-        """See `Memory.run`, in both ways. A copy moves each byte twice."""
+        """Measure reading and copying once. A copy moves each byte twice."""
         moved = sum(part.nbytes for part in self._parts)
         read = _seconds(lambda: list(self._pool.map(np.maximum.reduce, self._parts)))
         copied = _seconds(lambda: list(self._pool.map(np.copyto, self._copies, self._parts)))
@@ -272,19 +272,19 @@ class Stream:
 
 
 class DeviceStream:
-    """See `Memory`: the device's own copy. Half of `size` and less where no more is free. Raises BackendError."""
+    """Device memory, by the device's own copy: half of `size` or less if no more is free. Raises BackendError."""
 
     def __init__(self, device: Device, size: int = STREAMED_BYTES) -> None:
         self.read: float | None = None
         self.copy = 0.0
         self.target, source = _ends(device, size)
         self.size = source.shape[0]
-        source.write(np.ones(self.size, np.uint8))  # pages of the host that nobody wrote are all one, which caches hold
+        source.write(np.ones(self.size, np.uint8))  # unwritten host pages share one page, which caches hold
         self._copy = device.copy(self.target, source)
         self._device = device
 
     def run(self) -> None:
-        """See `Memory.run`. A copy moves each byte twice."""
+        """Measure copying once. A copy moves each byte twice."""
         self._device.wait()
         seconds = _seconds(self._copies)
         self.copy = max(self.copy, 2 * COPIES * self.size / seconds / 1e9)
@@ -296,10 +296,10 @@ class DeviceStream:
 
 
 def _ends(device: Device, size: int) -> tuple[Buffer, Buffer]:
-    """Two buffers of `size` bytes, or of the largest half, quarter … that the device has room for."""
+    """Return two buffers of `size` bytes, or of the largest half, quarter … for which memory is free."""
     while True:
         try:
-            device.expect({"both ends of a copy": 2 * size, "what is bound later": 2 * size})
+            device.expect({"both ends of a copy": 2 * size, "later buffers": 2 * size})
             return device.empty("uint8", size), device.empty("uint8", size)
         except BackendError:
             if size // 2 < LEAST_STREAMED_BYTES:
@@ -314,7 +314,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def table(found: Roofline) -> list[tuple[str, ...]]:
-    """Rows of text, the header first."""
+    """Return rows of text, the header first."""
     return [HEADER, *(_row(engine) for engine in found.engines)]
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a decoding run went, from the ranges that a recording or Nsight Systems saw."""
+"""The time of every stage of a decoding run, from the ranges of a recording or of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = ("draft", "verify", "resample")
 
 @dataclass(frozen=True)
 class Stage:
-    """All ranges that were entered by the same way: `path` is their name after those around them.
+    """All ranges that were entered by the same path: `path` is their name after those around them.
 
     share: of the time of all steps; None outside of steps.
     """
@@ -39,9 +39,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run spent: its stages by path, and the time of all steps by the fields of `Metrics.stage_ms`.
+    """The time of a run: its stages by path, and the time of all steps by the fields of `Metrics.stage_ms`.
 
-    outside_engines: share of the time of steps that no engine call took.
+    outside_engines: share of the time of steps outside of engine calls.
     """
 
     stages: tuple[Stage, ...]
@@ -55,7 +55,7 @@ class Profile:
 
 
 def profile(ranges: Iterable[Recorded]) -> Profile:
-    """Sum up the ranges of a run. Raises UsageError where no step is among them."""
+    """Sum up the ranges of a run. Raises UsageError if they contain no step."""
     times: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for path, ms in with_paths(ranges):
         times[path].append(ms)
@@ -74,7 +74,7 @@ def profile(ranges: Iterable[Recorded]) -> Profile:
 
 
 def with_paths(ranges: Iterable[Recorded]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Every range's way from the outermost to itself, and its milliseconds, in the order in which they began."""
+    """Yield every range's path from the outermost to itself, and its milliseconds, in order of their beginnings."""
     path: list[str] = []
     for found in sorted(ranges, key=lambda found: (found.started, found.depth)):
         del path[found.depth :]
@@ -90,7 +90,7 @@ def _stage(path: tuple[str, ...], values: list[float], steps_ms: float) -> Stage
 
 
 def _order(item: tuple[tuple[str, ...], list[float]]) -> tuple[int, ...]:
-    """In the order in which a step goes through its stages; what is outside of steps first."""
+    """Sort stages in the order of a step; stages outside of steps come first."""
     places = {name: place for place, name in enumerate(ORDER)}
     return tuple(places.get(name, len(places)) for name in item[0])
 
@@ -99,7 +99,7 @@ ORDER = ("begin", "prefill", STEP, "offers", "resample", "draft", "choose", "fil
 
 
 def table(found: Profile) -> list[tuple[str, ...]]:
-    """Rows of text, the header first: every stage below the one that it is part of, then what the parts leave over."""
+    """Return rows of text, the header first: every stage below its parent, then the parent's remaining time."""
     return [HEADER, *(_row(stage) for stage in found.stages), _rest(found)]
 
 

@@ -23,7 +23,7 @@ class Estimate:
 
 
 def median_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Median and percentile-bootstrap interval (Efron 1979). Raises ValueError on no values."""
+    """Return median and percentile-bootstrap interval (Efron 1979). Raises ValueError on no values."""
     if not values:
         raise ValueError("no values to take a median of")
     data = np.asarray(values, np.float64)
@@ -35,7 +35,7 @@ def median_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def loops(token_ids: Sequence[int]) -> bool:
-    """True if an output ends in a loop: its last LOOP_TOKENS tokens repeat a period of at most LONGEST_PERIOD tokens.
+    """Return True if an output ends in a loop: its last LOOP_TOKENS tokens repeat a period of at most LONGEST_PERIOD.
 
     Outputs of fewer tokens do not loop. Speculation predicts a loop almost without error, which flatters its figures.
     """
@@ -44,7 +44,7 @@ def loops(token_ids: Sequence[int]) -> bool:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first token in which two outputs differ; a prefix differs at its end; None when equal."""
+    """Return the index of the first token that differs; a prefix differs at its end; None if both are equal."""
     if list(a) == list(b):
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -15,23 +15,23 @@ from redraft.runtime import Generation
 NEAR_TIE = 1e-4
 """Two logits closer than this may change places between two kernels of one product."""
 FEWEST_TOKENS = 8
-"""Shorter outputs say nothing about speed and take no part in ratios."""
+"""Shorter outputs are too short to time and take no part in ratios."""
 HEADER = ("method", "kind", "tokens/s", "speed", "95 % interval", "τ", "overhead", "timed", "looping", "same as plain")
 GapOf = Callable[[Run, int], float | None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run, and where one method's output in it leaves the plain one: None if nowhere, or if forced to."""
+    """A run, and the first difference of one method's output from the plain one: None if equal, or if forced."""
 
     run: Run
     difference: Mapping[str, Any] | None = None
 
 
 def summarise(runs: Sequence[Run], margin_of: GapOf, synthetic: bool = False) -> dict[str, Any]:
-    """Figures by method.
+    """Return figures by method.
 
-    gap_of: lead of the plain output's token of this index over the runner-up, in logits; None past its end.
+    margin_of: logit margin of the plain output's token of this index over the runner-up; None past its end.
     """
     methods = list(runs[0].generations)
     methods.sort(key=lambda method: method != PLAIN)
@@ -41,7 +41,7 @@ def summarise(runs: Sequence[Run], margin_of: GapOf, synthetic: bool = False) ->
 def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool) -> dict[str, Any]:
     if synthetic:
         return {"synthetic_acceptance": True, **_sections([Outcome(run) for run in runs], method, compared=False)}
-    if method == INEXACT:  # which promises no text: how near its differences were to a tie says nothing
+    if method == INEXACT:  # inexact decoding promises no text, so its near-ties mean nothing
 
         def margin_of(run: Run, token: int) -> None:
             return None
@@ -56,7 +56,7 @@ def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool)
 
 
 def _sections(outcomes: Sequence[Outcome], method: str, compared: bool = True) -> dict[str, Any]:
-    """Figures over all outcomes and, as `not_looping`, over those whose plain output does not loop."""
+    """Return figures over all outcomes and, as `not_looping`, over those whose plain output does not loop."""
     steady = [each for each in outcomes if not each.run.loops]
     return {
         **_section(outcomes, method, compared),
@@ -71,7 +71,7 @@ def _section(outcomes: Sequence[Outcome], method: str, compared: bool) -> dict[s
 
 
 def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
-    """Speed, acceptance and overhead over the runs that are long enough to say something.
+    """Return speed, acceptance and overhead over the runs that are long enough to time.
 
     `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there.
     """
@@ -101,7 +101,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
 
 
 def _difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | None:
-    """The first token that differs from plain decoding, and the gap it turned on; None if all are equal."""
+    """Return the first token that differs from plain decoding, and its logit margin; None if all are equal."""
     place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
     if place is None:
         return None
@@ -111,7 +111,7 @@ def _difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | Non
 
 
 def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Whether every output equals the plain one, or differs at a near-tie; None without outputs."""
+    """Return whether every output equals the plain one, or differs only at near-ties; None without outputs."""
     if not outcomes:
         return {"identical_to_plain": None, "lossless": None, "differing_outputs": 0}
     differences = [each.difference for each in outcomes if each.difference]
@@ -120,7 +120,7 @@ def _identity(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Rows for reading: a header, then for each method and kind all outputs, and those that do not loop.
+    """Return a table: a header, then for each method and kind all outputs, and those that do not loop.
 
     A kind without looping outputs has one row.
     """
@@ -134,7 +134,7 @@ def table(methods: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _rows(method: str, kind: str, figures: Mapping[str, Any]) -> list[list[str]]:
-    """A row over all outputs, and one over those that do not loop."""
+    """Return a row over all outputs, and one over those that do not loop."""
     steady = figures["not_looping"]
     looping = f"{figures['looping_outputs']} of {figures['outputs']}"
     same = _same(steady) if steady["outputs"] else "every output loops"

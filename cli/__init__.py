@@ -1,1 +1,1 @@
-"""The command line. Modules here import only what `--help` needs; a command imports the rest when it runs."""
+"""The command line. Modules here import only the dependencies of `--help`; a command imports the rest when it runs."""

@@ -41,25 +41,27 @@ def bench(
         bool,
         typer.Option(
             "--chat",
-            help="Wrap prompts in the bundle's chat template and decode all of their turns. The assistant's messages "
-            "are the plain answers, for every method. Without --chat only a prompt's first turn is decoded, as it is.",
+            help="Wrap prompts in the bundle's chat template and decode all turns. Every method continues the plain "
+            "answers. Without --chat only a prompt's first turn is decoded, without a template.",
         ),
     ] = False,
     system: System = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Methods to compare, separated by commas; by default ngram, the bundle's default method "
-            "and `inexact`. The latter is plain decoding "
-            "with --inexact, by engines that are opened beside the others."
+            help="Methods to compare, separated by commas; by default ngram, the bundle's default method and "
+            "`inexact`. `inexact` is plain decoding with --inexact, by a second set of engines."
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most of a kind.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
     max_new_tokens: NewTokens = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Decode all tokens asked for.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Decode all --max-new-tokens, past the end-of-sequence token.")
+    ] = False,
     budget: BudgetText = None,
     synthetic_acceptance: Annotated[
-        str | None, typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: real speed, meaningless text.")
+        str | None,
+        typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
     ] = None,
     threads: Threads = None,
     device: Device = None,
@@ -104,7 +106,7 @@ def bench(
 
 
 def default_methods(runtime: Runtime, engines: Path) -> list[str]:
-    """N-grams, the default method, and INEXACT if the bundle has a graph for it."""
+    """Return n-grams, the default method, and INEXACT if the bundle has a graph for it."""
     from redraft.bench.compare import INEXACT
 
     best = [] if runtime.default_method == "ngram" else [runtime.default_method]
@@ -120,15 +122,15 @@ def _has_inexact(runtime: Runtime, engines: Path) -> bool:
 
 
 def _check_inexact(runtime: Runtime, engines: Path) -> None:
-    """Raises UsageError if the comparison cannot decode inexactly too."""
+    """Raise UsageError if the comparison cannot also decode inexactly."""
     if not _has_inexact(runtime, engines):
-        raise UsageError("inexact decoding is what these engines already do", "leave `inexact` out of --methods")
+        raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
 
 
 def figures(
     runtime: Runtime, runs: list[Run], settings: Settings, engines: Path, threads: int | None
 ) -> dict[str, Any]:
-    """The JSON object of a comparison: the environment, then figures by method."""
+    """Return the JSON object of a comparison: the environment, then figures by method."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.summary import summarise
     from redraft.engines.manifest import load_manifest
@@ -154,12 +156,12 @@ def figures(
 
 
 def _device(runtime: Runtime) -> str:
-    """Where a step stays; `host` where the runtime computes between engine calls."""
+    """Return the device that runs a whole step; `host` if the runtime computes between engine calls."""
     return runtime.verifier.device.name
 
 
 def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], float | None]:
-    """How near a tie plain decoding was at a token, found by decoding the prompt again; None past its end."""
+    """Return the logit margin of plain decoding at a token, by decoding the prompt again; None past its end."""
     from redraft.bench.compare import PLAIN
 
     def margin_of(run: Run, token: int) -> float | None:
@@ -170,7 +172,7 @@ def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], 
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """The figures as aligned columns, then the environment and what to beware of."""
+    """Print the figures as aligned columns, then the environment and caveats."""
     from redraft.bench.summary import table
 
     rows = table(result["methods"])
@@ -193,7 +195,7 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
     if result["turns_left_out"]:
         yield f"turns left out, since their conversations outgrow the context: {result['turns_left_out']}"
     if result["synthetic_acceptance"]:
-        yield "acceptance was forced: the speeds are real, the texts are not"
+        yield "acceptance was forced: the speeds are real, the texts are meaningless"
     for method, figures in result["methods"].items():
         for found in figures.get("differences", ()) if method != INEXACT else ():
             kind = "near-tie" if found["near_tie"] else "DIFFERENT"

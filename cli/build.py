@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENGINES = Path("build/engines")
 MOST_LOSS = 0.03
-"""Of perplexity against fp32, beyond which a build in 4 bits proposes 8."""
+"""Largest loss of perplexity against fp32, as a share, for which a build in 4 bits does not propose 8."""
 
 
 def build(
@@ -45,49 +45,52 @@ def build(
     precision: Annotated[
         Precision | None,
         typer.Option(
-            help="fp32, fp16, bf16, or int8, int4, fp8: of weights, and on CPUs 8 bits of activations. On GPUs the "
-            "last three save memory, and may be slower than fp16."
+            help="Precision: fp32, fp16 or bf16; or int8, int4 or fp8 weights (on CPUs with 8-bit activations). On "
+            "GPUs the last three save memory, but may be slower than fp16."
         ),
     ] = None,
-    backend: Annotated[Backend | None, typer.Option(help="What runs the engines.")] = None,
-    weights: Annotated[Weights, typer.Option(help="`random`: shapes only, for latency work.")] = Weights.checkpoint,
+    backend: Annotated[Backend | None, typer.Option(help="The backend that runs the engines.")] = None,
+    weights: Annotated[Weights, typer.Option(help="`random`: shapes only, to measure latency.")] = Weights.checkpoint,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Capacity in tokens; the model's own limit by default.")
+        int | None, typer.Option(help="Maximum sequence length in tokens; the model's own limit by default.")
     ] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
             metavar=DRAFTER_FORM,
             help="A drafter for this model, any number of times; `none` builds none. DIR is its folder, `random` for "
-            "latency work, or the id of a recipe's drafter. Keys are method, precision and the method's own.",
+            "latency work, or the id of a recipe's drafter. KEY is method, precision or an option of the method.",
         ),
     ] = None,
     eval_text: Annotated[
         list[str] | None,
         typer.Option(
-            help="KIND=FILE of held-out text to report perplexity on; `none` reports none, as is so in fp16 and bf16."
+            help="KIND=FILE of held-out text to report perplexity on; `none` reports none, the default in fp16 and "
+            "bf16."
         ),
     ] = None,
     attention: Annotated[
-        Attention | None, typer.Option(help=f"TensorRT: our plugin, or its own layers ({NATIVE_RELEASES}).")
+        Attention | None, typer.Option(help=f"TensorRT: our plugin, or TensorRT's own layers ({NATIVE_RELEASES}).")
     ] = None,
     embed_plugin: Annotated[
         bool, typer.Option("--embed-plugin", help="TensorRT: make the plugin part of the engines.")
     ] = False,
-    batch: Annotated[int | None, typer.Option(help="TensorRT: sequences of one call, at most.")] = None,
-    tree_nodes: Annotated[int | None, typer.Option(help="TensorRT: nodes of a tree and its root, at most.")] = None,
+    batch: Annotated[int | None, typer.Option(help="TensorRT: at most this many sequences in a call.")] = None,
+    tree_nodes: Annotated[
+        int | None, typer.Option(help="TensorRT: at most this many nodes of a tree, its root included.")
+    ] = None,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="TensorRT: build even if memory seems too little, on GPU or host.")
+        bool, typer.Option("--ignore-memory", help="TensorRT: build even if GPU or host memory seems too small.")
     ] = False,
     skip_check: Annotated[
         bool, typer.Option("--skip-check", help="Do not compare the engines with transformers' own model.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Build even if the bundle is current or of another name.")
+        bool, typer.Option("--force", help="Build even if the bundle is current or has another name.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Build engines from a checkpoint. Building the same again does nothing."""
+    """Build engines from a checkpoint. Does nothing if the same build is there already."""
     start = time.monotonic()
     with progress(quiet=as_json) as report, tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
         from redraft.assembly.bundle import build_bundle
@@ -110,10 +113,10 @@ def build(
 
 
 def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
-    """Text by kind from KIND=FILE options; without any the repository's own, but none in fp16, bf16 and for TensorRT.
+    """Return text by kind from KIND=FILE options. Without any, return the repository's own text.
 
-    These are what checkpoints are stored in, and of models for which fp32 engines to compare with are too large.
-    Raises UsageError and DataError.
+    Without options, builds in fp16, bf16 or for TensorRT get no text: their models may be too large for the fp32
+    engines to compare with. Raises UsageError and DataError.
     """
     from redraft.assembly.evaluation import held_out_texts
     from redraft.bench.prompts import read_text
@@ -124,12 +127,15 @@ def held_out(options: list[str] | None, config: BuildConfig) -> dict[str, str]:
         return {kind: read_text(path) for kind, path in held_out_texts().items()}
     pairs = [option.partition("=") for option in options]
     if bad := next((option for option, pair in zip(options, pairs, strict=True) if not (pair[0] and pair[2])), None):
-        raise UsageError(f"--eval-text {bad!r}: expected KIND=FILE, or none alone")
+        raise UsageError(f"--eval-text {bad!r}: expected KIND=FILE, or `none` alone")
     return {kind: read_text(Path(file)) for kind, _, file in pairs}
 
 
 def summarise(manifest: Manifest, out: Path, cached: bool, seconds: float) -> dict[str, Any]:
-    """What was built, as a JSON object. `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`."""
+    """Return the build's result as a JSON object.
+
+    `own_bytes` leaves hard links out; `weight_shares` is `sizes.weight_shares`.
+    """
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import engine_bytes, own_bytes, total_bytes, weight_shares
 
@@ -170,7 +176,7 @@ def describe_drafter(drafter: BuiltDrafter) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary as lines."""
+    """Return the summary as lines."""
     from redraft.engines.sizes import describe_shares, describe_size
 
     did = "is already built" if summary["cached"] else f"built in {summary['seconds']:.1f} s"
@@ -196,7 +202,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def advice(summary: dict[str, Any]) -> Iterator[str]:
-    """What to build instead, where 4 bits lose more than `MOST_LOSS` of perplexity."""
+    """Yield the advice to build in 8 bits if 4 bits lose more than `MOST_LOSS` of perplexity."""
     measured, exact = summary["perplexity"] or {}, summary["perplexity_fp32"] or {}
     losses = [measured[kind] / exact[kind] - 1 for kind in measured]
     if summary["precision"] == "int4" and losses and max(losses) > MOST_LOSS:

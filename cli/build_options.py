@@ -1,4 +1,4 @@
-"""What is built: a recipe with what the command line says instead; and the options that would say so again."""
+"""Options of `redraft build`: a recipe overridden by the command line, and the options that repeat a build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from redraft.errors import UsageError
 
 
 class Precision(StrEnum):
-    """Of the matrix products."""
+    """Precision of the matrix products."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -23,21 +23,21 @@ class Precision(StrEnum):
 
 
 class Backend(StrEnum):
-    """What runs the engines."""
+    """The backend that runs the engines."""
 
     onnxruntime = "onnxruntime"
     tensorrt = "tensorrt"
 
 
 class Attention(StrEnum):
-    """Who computes attention in TensorRT engines."""
+    """Implementation of attention in TensorRT engines."""
 
     plugin = "plugin"
     native = "native"
 
 
 class Weights(StrEnum):
-    """Where the weights come from."""
+    """Source of the weights."""
 
     checkpoint = "checkpoint"
     random = "random"
@@ -50,7 +50,7 @@ def choose(
     weights: Weights,
     max_model_len: int | None,
 ) -> BuildConfig:
-    """The recipe's configuration with what the command line says instead."""
+    """Return the recipe's configuration overridden by the command line."""
     return replace(
         recipe,
         precision=precision.value if precision else recipe.precision,
@@ -64,12 +64,12 @@ def choose_tensorrt(
     config: BuildConfig, attention: Attention | None, embed_plugin: bool, batch: int | None, tree_nodes: int | None,
     ignore_memory: bool = False,
 ) -> TensorRtBuild:  # fmt: skip
-    """The recipe's engines with what the command line says instead. Raises UsageError beside another backend."""
-    said = {
+    """Return the recipe's engines overridden by the command line. Raises UsageError if another backend is chosen."""
+    given = {
         "attention": attention and attention.value, "embed_plugin": embed_plugin or None, "batch": batch,
         "tree_nodes": tree_nodes, "ignore_memory": ignore_memory or None,
     }  # fmt: skip
-    values: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if values and config.backend != "tensorrt":
         raise UsageError(
             f"{option_flag(next(iter(values)))} is for TensorRT engines", "give --backend tensorrt with it"

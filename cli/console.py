@@ -1,4 +1,4 @@
-"""What every command prints: JSON to the standard output, progress to the standard error."""
+"""Output of every command: JSON to the standard output, progress to the standard error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def progress(quiet: bool = False) -> Iterator[Report]:
 
 
 def print_caveats(caveats: Iterable[str]) -> None:
-    """What to beware of, on the standard error, a line each."""
+    """Print caveats to the standard error, one line each."""
     for caveat in caveats:
         print(f"beware: {caveat}", file=sys.stderr)
 
@@ -70,7 +70,7 @@ def _ignore(message: str) -> None:
 
 
 class _Lines:
-    """Prints a stage when it begins, and its counts now and then."""
+    """Prints a stage when it begins, and its counts from time to time."""
 
     def __init__(self) -> None:
         self._start = self._latest = time.monotonic()

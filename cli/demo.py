@@ -1,4 +1,4 @@
-"""`redraft demo`: the same prompt plainly and speculatively, side by side, with what to try next."""
+"""`redraft demo`: the same prompt plainly and speculatively, side by side, and commands to try next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 5
 
 def demo(
     engines: Engines,
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="The prompt to continue.")] = PROMPT,
     max_new_tokens: NewTokens = 128,
     threads: Threads = None,
     device: Device = None,
@@ -58,7 +58,7 @@ def demo(
     typer.echo(_accept_output(fast))
     typer.echo(f"""
 next:
-  . .venv/bin/activate                # where make installed it
+  . .venv/bin/activate                # the environment of make
   redraft generate --engines {engines} --prompt "def main():"
   redraft bench --engines {engines} --prompts assets/tiny/prompts/code.jsonl
   redraft inspect {engines}

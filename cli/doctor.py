@@ -1,4 +1,4 @@
-"""`redraft doctor`: whether this machine can run redraft, and what mends what is missing."""
+"""`redraft doctor`: checks that this machine can run redraft, and prints a hint for each missing part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VECTOR_FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `broken` means that the CPU path cannot work; `hint` says what to do."""
+    """One checked part. `broken` means that the CPU path cannot work; `hint` says how to fix it."""
 
     name: str
     status: Status
@@ -42,7 +42,7 @@ class Finding:
 def doctor(
     engines: Annotated[
         Path | None,
-        typer.Option(help="Also look at a bundle: whether its texts are exact here, and what verification costs."),
+        typer.Option(help="Also check a bundle: exactness of its texts on this machine, and costs of verification."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences at once, with --engines.")] = 1,
     verify: Verify = None,
@@ -66,12 +66,12 @@ def doctor(
             typer.echo(f"{MARKS[finding.status]}  {finding.name:22s} {finding.found}{hint}")
         if bundle is not None:
             typer.echo(bundle.table())
-        typer.echo("the CPU path works" if works else "the CPU path cannot work: mend the lines marked XX")
+        typer.echo("the CPU path works" if works else "the CPU path cannot work: fix the lines marked XX")
     raise typer.Exit(0 if works else 1)
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding, what the CPU path needs first."""
+    """Yield every finding, first those that the CPU path needs."""
     yield _python()
     yield from _packages()
     yield from _both_builds()
@@ -88,7 +88,7 @@ def _python() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """Pinned requirements against what is installed; those of extras may be absent."""
+    """Compare pinned requirements with installed packages. Packages of extras may be absent."""
     for requirement in sorted(metadata.requires("redraft") or ()):
         pin, _, marker = requirement.partition(";")
         name, expected = _split(pin)
@@ -110,7 +110,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _both_builds() -> Iterator[Finding]:
-    """A warning where a build for the CPU and one for a GPU are installed over each other."""
+    """Warn if a build for the CPU and one for a GPU are installed over each other."""
     for name, build in GPU_BUILDS.items():
         versions = _package_version(name), _package_version(build)
         if None not in versions:
@@ -123,13 +123,13 @@ def _both_builds() -> Iterator[Finding]:
 
 
 def _split(requirement: str) -> tuple[str, str]:
-    """The name, and the version or the range of versions that is wanted."""
+    """Return the name, and the version or range of versions that is required."""
     name = re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
     return name, requirement.strip()[len(name) :].strip().removeprefix("==")
 
 
 def _within(version: str, expected: str) -> bool:
-    """Whether a version is the expected one, or in a range like <14,>=12.9."""
+    """Return True if a version is the expected one, or in a range like <14,>=12.9."""
     found = _numbers(version)
     for part in expected.split(","):
         if part.startswith(">="):
@@ -150,7 +150,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _providers() -> Finding:
     try:
         providers = execution_providers()
-    except (ImportError, AttributeError) as error:  # of one build over another an uninstall leaves an empty package
+    except (ImportError, AttributeError) as error:  # uninstalling one of two builds leaves an empty package
         return Finding("onnxruntime providers", "broken", f"cannot be imported ({error})", "run `make install`")
     works = "CPUExecutionProvider" in providers
     return Finding("onnxruntime providers", "ok" if works else "broken", ", ".join(providers))
@@ -195,7 +195,7 @@ def _engine_cache() -> Finding:
 
 
 def _accelerators() -> Iterator[Finding]:
-    """The GPU, TensorRT and its plugin, none of which the CPU path needs. TensorRT is not loaded without a driver."""
+    """Yield the GPU, TensorRT and its plugin; the CPU path needs none. TensorRT is not loaded without a driver."""
     from redraft.engines.tensorrt.driver import cuda_version, find_gpu
     from redraft.engines.tensorrt.plugin import FOLDER, library_name
     from redraft.engines.tensorrt.target import PACKAGE, find_target
@@ -230,7 +230,7 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _onnxruntime_on_cuda() -> Finding:
-    """Whether its provider for CUDA starts, with the libraries that it needs."""
+    """Check that ONNX Runtime's provider for CUDA starts, with the libraries that it needs."""
     name = "ONNX Runtime on CUDA"
     try:
         from redraft.engines.onnxruntime_backend import CUDA, start_provider
@@ -244,7 +244,7 @@ def _onnxruntime_on_cuda() -> Finding:
 
 
 def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
-    """The driver's CUDA, and whether cuda-python is of one that it runs."""
+    """Check that the driver's CUDA runs the installed cuda-python."""
     found = f"CUDA {cuda[0]}.{cuda[1]}"
     if bindings is None or _numbers(bindings)[0] <= cuda[0]:
         return Finding("driver", "ok", found)
@@ -253,7 +253,7 @@ def _driver(cuda: tuple[int, int], bindings: str | None) -> Finding:
 
 
 def _package_version(name: str) -> str | None:
-    """The version of this very package."""
+    """Return the version of this package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

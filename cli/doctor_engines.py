@@ -1,4 +1,4 @@
-"""What `redraft doctor --engines` says of a bundle on this machine: whether texts are exact, and costs."""
+"""Checks of `redraft doctor --engines`: exactness of a bundle's texts on this machine, and costs of verification."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ CostsMs = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class BundleFindings:
-    """exactness: whether logits depend on a sequence's own tokens only.   costs_ms: of a verification."""
+    """Exactness and costs of a bundle on this machine.
+
+    exactness: True if logits depend on a sequence's own tokens only.
+    costs_ms:  costs of a verification.
+    """
 
     exactness: Finding
     costs_ms: CostsMs
 
     def table(self) -> str:
-        """The costs, a line for each size of a tree."""
+        """Return the costs, a line for each size of a tree."""
         measured, believed = self.costs_ms["measured"], self.costs_ms["believed"]
-        lines = ["", "milliseconds of a verification, as measured at the first opening and as believed by now", ""]
+        lines = ["", "milliseconds of a verification, measured at the first opening and currently estimated", ""]
         names = [f"{n} sequence{'s' if n != '1' else ''}" for n in measured]
         lines.append("nodes   " + "".join(f"{name:>22s}" for name in names))
         for nodes in next(iter(measured.values())):
@@ -36,7 +40,7 @@ class BundleFindings:
 
 
 def examine_engines(engines: Path, max_num_seqs: int, verify: bool | None = None) -> BundleFindings:
-    """Open the bundle, as `Runtime.open` does with `verify`, and look at it.
+    """Open the bundle, as `Runtime.open` does with `verify`, and check it.
 
     Raises BundleError and BackendError if it does not open.
     """
@@ -62,7 +66,7 @@ def _exactness(runtime: Runtime) -> Finding:
             "exact texts", "ok", f"{found.compared} logits agree to the bit, however they are computed{rows}"
         )
     worst = ", ".join(f"{name} by up to {difference:.1g}" for name, difference in found.differences.items())
-    hint = "texts may differ where two tokens are nearly as likely (`redraft bench` names such places)"
+    hint = "texts may differ if two tokens are nearly as likely (`redraft bench` names such places)"
     return Finding("exact texts", "warning", f"kernels of {processor_name()} round otherwise for {worst}", hint)
 
 

@@ -42,25 +42,25 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the bundle's chat template.")] = False,
     system: System = None,
     method: Annotated[
-        str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
+        str | None, typer.Option(help="Drafting method; `none` decodes plainly; the bundle's best by default.")
     ] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, and alone available.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy, the only one available.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Key of every random number.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of every random number.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
     controller: Annotated[
         str | None,
-        typer.Option(help="`adaptive`: trees as large as pays, at most --budget. `fixed`: the default with --budget."),
+        typer.Option(help="`adaptive`: the fastest tree sizes, at most --budget. `fixed`: the default with --budget."),
     ] = None,
     prediction: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part; `-` reads it.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write what every step chose and what came of it, one JSON line a step.")
+        Path | None, typer.Option(help="Write the trees and results of every step, one JSON line a step.")
     ] = None,
     threads: Threads = None,
     device: Device = None,
@@ -97,7 +97,7 @@ def generate(
             )
         )
         ids = encode(runtime, text, chat, system)
-        runtime.stream(ids, params, how)  # refuses what cannot be done, while the trace still holds another
+        runtime.stream(ids, params, how)  # refuses invalid options before an earlier trace is overwritten
         file = stack.enter_context(writable(trace)) if trace else None
         if as_json:
             found = runtime.generate([ids], params, how, trace=file)[0]
@@ -110,11 +110,11 @@ def generate(
                 typer.echo(chunk, nl=False)
                 sys.stdout.flush()
         finally:
-            typer.echo()  # also before an error's line
+            typer.echo()  # before the line of an error too
 
 
 def writable(path: Path, option: str = "--trace") -> IO[str]:
-    """A text file to write, named by `option`. Raises UsageError where it cannot be."""
+    """Open a text file to write, named by `option`. Raises UsageError if that fails."""
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -122,7 +122,7 @@ def writable(path: Path, option: str = "--trace") -> IO[str]:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the one place that was named. Raises UsageError for none or two, DataError for no UTF-8."""
+    """Return the prompt from the one option given. Raises UsageError for none or two, DataError if it is not UTF-8."""
     if (prompt is None) == (file is None):
         raise UsageError("expected one of --prompt and --prompt-file", 'for example --prompt "Once upon a time"')
     if file is not None:
@@ -143,7 +143,7 @@ def read_file(path: Path) -> str:
 
 
 def encode(runtime: Runtime, text: str, chat: bool, system: str | None = None) -> list[int]:
-    """Token ids of the prompt; with `chat`, of a conversation whose first message of the user it is."""
+    """Return token ids of the prompt; with `chat`, of a conversation with the prompt as the user's first message."""
     if not chat:
         return runtime.encode(text)
 

@@ -1,4 +1,4 @@
-"""`redraft inspect`: what an engine bundle holds."""
+"""`redraft inspect`: show the contents of an engine bundle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inspect(
     bundle: Annotated[Path, typer.Argument(help="An engine bundle.")],
     verify: Verify = None,
     write_inputs: Annotated[
-        Path | None, typer.Option(help="Write integer inputs of the engines' usual calls there, for trtexec.")
+        Path | None, typer.Option(help="Write integer inputs of the engines' usual calls to this folder, for trtexec.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +46,7 @@ def inspect(
 
 
 def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
-    """Inputs for `trtexec --loadInputs`. Raises UsageError where there are no engines to run."""
+    """Write inputs for `trtexec --loadInputs`. Raises UsageError without TensorRT engines."""
     from redraft.engines.tensorrt.inputs import write_inputs
 
     if bundle.manifest.tensorrt is None:
@@ -55,7 +55,7 @@ def _written(bundle: Bundle, folder: Path) -> Iterator[str]:
 
 
 def as_object(bundle: Bundle) -> dict[str, Any]:
-    """The manifest, where it lies, and commands of other tools by what they are for."""
+    """Return the manifest, its path, and commands of other tools by their purpose."""
     from redraft.engines.sizes import own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands
 
@@ -68,7 +68,7 @@ def as_object(bundle: Bundle) -> dict[str, Any]:
 
 
 def as_lines(bundle: Bundle, verified: bool | None) -> list[str]:
-    """The manifest for reading: one fact a line, then commands of other tools."""
+    """Return the manifest as text: one fact a line, then commands of other tools."""
     from redraft.engines.drafters import read_drafters
     from redraft.engines.sizes import describe_shares, describe_size, own_bytes, total_bytes, weight_shares
     from redraft.engines.tensorrt.commands import commands

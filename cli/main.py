@@ -38,7 +38,7 @@ app.add_typer(train.app, name="train")
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and leave, before any sub-command is looked for."""
+    """Print the version and exit, before any sub-command is looked up."""
     if wanted:
         typer.echo(f"redraft {__version__}")
         raise typer.Exit
@@ -47,7 +47,7 @@ def print_version(wanted: bool) -> None:
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, as {DEBUG}=1 does.")] = False,
 ) -> None:
@@ -64,12 +64,12 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Exit status of one `redraft` command."""
+    """Return the exit status of one `redraft` command."""
     return run_app(app, arguments, "redraft")
 
 
 def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
-    """Exit status of one command of `commands`; its error, if any, is one line on the standard error.
+    """Return the exit status of one command of `commands`; its error, if any, is one line on the standard error.
 
     `program` is the name of the command line in usage and help.
     """
@@ -88,7 +88,7 @@ def run_app(commands: typer.Typer, arguments: list[str], program: str) -> int:
         return _fail(_one_line(str(error)), 1, error)
     except ModuleNotFoundError as error:
         return _fail(f"{error.name} is not installed; run `make install`, or pip install 'redraft[dev]'", 1, error)
-    except Exception as error:  # noqa: BLE001  (the last resort: a defect still reaches the user as one line)
+    except Exception as error:  # noqa: BLE001  (the last resort: the user gets one line for a defect too)
         text = _one_line(f"{type(error).__name__}: {error}")
         return _fail(f"unexpected {text}; run again with {DEBUG}=1 and report the traceback", 1, error)
 

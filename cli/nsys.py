@@ -1,7 +1,7 @@
-"""The ranges of a run as Nsight Systems sees them: this command again as its child, its report read back.
+"""The ranges of a run as Nsight Systems sees them: runs this command again as its child and reads its report.
 
-`nvtx_pushpop_trace` is read rather than its sum, since percentiles and what lies inside of what need every range. Its
-columns are those of NVIDIA's Analysis Guide; the CSV names them with units, and ranges as `domain:name`.
+Reads `nvtx_pushpop_trace` and not its sum, since percentiles and nesting need every range. Its columns are those of
+NVIDIA's Analysis Guide; the CSV names them with units, and ranges as `domain:name`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from redraft.runtime.watchers import NVTX_DOMAIN, Recorded
 
 SUFFIX = ".nsys-rep"
 CAPTURED = "decode"
-"""The range that the collection begins and ends with; what is loaded and warmed up before is not in the report."""
+"""The collected range. The report leaves out loading and warming up, which come before it."""
 REPORT = "nvtx_pushpop_trace"
 _INSTALL = "install Nsight Systems (https://developer.nvidia.com/nsight-systems) and have `nsys` on the PATH"
 _ERROR = "redraft: error: "
 
 
 def check_out(out: Path) -> None:
-    """Raises UsageError for a report's name that nsys would change."""
+    """Raise UsageError for a report's name that nsys would change."""
     if out.suffix != SUFFIX:
-        raise UsageError(f"--out {out}: expected a name that ends with {SUFFIX} beside --nsys", "rename it")
+        raise UsageError(f"--out {out}: expected a name that ends with {SUFFIX} with --nsys", "rename it")
 
 
 def recorded_by_nsys(arguments: Sequence[str], report: Path) -> list[Recorded]:
     """Run `redraft` with `arguments`, which must emit NVTX ranges, under nsys, and read the ranges in its report.
 
-    Raises RedraftError where nsys or the nvtx package is missing or anything fails, as one line.
+    Raises RedraftError, as one line, if nsys or the nvtx package is missing or anything fails.
     """
     nsys = _nsys()
     program = [sys.executable, "-c", "from redraft.cli.main import main; main()", *arguments]
@@ -48,7 +48,7 @@ def recorded_by_nsys(arguments: Sequence[str], report: Path) -> list[Recorded]:
 
 
 def profile_options(report: Path) -> list[str]:
-    """What `nsys` is told to collect; the command to run follows."""
+    """Return the `nsys` command that collects the ranges; the command to run follows it."""
     return [
         "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=node", "--sample=none", "--cpuctxsw=none",
         "--capture-range=nvtx",
@@ -59,12 +59,12 @@ def profile_options(report: Path) -> list[str]:
 
 
 def stats_options(report: Path) -> list[str]:
-    """How `nsys` is asked for every range in a report, as CSV on its standard output."""
+    """Return the `nsys` command that prints every range of a report as CSV."""
     return ["stats", f"--report={REPORT}", "--format=csv", "--output=-", "--force-export=true", str(report)]
 
 
 def parse(text: str) -> Iterator[Recorded]:
-    """The ranges of our domain in the CSV, the captured one left out; lines before its header are nsys's own words."""
+    """Yield the ranges of our domain in the CSV, without the captured one. nsys prints messages before its header."""
     lines = text.splitlines()
     start = next((place for place, line in enumerate(lines) if line.startswith("Start (ns),")), len(lines))
     rows = [row for row in csv.DictReader(lines[start:]) if (row["Name"] or "").startswith(f"{NVTX_DOMAIN}:")]
@@ -85,7 +85,7 @@ def _nsys() -> str:
 
 
 def _run(command: list[str]) -> str:
-    """Standard output of a command. An error of ours inside is raised again, any other as its last line."""
+    """Return the standard output of a command. An error of ours is raised again, any other as its last line."""
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     if done.returncode == 0:
         return done.stdout
@@ -93,4 +93,6 @@ def _run(command: list[str]) -> str:
     ours = next((line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)), None)
     if ours is not None:
         raise (UsageError if done.returncode == UsageError.exit_status else RedraftError)(ours)
-    raise RedraftError(f"`nsys {command[1]}` left with {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+    raise RedraftError(
+        f"`nsys {command[1]}` left with {done.returncode}: {lines[-1] if lines else 'it printed nothing'}"
+    )

@@ -1,4 +1,4 @@
-"""A runtime for a command: opened as `Runtime.open` does, in a process that has nothing else to keep tidy."""
+"""A runtime for a command: opened as `Runtime.open` does, in a process that holds little else."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def open_runtime(engines: Path, **options: Any) -> Runtime:
-    """Open the bundle; the options are those of `Runtime.open`, which says what it raises.
+    """Open the bundle. Options and errors are those of `Runtime.open`.
 
-    What is loaded by then stays until the process ends, so Python's garbage collector need not look at it again: a full
-    collection in the middle of a text takes as long as ten steps of a small model.
+    Loaded objects stay until the process ends, so Python's garbage collector skips them. A full collection in the
+    middle of a text takes as long as ten steps of a small model.
     """
     from redraft.runtime import Runtime
 

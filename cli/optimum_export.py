@@ -1,4 +1,4 @@
-"""`optimum-cli export redraft`: `redraft build` that takes its model and its bundle as optimum's exports take them."""
+"""`optimum-cli export redraft`: `redraft build` with model and bundle as arguments like optimum's other exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIFFERENT: dict[str, Any] = {
     "model": Annotated[str, typer.Option("-m", "--model", help="A recipe, a checkpoint folder, or a Hub id.")],
     "out": Annotated[Path | None, typer.Argument(help="The bundle; build/engines/NAME by default.")],
 }
-"""Parameters of `build` that optimum names otherwise. All others are the same."""
+"""Parameters of `build` that have other names in optimum. All others are the same."""
 
 
 @functools.wraps(build)
@@ -28,7 +28,7 @@ def export(**options: Any) -> None:
 
 
 def _signature() -> inspect.Signature:
-    """The signature of `build` with the parameters of `_DIFFERENT` replaced."""
+    """Return the signature of `build` with the parameters of `_DIFFERENT` replaced."""
     signature = inspect.signature(build, eval_str=True)
     parameters = [
         parameter.replace(annotation=_DIFFERENT.get(name, parameter.annotation))
@@ -43,5 +43,5 @@ app.command()(export)
 
 
 def run(arguments: list[str]) -> int:
-    """Exit status of one export: 0, 1 (it failed), 2 (bad usage) or 130 (interrupted)."""
+    """Return the exit status of one export: 0, 1 (it failed), 2 (bad usage) or 130 (interrupted)."""
     return run_app(app, arguments, PROGRAM)

@@ -1,4 +1,4 @@
-"""Options that several commands take, and how their texts are read."""
+"""Options that several commands take, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ BUDGET_FORM = "nodes=12,depth=4,width=4"
 
 Engines = Annotated[Path, typer.Option("--engines", help="An engine bundle, as `redraft build` writes.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all that this process may use by default.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default all that this process may use.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", help="cpu or cuda: all of a step stays there. By default TensorRT's GPU, else the host."),
+    typer.Option(
+        "--device", help="cpu or cuda: the device that runs whole steps. By default TensorRT's GPU, else the host."
+    ),
 ]
 Verify = Annotated[
     bool | None,
@@ -34,19 +36,19 @@ Inexact = Annotated[
     bool,
     typer.Option(
         "--inexact",
-        help="Compute single tokens of one sequence on the CPU up to a tenth faster, by kernels that round otherwise "
-        "than those for several tokens. A text may then differ from the same one in a batch or by another method: "
-        "seldom in fp32, most longer ones in int8 and int4.",
+        help="Compute single tokens of one sequence on the CPU up to a tenth faster, by kernels that round "
+        "differently. A text may then differ from the same text in a batch or by another method. In fp32 few "
+        "texts differ, in int8 and int4 most longer ones.",
     ),
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="At most this many new tokens.")]
 System = Annotated[str | None, typer.Option("--system", help="The system message that begins a chat; needs --chat.")]
 BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
-        help=f"Size of every tree, such as {BUDGET_FORM}. By default trees are as large as pays. A fixed size leaves "
-        "out the n-grams of ngram+ID. With --device, a depth or width below the drafter's own copies every tree.",
+        help=f"Size of every tree, such as {BUDGET_FORM}. By default the fastest size. A fixed size leaves out the "
+        "n-grams of ngram+ID. With --device, a depth or width below the drafter's own copies every tree.",
     ),
 ]
 
@@ -60,13 +62,13 @@ DrafterOptions = Annotated[
 
 
 def check_system(system: str | None, chat: bool) -> None:
-    """Raises UsageError for a system message without a chat."""
+    """Raise UsageError for a system message without a chat."""
     if system is not None and not chat:
         raise UsageError("--system needs --chat: a prompt without a template has no messages", "add --chat")
 
 
 def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
-    """A budget from `nodes=12,depth=4,width=4`. Raises UsageError for anything else, and where no method drafts."""
+    """Parse a budget like `nodes=12,depth=4,width=4`. Raises UsageError for other text, or if no method drafts."""
     if text is None:
         return None
     _check_drafting("--budget", methods)
@@ -80,7 +82,7 @@ def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
 
 
 def parse_acceptance(text: str | None, *methods: str | None) -> tuple[float, ...] | None:
-    """Probabilities by depth from `0.9,0.8,0.7`. Raises UsageError for anything else, and where no method drafts."""
+    """Parse probabilities by depth like `0.9,0.8,0.7`. Raises UsageError for other text, or if no method drafts."""
     if text is None:
         return None
     _check_drafting("--synthetic-acceptance", methods)
@@ -119,6 +121,6 @@ def _number(text: str) -> int | float | str:
 
 
 def _check_drafting(option: str, methods: Sequence[str | None]) -> None:
-    """Raises UsageError if every method is plain decoding, to which `option` means nothing."""
+    """Raise UsageError if every method is plain decoding, which ignores `option`."""
     if methods and set(methods) <= {"none", "inexact"}:
         raise UsageError(f"plain decoding drafts nothing: {option} would do nothing", "leave it out, or name a method")

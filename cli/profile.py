@@ -1,7 +1,7 @@
-"""`redraft profile`: where the time of a run went, by the ranges of every step, and how engines compare with memory.
+"""`redraft profile`: the time of every stage of a run's steps, and engines against the memory's speed.
 
-On the CPU the ranges are recorded in this process and written as a trace; with `--nsys` the command runs again as a
-child of Nsight Systems, which sees the same ranges beside what the GPU does.
+On the CPU this process records the ranges and writes them as a trace. With `--nsys` the command runs again as a child
+of Nsight Systems, which sees the same ranges and the GPU's work.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 WARM_UPS_ON_DEVICE = 2
-"""Runs before the recorded one: the first of a shape is as it is, the second is captured as a graph."""
+"""Warm-up runs before the recorded one: the first runs a shape plainly, the second captures its graph."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to run, as the options say it; `text` is the prompt."""
+    """The run that the options describe; `text` is the prompt."""
 
     engines: Path
     text: str
@@ -45,7 +45,7 @@ class Asked:
     verify: bool | None = None
 
     def arguments(self, prompt: Path) -> list[str]:
-        """The options that ask for this again; `prompt` is a file with the text, which may be too long for a word."""
+        """Return the options that repeat this run; `prompt` is a file, as the text may be too long for an argument."""
         given = {"--method": self.method, "--budget": self.budget, "--threads": self.threads, "--device": self.device}
         options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         if self.verify is not None:
@@ -59,12 +59,12 @@ def profile(
     prompt: Annotated[str | None, typer.Option(help="The prompt; `-` reads the standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.")] = None,
     method: Annotated[
-        str | None, typer.Option(help="How to draft; `none` decodes plainly; the bundle's best by default.")
+        str | None, typer.Option(help="Drafting method; `none` decodes plainly; the bundle's best by default.")
     ] = None,
     max_new_tokens: NewTokens = 128,
     budget: BudgetText = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the trace, for Perfetto; with --nsys the report (.nsys-rep).")
+        Path | None, typer.Option(help="File of the trace, for Perfetto; with --nsys the report (.nsys-rep).")
     ] = None,
     nsys: Annotated[bool, typer.Option("--nsys", help="Measure with Nsight Systems instead of recording.")] = False,
     roofline: Annotated[
@@ -74,11 +74,11 @@ def profile(
     device: Device = None,
     verify: Verify = None,
     nvtx: Annotated[
-        bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that watches already, such as ncu.")
+        bool, typer.Option("--nvtx", help="Only emit NVTX ranges, for a tool that already records, such as ncu.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Decode one prompt and show where the time of its steps went."""
+    """Decode one prompt and show the time of each stage of its steps."""
     asked = Asked(engines, read_prompt(prompt, prompt_file), method, max_new_tokens, budget, threads, device, verify)
     parse_budget(budget, method)
     if nvtx:
@@ -87,7 +87,7 @@ def profile(
         emit(asked)
         return
     if roofline:
-        import redraft.bench.roofline  # noqa: F401  (what it needs is missed before anything is decoded)
+        import redraft.bench.roofline  # noqa: F401  (fails before decoding if its package is missing)
     with progress(quiet=as_json) as report:
         values = under_nsys(asked, out) if nsys else recorded(asked, out, report)
         if roofline:
@@ -97,13 +97,13 @@ def profile(
 
 
 def refuse(options: list[str]) -> None:
-    """Raises UsageError where options stand beside `--nvtx`, with which nothing is measured here."""
+    """Raise UsageError for options that do nothing with `--nvtx`, which measures nothing here."""
     if options:
         raise UsageError(f"--nvtx only emits ranges: {', '.join(options)} would do nothing", "leave one out")
 
 
 def emit(asked: Asked) -> None:
-    """Decode once while NVIDIA's tools watch."""
+    """Decode once while NVIDIA's tools record."""
     from redraft.cli.nsys import CAPTURED
     from redraft.runtime.watchers import Nvtx
 
@@ -113,7 +113,7 @@ def emit(asked: Asked) -> None:
 
 
 def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
-    """The profile that a child of nsys gives; its report is kept where `out` says."""
+    """Return the profile from a child of nsys; its report is written to `out`."""
     from redraft.bench.stages import profile as summed
     from redraft.cli.nsys import SUFFIX, check_out, recorded_by_nsys
     from redraft.engines.manifest import load_manifest
@@ -138,7 +138,7 @@ def under_nsys(asked: Asked, out: Path | None) -> dict[str, Any]:
 
 
 def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
-    """The profile of a run recorded in this process; its trace is written where `out` says."""
+    """Return the profile of a run recorded in this process; its trace is written to `out`."""
     from redraft.bench.environment import environment, usable_threads
     from redraft.bench.stages import profile as summed
     from redraft.runtime.watchers import Recording
@@ -168,7 +168,7 @@ def recorded(asked: Asked, out: Path | None, report: Report) -> dict[str, Any]:
 
 
 def check_writable(out: Path) -> None:
-    """Raises UsageError where `out` cannot be written. Until all is well it stays what it was."""
+    """Raise UsageError if `out` cannot be written. A file there changes only after success."""
     new = not out.exists()
     if new or out.is_dir() or not os.access(out, os.W_OK):
         writable(out, "--out").close()
@@ -178,7 +178,7 @@ def check_writable(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What was decoded, how and where; `device` is `host` where the runtime computes between engine calls."""
+    """Describe the run; `device` is `host` if the runtime computes between engine calls."""
 
     generation: Generation
     method: str
@@ -187,7 +187,7 @@ class Decoded:
 
 
 def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None = None) -> Decoded:
-    """Decode the prompt to warm up, on a device twice, and then while `watcher` sees it, inside of a range `around`."""
+    """Decode the prompt to warm up, twice on a device, then inside of a range `around` while `watcher` records it."""
     from redraft.cli.opening import open_runtime
     from redraft.runtime import SamplingParams, SpeculationParams
 
@@ -206,14 +206,14 @@ def decode(asked: Asked, stack: ExitStack, watcher: Watcher, around: str | None 
 
 
 def compare_with_memory(asked: Asked) -> Roofline:
-    """Needs the `onnx` package, to know which weights a graph reads."""
+    """Compare engines with the memory. Needs the `onnx` package, to know which weights a graph reads."""
     from redraft.bench.roofline import measure
 
     return measure(asked.engines, asked.threads, device=asked.device)
 
 
 def as_object(values: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object of a profile."""
+    """Return the JSON object of a profile."""
     plain = {key: value for key, value in values.items() if key not in ("profile", "roofline", "trace")}
     roofline = values.get("roofline")
     return {
@@ -225,7 +225,7 @@ def as_object(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(values: dict[str, Any]) -> None:
-    """The tables of a profile."""
+    """Print the tables of a profile."""
     from redraft.bench import stages
 
     print_caveats(values["caveats"])
@@ -241,10 +241,10 @@ def show(values: dict[str, Any]) -> None:
 
 
 def show_roofline(found: Roofline) -> None:
-    """The engines against the memory."""
+    """Print the table of engines against the memory."""
     from redraft.bench.roofline import table
 
     place = f"on {found.device}" if found.threads is None else f"{found.threads} threads"
-    print_table(table(found), f"bytes that a call must move, {found.kv_len} rows live, {place}")
+    print_table(table(found), f"bytes that a call must move, {found.kv_len} rows of KV, {place}")
     reads = "" if found.read is None else f"reads {found.read:.1f} GB/s, "
     typer.echo(f"memory of {found.device}: {reads}copies {found.copy:.1f} GB/s, over {found.streamed_bytes >> 20} MiB")

@@ -1,4 +1,4 @@
-"""`redraft replay`: play a trace again, checking every step of it."""
+"""`redraft replay`: replay a trace and check every step of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="FILE", help="What `redraft generate --trace FILE` wrote.")],
+    trace: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `redraft generate --trace FILE` wrote.")],
     as_json: Json = False,
 ) -> None:
-    """Check a trace: every tree is accepted again as far as it says. Shows what each source of trees brought."""
+    """Check a trace by accepting every recorded tree again. Shows the accepted tokens of each source of trees."""
     from redraft.bench.prompts import read_text
     from redraft.runtime import trace as traces
 
@@ -28,13 +28,13 @@ def replay(
     except DataError as error:
         raise DataError(f"{trace}: {error.message}", "generate it again") from None
     if not played.requests:
-        raise DataError(f"{trace}: no step in it", "generate it again, with more new tokens")
+        raise DataError(f"{trace}: found no step", "generate it again, with more new tokens")
     summary = summarise(played)
     print_json(summary) if as_json else typer.echo(describe(summary))
 
 
 def summarise(played: Replay) -> dict[str, Any]:
-    """Counts by source, and each request's tokens, its prompt included."""
+    """Return counts by source, and the tokens of each request, its prompt included."""
     sources = {
         source: {"steps": played.steps[source], "nodes": played.nodes[source], "accepted": played.accepted[source]}
         for source in sorted(played.steps.keys() | played.nodes.keys())
@@ -43,7 +43,7 @@ def summarise(played: Replay) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary as lines."""
+    """Return the summary as lines."""
     lines = [
         f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
         for source, counts in summary["sources"].items()

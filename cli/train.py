@@ -16,18 +16,18 @@ app = typer.Typer(help="Train drafters.", no_args_is_help=True)
 
 
 class Device(StrEnum):
-    """Where to train."""
+    """Device to train on."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
-Config = Annotated[str | None, typer.Option(help="A recipe that ships, or a .toml file.")]
-Steps = Annotated[int | None, typer.Option(min=1, help="Whole length, instead of the recipe's.")]
+Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
 Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")]
 CheckpointEvery = Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")]
 
@@ -44,8 +44,8 @@ def drafter(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="KIND=SOURCE, once a kind; SOURCE is stdlib, a .jsonl or a text file. Without, all text is the "
-            "verifier's own."
+            help="KIND=SOURCE, once for each kind; SOURCE is stdlib, a .jsonl or a text file. Without it, the "
+            "verifier writes all text."
         ),
     ] = None,
     config: Config = None,
@@ -58,7 +58,7 @@ def drafter(
     checkpoint_every: CheckpointEvery = 100,
     as_json: Json = False,
 ) -> None:
-    """Train a drafter by the method that the command is named after; its default recipe has that name too."""
+    """Train a drafter by the method in the command's name, which is also the name of its default recipe."""
     from rich.console import Console
 
     from redraft.errors import UsageError
@@ -111,12 +111,12 @@ def acceptance(
     verifier: Annotated[Path, typer.Option(help="Folder of its verifier.")],
     prompts: Annotated[list[Path], typer.Option(help="A .jsonl file of prompts with turns; may be given again.")],
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of a kind at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
     device: Annotated[Device, typer.Option()] = Device.cpu,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Print how often a drafter's tokens are those of its verifier's greedy text, by depth and kind of prompt."""
+    """Print how often a drafter's tokens equal those of its verifier's greedy text, by depth and kind of prompt."""
     from redraft.train.drafter_evaluate import evaluate_drafter
 
     _use_threads(threads)
@@ -124,7 +124,9 @@ def acceptance(
     if as_json:
         typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
         return
-    typer.echo("share of drafts right at each depth where right before: likeliest token / any of the four likeliest")
+    typer.echo(
+        "shares of correct drafts at each depth after a correct prefix: likeliest token / any of the four likeliest"
+    )
     for kind, values in found.items():
         typer.echo(f"{kind} ({values.prompts} prompts): {values.acceptance}")
 
@@ -137,7 +139,7 @@ def _use_threads(threads: int | None) -> None:
 
 
 def _trained(ran: int, out: Path, console: Any, as_json: bool) -> None:
-    """Say what a run did; its length is the checkpoint's."""
+    """Report a run; its length is the checkpoint's."""
     from redraft.train.checkpoint import load_checkpoint
 
     steps = int(load_checkpoint(out)["step"])

@@ -1,4 +1,4 @@
-"""Skip a build whose bundle is there already: a key covers everything that the build depends on."""
+"""Skip a build if its bundle is there already: a key covers everything that the build depends on."""
 
 from __future__ import annotations
 

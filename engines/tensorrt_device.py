@@ -1,6 +1,6 @@
 """Programs on TensorRT over CUDA memory: every tensor bound by its address.
 
-An engine is loaded once; each set of shapes has an execution context of its own, since a captured CUDA graph holds the
+An engine is loaded once. Each set of shapes has its own execution context, since a captured CUDA graph holds the
 addresses and shapes of its context. Contexts of one engine share their scratch memory: they never run at once.
 
 Attributes of TensorRT used here are in the Python bindings of 10.9 and of 11.x alike.
@@ -36,7 +36,10 @@ _TYPES: Mapping[Dtype, str] = {
 
 
 def open_tensorrt_device(bundle: Bundle) -> TensorRtDevice:
-    """The GPU with the bundle's engines. Raises BackendError for a missing part, or another TensorRT or GPU."""
+    """Return the GPU with the bundle's engines.
+
+    Raises BackendError for a missing part, or another TensorRT or GPU.
+    """
     manifest = bundle.manifest
     built = manifest.tensorrt
     if built is None:
@@ -101,7 +104,7 @@ class TensorRtDevice(CudaDevice):
 class Failure:
     """Sends TensorRT's log to Python's logging, and stores the last error, since calls report only that they failed.
 
-    Warnings of TensorRT's are information. Those of our plugin are warnings: it has one, of caches that are copied.
+    Logs TensorRT's warnings as information, and our plugin's one warning, of copied caches, as a warning.
     """
 
     def __init__(self, tensorrt: Any) -> None:
@@ -173,11 +176,11 @@ class EngineProgram:
         if spec.in_place_of is None or names.is_cache(spec.in_place_of):
             return buffer.address
         size = byte_size(buffer.dtype, buffer.shape)
-        beside = self._written.get(spec.name)
-        if beside is None or beside.size < size:  # runs never are at once, and share the largest one's
-            beside = self._written[spec.name] = self._device.cuda.allocate(size)
-        run.copies.append((buffer.address, beside, size))
-        return beside.address
+        scratch = self._written.get(spec.name)
+        if scratch is None or scratch.size < size:  # runs of one engine never overlap, and share the largest one's
+            scratch = self._written[spec.name] = self._device.cuda.allocate(size)
+        run.copies.append((buffer.address, scratch, size))
+        return scratch.address
 
     def _profile(self, inputs: Sequence[TensorSpec], buffers: Mapping[str, Buffer]) -> int:
         """Return the profile that holds all shapes and is tuned for the nearest ones."""
@@ -219,8 +222,8 @@ class EngineRun:
 
     def __call__(self) -> None:
         self.must(self._context.execute_async_v3, self._device.cuda.stream)
-        for target, beside, size in self.copies:
-            self._device.cuda.copy(target, beside.address, size, "cudaMemcpyDeviceToDevice")
+        for target, scratch, size in self.copies:
+            self._device.cuda.copy(target, scratch.address, size, "cudaMemcpyDeviceToDevice")
 
     def must(self, call: Callable[..., bool], *arguments: object) -> None:
         """Call TensorRT. Raise BackendError if it fails: some bindings return False, others raise a RuntimeError."""
@@ -244,9 +247,7 @@ def _holds(profile: Sequence[Any], shape: tuple[int, ...]) -> bool:
 
 
 def _mismatches(tensorrt: Any, engine: Any, record: GraphRecord) -> Iterator[str]:
-    """Differences between an engine's tensors and the manifest's, one line each. An input that nothing reads may be
-    gone.
-    """
+    """Yield lines on tensors that differ between engine and manifest. Inputs that nothing reads may be missing."""
     found = {engine.get_tensor_name(number) for number in range(engine.num_io_tensors)}
     for spec in (*record.inputs, *record.outputs):
         if spec.name not in found:

@@ -1,4 +1,4 @@
-"""Which architectures of transformers redraft exports, and whether each writes transformers' own text.
+"""Checks the transformers architectures that redraft exports, and their texts against transformers' own.
 
     python -m experiments.architectures [--only NAME,NAME] [--variants] [--out docs/models.md] [--json FILE]
 
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Case]:
-    """Architecture and variant of each case that the options name."""
+    """Yield architecture and variant of each case that the options name."""
     for name in options.only or architectures():
         yield name, BASE
         if options.variants:
@@ -86,7 +86,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def run(cases: Iterable[Case], processes: int, keep: Path) -> Iterator[Row]:
-    """Check each case in a process of its own, and keep what was found. Rows come as they are finished."""
+    """Check each case in its own process, and keep the findings. Rows come as they are finished."""
     keep.parent.mkdir(parents=True, exist_ok=True)
     waiting, running = list(reversed(list(cases))), list[Running]()
     while waiting or running:
@@ -107,20 +107,20 @@ class Running:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.began = time.monotonic()
-        max_model_len = multiprocessing.get_context("fork")
-        self.receiver, sender = max_model_len.Pipe(duplex=False)
+        context = multiprocessing.get_context("fork")
+        self.receiver, sender = context.Pipe(duplex=False)
         self.folder = tempfile.TemporaryDirectory(prefix="redraft-")
-        self.process = max_model_len.Process(target=_check, args=(case, Path(self.folder.name), sender), daemon=True)
+        self.process = context.Process(target=_check, args=(case, Path(self.folder.name), sender), daemon=True)
         self.process.start()
         sender.close()
 
     @property
     def done(self) -> bool:
-        """Whether it has something to say or has run too long."""
+        """Return True if it has sent a finding or run too long."""
         return self.receiver.poll() or time.monotonic() - self.began > LIMIT_SECONDS
 
     def row(self) -> Row:
-        """What was found; the process is ended."""
+        """End the process and return its finding."""
         found = self._finding()
         self.process.kill()
         self.process.join()
@@ -151,13 +151,13 @@ def _check(case: Case, folder: Path, sender: Any) -> None:
 
 
 def kept(path: Path) -> dict[Case, Row]:
-    """Rows of earlier runs by case; the last of each counts."""
+    """Return rows of earlier runs by case; the last of each counts."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return {(row["architecture"], row["variant"]): row for row in map(json.loads, lines)}
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
-    """How many cases had each result, and where and when."""
+    """Return the number of cases with each result, the place and the date."""
     counts = Counter(row["result"] for row in rows)
     libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "onnxruntime")]
     machine = environment(1)
@@ -166,7 +166,7 @@ def summary(rows: Iterable[Row]) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> list[str]:
-    """The findings as a Markdown table."""
+    """Return the findings as a Markdown table."""
     head = ["| architecture | variant | result | logits differ by (std) | note |", "|---|---|---|---|---|"]
     return [*head, *(_line(row) for row in rows)]
 
@@ -181,8 +181,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda text: text.split(","), help="model types, separated by commas")
     parser.add_argument("--variants", action="store_true", help="also the variants of each architecture")
-    parser.add_argument("--out", type=Path, help="where the table is written as Markdown")
-    parser.add_argument("--json", type=Path, help="where the findings are written as JSON lines")
+    parser.add_argument("--out", type=Path, help="file for the table in Markdown")
+    parser.add_argument("--json", type=Path, help="file for the findings as JSON lines")
     parser.add_argument("--kept", type=Path, default=KEPT, help="finished cases, to resume from")
     parser.add_argument("--processes", type=int, default=1, help="cases at a time")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""How near speculation comes to what its acceptance and the cost of verification allow (`redraft.bench.bound`).
+"""Speculation's speed against the bound by its acceptance and the cost of verification (`redraft.bench.bound`).
 
     python -m experiments.bound --engines build/engines/tiny --prompts assets/tiny/prompts/code.jsonl \\
         --synthetic-acceptance 0.9,0.8,0.7 --budget nodes=8,depth=4,width=2
 
-t is measured in the same process, before and after the prompts. Without --budget the controller chooses the tree's size
-at every step. Without --synthetic-acceptance the drafter that --method names drafts.
+Measures t in the same process, before and after the prompts. Without --budget the controller chooses the tree's size at
+every step. Without --synthetic-acceptance the drafter of --method drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from redraft.runtime.cost import measure_curve
 
 
 def main() -> dict[str, Any]:
-    """Measure what the options ask for."""
+    """Take the measurements that the options ask for."""
     options = _arguments()
     params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
     settings = Settings(params, options.budget, options.synthetic_acceptance)
@@ -47,7 +47,7 @@ def main() -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = bundle_parser(__doc__, 64)
     parser.add_argument("--budget", type=budget, help="such as nodes=8,depth=4,width=2; chosen at every step")
-    parser.add_argument("--method", help="how to draft; the bundle's best by default")
+    parser.add_argument("--method", help="drafting method; the bundle's best by default")
     parser.add_argument("--synthetic-acceptance", type=rates, help="force acceptance by depth, such as 0.9,0.8")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""One checkpoint through the product and through transformers: tokens and logits of both, and what came of them."""
+"""One checkpoint through the product and through transformers: tokens and logits of both, and the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOLERANCE = 1e-3
 
 
 class Result(StrEnum):
-    """What came of a checkpoint."""
+    """Result of a checkpoint."""
 
     SAME = "SAME"
     REFUSED = "REFUSED"
@@ -73,7 +73,7 @@ class Text:
 
 
 class Recorder(Greedy):
-    """Greedy decoding that keeps the logits of each token and counts KV rows that had to move."""
+    """Greedy decoding that keeps the logits of each token and counts moved KV rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,12 +89,12 @@ class Recorder(Greedy):
 
 
 class KnownText(TreeMaker):
-    """Drafts the known continuation behind wrong siblings, so that each accepted row must move."""
+    """Drafts the known continuation after wrong siblings, so that each accepted row must move."""
 
     texts: Sequence[Text] = ()
 
     def draft(self, batch: Sequence[Request], budgets: Sequence[Budget]) -> list[Tree]:
-        """Trees of up to three known tokens, each after one wrong sibling or two."""
+        """Return trees of up to three known tokens, each after one wrong sibling or two."""
         return [self._tree(seq, budget.depth) for seq, budget in zip(batch, budgets, strict=True)]
 
     def _tree(self, seq: Request, depth: int) -> Tree:
@@ -116,7 +116,7 @@ class KnownText(TreeMaker):
 
 @dataclass
 class Comparison:
-    """Runs of one product against what transformers says. Findings collect."""
+    """Runs of one product against transformers' texts. Collects findings."""
 
     texts: Sequence[Text]
     special: frozenset[int] = frozenset()
@@ -132,14 +132,14 @@ class Comparison:
                 self.notes.append(f"{mode}: {note}")
 
     def _differs(self, tokens: Sequence[int], logits: FloatArray, text: Text) -> str | None:
-        """The first place at which tokens or logits differ, up to the first near tie."""
+        """Return the first place at which tokens or logits differ, up to the first near-tie."""
         for place, (found, expected) in enumerate(zip(tokens, text.tokens, strict=True)):
             scale = float(text.logits[place].std())
             difference = float(np.abs(logits[place] - text.logits[place]).max()) / scale
             self.largest = max(self.largest, difference if np.isfinite(difference) else np.inf)
             if not difference <= TOLERANCE:
                 return f"token {place + 1} is {found}, expected {expected}; logits differ by {difference:.2g} std"
-            if found != expected or expected in self.special:  # an image's token is no text to the whole model
+            if found != expected or expected in self.special:  # an image's token has no text for the whole model
                 return None
         return None
 
@@ -154,7 +154,7 @@ def check(folder: Path, model_type: str, overrides: Mapping[str, Any]) -> Findin
     except Exception as error:  # noqa: BLE001 - architectures fail in their own ways
         return Finding(Result.NOT_MADE, described(error))
     write_stand_in(checkpoint, VOCABULARY)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # not the architecture's own, whose files are not there
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}  # not the architecture's fault: its files are missing
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     try:
         build_bundle(Model(model_type, model_type, checkpoint), BuildConfig(), bundle, {}, True, lambda line: None)
@@ -167,14 +167,14 @@ def check(folder: Path, model_type: str, overrides: Mapping[str, Any]) -> Findin
 
 
 def special_tokens(checkpoint: Path) -> list[int]:
-    """Ids that the configuration gives a meaning, those of the text's own ends apart."""
+    """Return the ids with a meaning in the configuration, except those of the text's own ends."""
     values = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     ordinary = set(SPECIAL_TOKENS.values())
     return [token for token in named_tokens(values) if token not in ordinary]
 
 
 def reference_texts(checkpoint: Path) -> list[Text]:
-    """Greedy continuations by transformers, each token from the whole text, without any cache."""
+    """Return greedy continuations by transformers, each token from the whole text, without any cache."""
     model = load_reference(checkpoint)
     generator = np.random.default_rng(0)
     return [_continued(model, generator.integers(FIRST_WORD, VOCABULARY, n).tolist()) for n in PROMPT_LENGTHS]
@@ -227,6 +227,6 @@ def _request(text: Text) -> Request:
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and its last line, at most 300 characters."""
+    """Return the kind of an error and its last line, at most 300 characters."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {' '.join(lines[-1].split())}"[:300]

@@ -1,7 +1,7 @@
 """Small random checkpoints of every decoder that transformers can make.
 
 A configuration starts from the defaults of its class. `SMALL` then replaces sizes by attribute name, also in nested
-configurations. `EXCEPTIONS` holds what a single architecture needs beyond that.
+configurations. `EXCEPTIONS` holds further values for single architectures.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ SPECIAL_TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_
 
 
 def architectures() -> tuple[str, ...]:
-    """Model types with a causal language model, then those that read images too. Sorted within both."""
+    """Return model types with a causal language model, then those that read images too. Sorted within both."""
     text = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return *text, *sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(text))
 
 
 def small_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """A small configuration. Overrides win; a mapping for a nested configuration is merged into it.
+    """Return a small configuration. Overrides win; a mapping for a nested configuration is merged into it.
 
-    Raises what the class raises if it cannot be made.
+    Raises any error of the class if it cannot be made.
     """
     values = _shrunk(model_type)
     for changes in (NEEDED.get(model_type, {}), EXCEPTIONS.get(model_type, {}), overrides):
@@ -92,7 +92,7 @@ def write_checkpoint(folder: Path, model_type: str, seed: int = 0, **overrides: 
 
 
 def load_reference(folder: Path) -> torch.nn.Module:
-    """transformers' own model of a checkpoint, eager and in float32."""
+    """Return transformers' own model of a checkpoint, eager and in float32."""
     name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     return getattr(transformers, name).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
@@ -111,13 +111,13 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def _shrunk(model_type: str) -> dict[str, Any]:
-    """Small values for the arguments of a configuration class, nested configurations included."""
+    """Return small values for the arguments of a configuration class, nested configurations included."""
     defaults = CONFIG_MAPPING[model_type]
     return _small_values(defaults(**NEEDED.get(model_type, {})).to_dict())
 
 
 def _small_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Small values for those entries of a configuration whose names are known."""
+    """Return small values for the entries of a configuration with known names."""
     depth = next((values[name] for name in DEPTHS if name in values), None)
     lists = {name: _distinct(v) for name, v in values.items() if isinstance(v, list) and v and len(v) == depth}
     by_layer = {name: v for name, v in lists.items() if len(v) <= MOST_LAYERS}
@@ -151,7 +151,7 @@ def _kind(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_sections(rope: Mapping[str, Any], share: float | None) -> dict[str, Any]:
-    """Rotary parameters whose sections of several axes fit the small head size."""
+    """Return rotary parameters with sections of several axes that fit the small head size."""
     if "mrope_section" not in rope:
         return {name: _with_sections(v, share) if isinstance(v, dict) else v for name, v in rope.items()}
     pairs = int(SMALL["head_dim"] * (rope.get("partial_rotary_factor") or share or 1.0)) // 2
@@ -160,7 +160,7 @@ def _with_sections(rope: Mapping[str, Any], share: float | None) -> dict[str, An
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Each different value, in the order of first appearance."""
+    """Return each different value, in the order of first appearance."""
     seen: list[Any] = []
     for value in values:
         if value not in seen:
@@ -169,7 +169,7 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """`second` over `first`; mappings of sizes are merged, all other values are replaced."""
+    """Merge `second` over `first`; mappings of sizes are merged, all other values are replaced."""
     merged = dict(first)
     for name, value in second.items():
         nested = isinstance(value, dict) and isinstance(merged.get(name), dict) and name.endswith(("_config", "coder"))

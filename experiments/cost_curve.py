@@ -2,9 +2,9 @@
 
     python -m experiments.cost_curve --engines build/engines/tiny --checkpoint assets/tiny
 
-All are timed in one run, in turn, with the same rows live. `products` are those of the bundle, in its precision:
-`relative_to_one` says how much of t(n)/t(1) comes from them. `capacity_ratio` is the bundle's time over a buffer of
-4096 rows divided by its time over 256: it says whether verifying costs what is live or what the buffer holds.
+One run times all in turn, with the same KV rows. `products` are those of the bundle, in its precision:
+`relative_to_one` is their part of t(n)/t(1). `capacity_ratio` is the bundle's time over a buffer of 4096 rows divided
+by its time over 256. It shows if verifying costs the used rows or the whole buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Runs = dict[int, Callable[[], None]]
 
 
 def main() -> dict[str, Any]:
-    """Measure what the options ask for."""
+    """Take the measurements that the options ask for."""
     arguments = _arguments()
     bundle = open_bundle(arguments.engines)
     graphs = {f"bundle {name}": bundle_calls(bundle, name, arguments, CAPACITY) for name in verifier_graphs(bundle)}
@@ -60,7 +60,7 @@ def main() -> dict[str, Any]:
 
 
 def verifier_graphs(bundle: Bundle) -> list[str]:
-    """Names of the verifier's graphs that the bundle has."""
+    """Return names of the verifier's graphs that the bundle has."""
     return [
         name
         for name in (names.VERIFIER_SINGLE, names.VERIFIER_FAST, names.VERIFIER_BATCH)
@@ -69,7 +69,7 @@ def verifier_graphs(bundle: Bundle) -> list[str]:
 
 
 def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, float]:
-    """Time over a large buffer divided by time over a small one, by graph and tokens verified, rows live alike."""
+    """Return time over a large buffer divided by that over a small one, by graph and tokens, for equal KV rows."""
     ratios = {}
     for name in verifier_graphs(bundle):
         small, large = (
@@ -84,7 +84,7 @@ def capacity_ratio(bundle: Bundle, arguments: argparse.Namespace) -> dict[str, f
 def bundle_calls(
     bundle: Bundle, name: str, arguments: argparse.Namespace, capacity: int, counts: tuple[int, ...] | None = None
 ) -> Runs:
-    """A call a size of the bundle's graph, every row's logits wanted, over buffers of `capacity` rows."""
+    """Return a call for each size of the bundle's graph, with logits of every row, over buffers of `capacity` rows."""
     engine = open_calls(bundle, name, arguments.threads)
     _bind_caches(engine, bundle.manifest.shape, capacity)
     batch = {"B": 1} if name in (names.VERIFIER, names.VERIFIER_BATCH) else {}
@@ -97,7 +97,7 @@ def bundle_calls(
 
 
 def naive_calls(arguments: argparse.Namespace, folder: Path) -> Runs:
-    """A call a size of the naive graph of the checkpoint, exported to `folder` unless it is there."""
+    """Return a call for each size of the naive graph of the checkpoint, exported to `folder` unless it is there."""
     graph = folder / "naive.onnx"
     if not graph.exists():
         from experiments.naive_graph import export_naive
@@ -124,7 +124,7 @@ def naive_calls(arguments: argparse.Namespace, folder: Path) -> Runs:
 
 
 def products_calls(bundle: Bundle, graph: Path, arguments: argparse.Namespace) -> Runs:
-    """A call a size of the matrix products of the verifier, written to `graph`."""
+    """Return a call for each size of the matrix products of the verifier, written to `graph`."""
     from experiments.products import write_products
 
     write_products(bundle.path / bundle.graph(verifier_graphs(bundle)[0]).file, graph)

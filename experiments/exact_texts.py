@@ -1,9 +1,9 @@
-"""How many texts differ from plain decoding of one sequence, by method and batch size.
+"""Number of texts that differ from plain decoding of one sequence, by method and batch size.
 
     python -m experiments.exact_texts --chat --engines build/engines/smollm2 --prompts mt_bench.jsonl humaneval.jsonl
 
-Greedy, the first turn of every prompt, kinds taking turns. Prints one JSON object: for each batch size and method the
-number of outputs that differ, the first positions where they do, and how many outputs loop.
+Decodes greedily the first turn of every prompt, with kinds taking turns. Prints one JSON object. It has, for each batch
+size and method, the number of differing outputs, their first differing positions, and the number of looping outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from redraft.types import Budget
 
 
 def main() -> None:
-    """See the module."""
+    """Count the differing texts; see the module."""
     arguments = _arguments()
     texts = [prompt.text for prompt in load_prompts(arguments.prompts)[: arguments.limit]]
     found: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _outputs(runtime: Runtime, prompts: list[Any], tokens: int, method: str) -> list[tuple[int, ...]]:
-    """`METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
+    """Decode by `METHOD`, or `METHOD:nodes,depth,width` for trees of one size."""
     name, _, size = method.partition(":")
     budget = Budget(*map(int, size.split(","))) if size else None
     made = runtime.generate(prompts, SamplingParams(max_tokens=tokens), SpeculationParams(name, budget=budget))

@@ -1,4 +1,4 @@
-"""What single architectures need so that a small model of them can be made."""
+"""Values that single architectures need so that a small model of them can be made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TWO_KINDS = ["sliding_attention", "full_attention"]
 
 
 def _sections(*sizes: int, **others: Any) -> dict[str, Any]:
-    """A text model whose rotary embedding splits a head among several axes."""
+    """Return a text model with a rotary embedding that splits a head among several axes."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes), **others}
     return {"text_config": {"rope_parameters": rope}}
 

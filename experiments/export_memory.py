@@ -1,13 +1,13 @@
-"""Memory that exporting and opening a checkpoint takes beyond the libraries, for one that is larger than is allowed.
+"""Memory of exporting and opening a checkpoint beyond the libraries' own, for a model larger than the memory limit.
 
     python -m experiments.export_memory --gigabytes 2
     python -m experiments.export_memory --recipe vicuna-7b
 
-With a recipe, `export_recipe` measures the whole of `redraft build` at that model's shape. Otherwise it writes a
-Llama checkpoint of random fp32 weights in several shards, one tensor at a time, then exports it in one fresh process
-and opens the engines in another. Peaks are of resident memory; `above_libraries` subtracts what the process held once
-torch, transformers and the exporter were loaded (for opening: ONNX Runtime). Pages of files that are mapped into
-memory count while they are resident.
+With a recipe, `export_recipe` measures the whole of `redraft build` at that model's shape. Otherwise it writes a Llama
+checkpoint of random fp32 weights in several shards, one tensor at a time. One fresh process exports it, and another
+opens the engines. Peaks are of resident memory. `above_libraries` subtracts the memory of the process after it loaded
+torch, transformers and the exporter (for opening: ONNX Runtime). Pages of memory-mapped files count while they are
+resident.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def main() -> dict[str, Any]:
 
 
 def _lowered(engines: Path, layers: int) -> GraphRecord:
-    """The graph that a runtime for one sequence opens, made beside the portable one."""
+    """Return the graph that a runtime for one sequence opens, made next to the portable one."""
     shape = signatures.VerifierShape(layers, KV_HEADS, HEAD_DIM, WIDE, VOCABULARY, CONTEXT)
     record = GraphRecord("verifier.onnx", signatures.verifier_inputs(shape), signatures.verifier_outputs(shape, ()))
     lowered = lower_single(engines, record)
@@ -149,7 +149,7 @@ def _bytes(tensors: dict[str, tuple[int, ...]]) -> int:
 
 
 def _measured(program: str, *arguments: Path) -> dict[str, int]:
-    """Run `program` in a fresh interpreter and add what it took above its libraries."""
+    """Run `program` in a fresh interpreter and add the memory above its libraries."""
     done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True, stdout=subprocess.PIPE)
     values: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return {**values, "above_libraries_bytes": values["peak_bytes"] - values["libraries_bytes"]}
@@ -157,9 +157,9 @@ def _measured(program: str, *arguments: Path) -> dict[str, int]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the checkpoint at least")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="smallest size of the checkpoint")
     parser.add_argument("--recipe", help="build this recipe's model instead, with a drafter")
-    parser.add_argument("--folder", type=Path, help="where to write it; the system's temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder for it; the system's temporary folder by default")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Time and peak memory of `redraft build` for a recipe's model at its true shape, with a Lyanna drafter, from shards.
 
-The checkpoint is of random weights in the type of the recipe's precision; the drafter, as trained ones are, in bf16.
-The peak is of the whole process, libraries included; pages of files that are mapped into memory count while they are.
+The checkpoint has random weights in the type of the recipe's precision; the drafter has bf16, like trained ones. The
+peak is of the whole process, libraries included. Pages of memory-mapped files count while they are resident.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUILD = "from redraft.cli.main import main; main()"
 
 
 def measure(name: str, parent: Path | None) -> dict[str, Any]:
-    """Write both checkpoints below `parent`, build them, remove all. Raises CalledProcessError where a build fails."""
+    """Write both checkpoints below `parent`, build them, remove all. Raises CalledProcessError if a build fails."""
     with tempfile.TemporaryDirectory(dir=parent, prefix="export-memory-") as folder:
         model, drafter, engines = (Path(folder, part) for part in ("model", "drafter", "engines"))
         recipe = load_recipe(name)
@@ -58,7 +58,7 @@ def measure(name: str, parent: Path | None) -> dict[str, Any]:
 
 
 def write_model(folder: Path, recipe: Recipe) -> None:
-    """A checkpoint of the recipe's shape with a tokenizer that knows one word."""
+    """Write a checkpoint of the recipe's shape with a tokenizer that knows one word."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dict(recipe.shape)))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / names.TOKENIZER_FILE))
@@ -69,7 +69,7 @@ def write_model(folder: Path, recipe: Recipe) -> None:
 
 
 def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
-    """A drafter's folder for that checkpoint."""
+    """Write a drafter's folder for that checkpoint."""
     folder.mkdir()
     checkpoint = Checkpoint.open(model)
     verifier = support.load_config(checkpoint)
@@ -85,7 +85,7 @@ def write_drafter(folder: Path, model: Path, recipe: Recipe) -> None:
 
 
 def _built(*arguments: object) -> dict[str, Any]:
-    """Run `redraft` with these arguments; seconds and peak of its process."""
+    """Run `redraft` with these arguments; return seconds and peak of its process."""
     start = time.monotonic()
     command = [sys.executable, "-c", _BUILD, *map(str, arguments), "--backend", "onnxruntime"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

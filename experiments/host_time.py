@@ -1,15 +1,16 @@
-"""What the host takes of a step on a device: the runtime over stand-ins of CUDA and TensorRT, whose engines are idle.
+"""The host's time of a step on a device: the runtime over stand-ins of CUDA and TensorRT with idle engines.
 
     python -m experiments.host_time --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl \\
         [--methods none,ngram,ngram+ID] [--out host.json]
 
-No GPU is needed. The runtime drives TensorRT's engines, with a step as one CUDA graph. The stand-ins are those of the
-tests, and their time is left out. `Script` writes what a step accepts: the prompt's own text goes on, and drafted
-tokens are kept as if they had been right. The controller weighs a 7B verifier's costs, so that it nearly always drafts.
+Needs no GPU. The runtime drives TensorRT's engines, with a step as one CUDA graph. The stand-ins are those of the
+tests, and their time is left out. `Script` writes the tokens that a step accepts: the prompt's own text continues, and
+drafted tokens are kept as if they were right. The controller weighs a 7B verifier's costs, so that it nearly always
+drafts.
 
-`us` of a step is all but its calls of CUDA: `median`, and what nine steps of ten stay below. `after_launch_us` is the
-part of it between the draft's launch and the verification's, which a GPU that still drafts does not wait for. The time
-of CUDA's own calls comes on top: `launches` a step.
+`us` of a step is its time without calls of CUDA: `median`, and the upper limit of nine steps in ten. `after_launch_us`
+is its part between the draft's launch and the verification's; a GPU that still drafts does not wait for it. The time of
+CUDA's own calls comes on top: `launches` a step.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ from redraft.types import NO_SPECULATION, Budget, Costs
 CURVE = CostCurve.from_points({1: 4.0, 16: 4.2, 64: 5.0})
 COSTS = Costs(fresh_ms=0.3, resample_ms=0.05)
 WHOLE = Budget(12, 12, 12)
-"""Of a drafter's tree it limits the nodes only, so that the tree stays on the device."""
+"""It limits only the nodes of a drafter's tree, so the tree stays on the device."""
 MEMORY_BYTES = 1 << 37
 PROMPT_TOKENS = 40
-"""Of each text: the rest is what the verifier says."""
+"""Tokens of each text that are the prompt; the verifier writes the rest."""
 ACCEPTED = (0, 0, 1, 1, 2, 3)
-"""Drafted tokens that a step keeps, each as often as the next, as far as its tree may reach."""
+"""Drafted tokens that a step keeps, each equally often, as far as its tree allows."""
 
 
 class Script:
-    """What the verifier says, one sequence at a time: the tokens of a text, more or fewer of them a step."""
+    """Stand-in for the verifier's tokens, one sequence at a time: a text, with a random number of tokens a step."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -74,11 +75,11 @@ class Script:
         self._at = 0
 
     def begin(self, text: Sequence[int], at: int) -> None:
-        """Say the text's tokens from `at` on, and those from its beginning after its last."""
+        """Continue with the text's tokens from `at` on, and from its beginning after its last."""
         self._text, self._at = text, at
 
-    def say(self, accepted: Array) -> None:
-        """Write what is accepted, int64[1 + 2 T] of a tree that was padded to T nodes.
+    def accept(self, accepted: Array) -> None:
+        """Write the accepted tokens, int64[1 + 2 T] of a tree that was padded to T nodes.
 
         Such a tree has more nodes than the next smaller width.
         """
@@ -93,7 +94,7 @@ class Script:
 
 
 class TimedCuda(FakeCuda):
-    """Adds up the seconds of all its calls in `spent`: checks, copies and what engines compute are not the host's."""
+    """Adds up the seconds of all its calls in `spent`, for checks, copies and engines: they are not the host's."""
 
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__(*options, **named)
@@ -110,7 +111,7 @@ class TimedCuda(FakeCuda):
 
 
 class TimedCycle(Cycle):
-    """Keeps what each step took: its time without CUDA, that between its first launch and its last, its launches."""
+    """Keeps figures of each step: time without CUDA, time between the first and last launch, number of launches."""
 
     def __init__(self, cuda: TimedCuda, *parts: Any) -> None:
         super().__init__(*parts)
@@ -130,13 +131,13 @@ class TimedCycle(Cycle):
 
 
 def main() -> dict[str, Any]:
-    """Measure what the options ask for."""
+    """Take the measurements that the options ask for."""
     options = _arguments()
     return Report(options.out).fill(lambda report: measure_all(options, report))
 
 
 def measure_all(options: argparse.Namespace, report: Report) -> None:
-    """A section for each method, under a fixed budget and with sizes that the controller chooses."""
+    """Report a section for each method, with a fixed budget and with sizes that the controller chooses."""
     bundle = open_bundle(options.engines, verify=False)
     report.put("bundle", bundle.manifest.name)
     report.put("environment", environment())
@@ -153,14 +154,17 @@ def measure_all(options: argparse.Namespace, report: Report) -> None:
 def measure(
     bundle: Bundle, folder: Path, method: str, size: Budget | None, texts: Sequence[list[int]], tokens: int
 ) -> dict[str, Any]:
-    """A method's steps over the texts, said twice: the second time counts. size: of every tree; None is adaptive."""
+    """Return the steps of a method over the texts, decoded twice; the second time counts.
+
+    size: size of every tree; None is adaptive.
+    """
     script = Script()
     device, cuda = idle_device(bundle, folder, script)
     manifest = bundle.manifest
     verifier = open_verifier(bundle, device)
     cycle = _cycle(cuda, verifier, bundle, method, size)
     gc.collect()
-    gc.freeze()  # as the commands do once a bundle is open
+    gc.freeze()  # like the commands after they open a bundle
     for turn in range(2):
         if turn:
             cycle.steps.clear()
@@ -184,17 +188,17 @@ def measure(
 
 
 def idle_device(bundle: Bundle, folder: Path, script: Script) -> tuple[TensorRtDevice, TimedCuda]:
-    """A device whose engines, one for every graph of the bundle, are idle. Writes to `folder`.
+    """Return a device with idle engines, one for every graph of the bundle. Writes to `folder`.
 
-    Its memory begins with zeros: a tree that is read, which nothing drafted, is children of the root.
+    Its memory begins with zeros: a tree that is read before anything was drafted is children of the root.
     """
     engines = {graph: write_idle_engine(folder / graph, bundle.graph(graph)) for graph in bundle.manifest.all_graphs}
     cuda = TimedCuda(MEMORY_BYTES, fill=0)
-    return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.say)), cuda
+    return TensorRtDevice(bundle, engines, Cuda(cuda), FakeTensorRt(cuda, script.accept)), cuda
 
 
 def _cycle(cuda: TimedCuda, verifier: Verifier, bundle: Bundle, method: str, size: Budget | None) -> TimedCycle:
-    """As `Runtime` puts it together, but that nothing was measured."""
+    """Make a cycle like `Runtime`, but without measuring."""
 
     def drafter_of(name: str) -> Drafter:
         return load_drafter(name, verifier, {}, bundle)

@@ -1,7 +1,7 @@
-"""The graph to beat: transformers' own modules, traced as they are, over TensorScatter and Attention (opset 24).
+"""The baseline graph: transformers' own modules, traced unchanged, over TensorScatter and Attention (opset 24).
 
-No product is joined, no norm or rotary embedding is one operator, and attention reads the buffer's whole capacity:
-what a straightforward export gives. Nothing but measurements uses it.
+No product is joined, no norm or rotary embedding is one operator, and attention reads the whole buffer, like a
+straightforward export. Only measurements use it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def naive_attention(
     mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention over buffers into which the new rows go at `cache_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
+    """Attention over buffers that get the new rows at `cache_len`: query [B, Hq, T, D], mask [B, 1, T, C]."""
     rows = cache_len[:, None] + torch.arange(key.shape[2])
     keys, values = key_cache.clone(), value_cache.clone()
     for sequence, targets in enumerate(rows):
@@ -82,7 +82,7 @@ class _Verifier(torch.nn.Module):
 
 
 def export_naive(checkpoint: Path, out: Path, capacity: int) -> None:
-    """Write the graph for one sequence to `out`, weights beside it."""
+    """Write the graph for one sequence to `out`, weights next to it."""
     AttentionInterface.register(NAME, lambda *_: None)
     AttentionMaskInterface.register(NAME, lambda *_, **__: None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=NAME, dtype=torch.float32).eval()

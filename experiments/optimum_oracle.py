@@ -57,7 +57,7 @@ model.save_pretrained(folder)
 
 
 def main() -> int:
-    """Exit status: 0 if the logits of all architectures agree."""
+    """Return the exit status: 0 if the logits of all architectures agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--work", type=Path, default=Path("build/optimum_oracle"), help="Folder for checkpoints and graphs."
@@ -80,7 +80,9 @@ def install() -> None:
 
 
 def compare(kind: str, values: Mapping[str, Any], folder: Path) -> dict[str, float]:
-    """Largest difference of the logits of one architecture, and the spread of the logits. Replaces `folder`."""
+    """Return the largest difference of the logits of one architecture, and the spread of the logits. Replaces
+    `folder`.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     checkpoint, plain, bundle = folder / "checkpoint", folder / "onnx", folder / "bundle"
     run(ENVIRONMENT / "bin" / "python", "-c", WRITE, kind, json.dumps(values), checkpoint)
@@ -95,7 +97,7 @@ def compare(kind: str, values: Mapping[str, Any], folder: Path) -> dict[str, flo
 
 
 def plain_logits(graph: Path, texts: IntArray) -> FloatArray:
-    """Logits [B, T, V] of optimum's graph."""
+    """Return logits [B, T, V] of optimum's graph."""
     session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
     inputs = {
         "input_ids": texts,
@@ -108,13 +110,15 @@ def plain_logits(graph: Path, texts: IntArray) -> FloatArray:
 
 
 def bundle_logits(bundle: Path, texts: IntArray) -> FloatArray:
-    """Logits [B, T, V] of redraft's verifier, which reads a text in chunks and keeps keys and values in between."""
+    """Return logits [B, T, V] of redraft's verifier, which reads a text in chunks and keeps keys and values in
+    between.
+    """
     scorer = Scorer(open_bundle(bundle))
     return np.stack([np.concatenate([chunk.copy() for chunk in scorer.logits(text.tolist())]) for text in texts])
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of one word a token. A bundle needs one, and the comparison does not use it."""
+    """Write a tokenizer of one word a token. A bundle needs one, and the comparison does not use it."""
     vocabulary = {f"w{token}": token for token in range(VOCABULARY)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "w1", "eos_token": "w2"}
@@ -122,7 +126,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def run(*command: object) -> None:
-    """Run a command; print what it wrote and exit if it fails."""
+    """Run a command; print its output and exit if it fails."""
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(str(part) for part in command[:4])} failed:\n{result.stdout}{result.stderr}")

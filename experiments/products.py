@@ -1,4 +1,4 @@
-"""The floor under a verifier's time: the matrix products of its graph and nothing else, each over its own weights."""
+"""The floor under a verifier's time: only the matrix products of its graph, each over its own weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_products(graph: Path, out: Path) -> None:
 
 
 def _is_constant(value: ir.Value | None) -> bool:
-    """True if only initializers go into the value."""
+    """Return True if only initializers go into the value."""
     if value is None or value.is_initializer():
         return value is not None
     producer = value.producer()
@@ -54,7 +54,7 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 def _columns(value: ir.Value) -> int:
-    """The last dimension."""
+    """Return the last dimension."""
     assert value.shape is not None
     columns = value.shape[-1]
     assert isinstance(columns, int)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Shapes = Mapping[str, tuple[int, ...]]
 STD = 0.02
 _NUMBERS = (1 << 22) + 1
-"""Drawn once and written over and over; an odd number, so that the rows of a matrix differ."""
+"""Numbers drawn once and written repeatedly; an odd count, so that the rows of a matrix differ."""
 _TYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64}
 
 

@@ -1,4 +1,4 @@
-"""Opening a graph that is no bundle as an engine would be: same options, same pages, so that graphs compare."""
+"""Opening a graph without a bundle like an engine: same options, same pages, so that graphs compare."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def open_session(
 
 
 def zeros(*shape: int) -> NDArray[np.float32]:
-    """A float32 array of zeros."""
+    """Return a float32 array of zeros."""
     return np.zeros(shape, np.float32)

@@ -1,4 +1,4 @@
-"""Timing several things in one run, block by block in turn, so that a slow minute of the machine hits all alike."""
+"""Timing several things in one run, block by block in turn, so that a slow minute of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP_RUNS = 4
 
 
 def interleaved(calls: Mapping[str, Callable[[], None]], blocks: int = 8, runs: int = 12) -> dict[str, list[float]]:
-    """Milliseconds of every run by name. A block warms up one call, times it `runs` times, and the next follows."""
+    """Return milliseconds of every run by name. A block warms up one call, then times it `runs` times."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(blocks):
         for name, call in calls.items():
@@ -28,5 +28,5 @@ def interleaved(calls: Mapping[str, Callable[[], None]], blocks: int = 8, runs: 
 
 
 def medians(calls: Mapping[str, Callable[[], None]], blocks: int = 8, runs: int = 12) -> dict[str, float]:
-    """Median milliseconds by name; see `interleaved`."""
+    """Return median milliseconds by name; see `interleaved`."""
     return {name: float(np.median(values)) for name, values in interleaved(calls, blocks, runs).items()}

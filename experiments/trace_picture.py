@@ -2,8 +2,8 @@
 
     python -m experiments.trace_picture TRACE -o PNG [--first 20] [--steps 4]
 
-Above, the ranges of these steps, one inside of the other from top to bottom; below, what every step of the run verified
-and what it accepted.
+Above are the ranges of these steps, nested from top to bottom. Below are the verified and the accepted tokens of every
+step of the run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COLOURS = {
 }  # fmt: skip
 ENGINE_COLOUR = "#636363"
 _LABELLED = 0.035
-"""Share of the width from which on a range bears its name."""
+"""Share of the width from which on a range shows its name."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A range: its name, milliseconds, and how many ranges lie around it."""
+    """A range: its name, milliseconds, and the number of ranges around it."""
 
     name: str
     start_ms: float
@@ -39,7 +39,7 @@ class Bar:
 
 
 def main() -> dict[str, Any]:
-    """Draw what the options ask for."""
+    """Draw the picture that the options describe."""
     options = _arguments()
     trace = read(options.trace)
     bars = window(trace["traceEvents"], options.first, options.steps)
@@ -48,7 +48,7 @@ def main() -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A trace. Raises DataError for a file that is none."""
+    """Return a trace. Raises DataError for a file without one."""
     try:
         trace: dict[str, Any] = json.loads(path.read_bytes())
         trace["traceEvents"][0]["ph"]
@@ -58,9 +58,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def window(events: Sequence[dict[str, Any]], first: int, steps: int) -> list[Bar]:
-    """The ranges of `steps` steps from number `first` on (the first is 0), time beginning with them.
+    """Return the ranges of `steps` steps from number `first` on (the first is 0), time beginning with them.
 
-    Raises DataError where the trace has not that many.
+    Raises DataError if the trace has fewer.
     """
     found = sorted((event for event in events if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"]))
     taken = [event for event in found if event["name"] == STEP][first : first + steps]
@@ -80,7 +80,7 @@ def window(events: Sequence[dict[str, Any]], first: int, steps: int) -> list[Bar
 
 
 def counters(events: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Values by name, in order."""
+    """Return values by name, in order."""
     values: dict[str, list[float]] = {}
     for event in events:
         if event["ph"] == "C":
@@ -89,7 +89,7 @@ def counters(events: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def describe(trace: dict[str, Any], first: int, steps: int) -> str:
-    """What the picture shows, as one line."""
+    """Describe the picture in one line."""
     about = trace.get("otherData", {})
     machine = about.get("environment", {})
     where = f"{machine.get('cpu', '')}, {machine.get('threads', '?')} threads"
@@ -129,7 +129,7 @@ def draw(bars: Sequence[Bar], counted: dict[str, list[float]], title: str, out: 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="what `redraft profile --out` wrote")
+    parser.add_argument("trace", type=Path, help="trace of `redraft profile --out`")
     parser.add_argument("-o", dest="out", type=Path, required=True, help="the picture, PNG")
     parser.add_argument("--first", type=int, default=20, help="first step shown")
     parser.add_argument("--steps", type=int, default=4, help="steps shown")

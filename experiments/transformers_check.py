@@ -1,10 +1,10 @@
-"""Whether greedy decoding writes what transformers' own `generate` writes, token by token.
+"""Compares greedy decoding with transformers' own `generate`, token by token.
 
     python -m experiments.transformers_check --engines build/engines/tiny --checkpoint assets/tiny \\
         --prompts assets/tiny/prompts/*.jsonl
 
-Both methods are held to it. Where tokens part, the lead of the token that redraft chose over the runner-up is given: a
-lead under 1e-4 is a near-tie, which two kernels of one product may decide differently.
+Checks both methods. If tokens differ, it gives the logit margin of redraft's token over the runner-up. A margin under
+1e-4 is a near-tie, which two kernels of one product may decide differently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHODS = ("none", "ngram")
 
 
 def main() -> dict[str, Any]:
-    """Compare on what the options name."""
+    """Compare with the options' engines, checkpoint and prompts."""
     options = _arguments()
     quiet_export()
     prompts = load_prompts(options.prompts, options.limit)
@@ -44,7 +44,7 @@ def main() -> dict[str, Any]:
 
 
 def reference(checkpoint: Path, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[list[int]]:
-    """New tokens of transformers' greedy search in fp32, end-of-sequence token included."""
+    """Return new tokens of transformers' greedy search in fp32, end-of-sequence token included."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +64,7 @@ def reference(checkpoint: Path, prompts: Sequence[list[int]], options: argparse.
 def differences(
     runtime: Runtime, prompts: Sequence[Prompt], expected: Sequence[list[int]], method: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The first token at which each prompt's output leaves the expected one, and how near a tie it was."""
+    """Return the first token at which each prompt's output differs from the expected one, and its logit margin."""
     params = SamplingParams(max_tokens=options.max_new_tokens)
     rows = []
     for prompt, wanted in zip(prompts, expected, strict=True):

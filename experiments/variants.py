@@ -1,4 +1,4 @@
-"""Options of architectures that change what is computed, as overrides of their small configurations."""
+"""Options of architectures that change the computation, as overrides of their small configurations."""
 
 from __future__ import annotations
 

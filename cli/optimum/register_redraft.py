@@ -13,14 +13,14 @@ from optimum.commands.export.base import ExportCommand
 
 
 class RedraftExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum has no types
-    """Hands all arguments to `redraft build`."""
+    """Passes all arguments to `redraft build`."""
 
     COMMAND = CommandInfo(name="redraft", help="Export a decoder to a redraft bundle for speculative decoding.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        """Take every argument as it is: `redraft build` defines the options, `--help` too."""
-        parser.prefix_chars = ""  # without it argparse refuses options that it does not know
+        """Take every argument unchanged: `redraft build` defines the options, also `--help`."""
+        parser.prefix_chars = ""  # without it argparse refuses unknown options
         parser.add_argument("arguments", nargs=REMAINDER)
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
 """Polygraphy's loaders over TensorRT's builder: a prepared graph to the bytes of an engine.
 
-Names used here are in the Python bindings of 10.9 and of 11.x alike. Networks are strongly typed: types are the
-graph's, so there are no precision flags, which 11 does not have.
+Names used here are in the Python bindings of 10.9 and of 11.x alike. Networks are strongly typed: the graph sets the
+types. Precision flags are not needed, and 11 has none.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _log_by_python() -> None:
 
 
 def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
-    """Gives the build up at the next step once an interrupt came. What Python raises in a callback, TensorRT drops."""
+    """Stops the build at the next step after an interrupt. TensorRT drops exceptions of Python callbacks."""
 
     def begin(monitor: object) -> None:
         tensorrt.IProgressMonitor.__init__(monitor)
@@ -131,9 +131,9 @@ def _monitor(tensorrt: Any, came: Sequence[int]) -> Any:
 
 
 def _heard(tensorrt: Any) -> list[str]:
-    """The errors that TensorRT logs from now on. Polygraphy logs them too, but raises a sentence of its own.
+    """Collects the errors that TensorRT logs from now on. Polygraphy logs them too, but raises its own sentence.
 
-    TensorRT keeps the first logger of a process for all that come later, so that there is one.
+    One logger serves the process, since TensorRT keeps the first one for all later builds.
     """
     from polygraphy.backend.trt import util
 
@@ -154,14 +154,14 @@ def _heard(tensorrt: Any) -> list[str]:
 
 
 def _complete(config: Any, build: EngineBuild, monitor: Any) -> None:
-    """Set what Polygraphy does not: the monitor that may cancel, and the plugin's library as part of the engine."""
+    """Set the parts that Polygraphy leaves out: the monitor that may cancel, and the plugin's library in the engine."""
     config.progress_monitor = monitor
     if build.embed_plugin and build.plugin is not None:
         config.plugins_to_serialize = [str(build.plugin)]
 
 
 def polygraphy_profiles(profiles: Sequence[Profile]) -> list[Any]:
-    """The profiles as Polygraphy's."""
+    """Return the profiles as Polygraphy's."""
     from polygraphy.backend.trt import Profile as PolygraphyProfile
 
     made = []

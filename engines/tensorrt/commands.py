@@ -1,8 +1,8 @@
 """Commands of `trtexec` and `polygraphy run` that build, time and compare a bundle's graphs: all sizes are filled in.
 
-Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins` has called; --staticPlugins and the
---plugins of Polygraphy only load a library, so that the parser does not find the plugin. Where it is part of the
-engine, the parser needs it all the same: --setPluginsToSerialize puts it there and does not register it. Such an engine
+Our plugin registers by its entry `getCreators`, which `trtexec --dynamicPlugins` calls. --staticPlugins and
+Polygraphy's --plugins only load a library, so the parser does not find the plugin. If the engine contains the plugin,
+the parser still needs it: --setPluginsToSerialize puts it into the engine and does not register it. Such an engine
 brings code of its own, which --versionCompatible allows. Syntax: trtexec 10.9 to 11.1, Polygraphy 0.53.
 """
 
@@ -25,14 +25,14 @@ from redraft.engines.tensorrt.records import Profile, TensorRtRecord
 from redraft.engines.tensorrt.target import parse_version
 
 _PAST, _ROWS, _CAPACITY = 4, 8, 64
-"""Committed rows, new ones, and rows of the buffers in the calls that are compared."""
+"""Committed rows, new rows, and rows of the buffers in the calls that are compared."""
 _DRAFTED = names.DRAFT_WIDTHS[0]
 """New rows of a drafter's call."""
 _INPUTS = "redraft-inputs"
-"""Folder of the inputs that are timed with."""
+"""Folder of the inputs of timed calls."""
 _COPIES = (
-    "times of trtexec include copies of whole KV caches: it binds past and present at different addresses, and the "
-    "plugin then copies each cache in every call; redraft binds them at one address"
+    "times of trtexec include copies of whole KV caches: it binds past and present at different addresses, so the "
+    "plugin copies each cache in every call. redraft binds them at one address"
 )
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 
@@ -49,11 +49,11 @@ class Command:
 
 
 def commands(folder: Path, manifest: Manifest) -> Iterator[Command]:
-    """Return commands for the bundle at `folder`: ONNX Runtime's always, TensorRT's if it has engines."""
+    """Yield commands for the bundle at `folder`: always for ONNX Runtime, for TensorRT if it has engines."""
     built = manifest.tensorrt
     if built:
         words = ("redraft", "inspect", str(folder), "--write-inputs", _INPUTS)
-        yield Command("integers of the timed calls, which trtexec would make up", words)
+        yield Command("integers of the timed calls, which trtexec would invent", words)
         if built.plugin:
             yield Command(_COPIES, ())
     measured = measured_graphs(manifest)
@@ -76,7 +76,7 @@ def _reference(folder: Path, graph: str, record: GraphRecord, manifest: Manifest
     shapes = {
         spec.name: [dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape]
         for spec in record.inputs
-        if any(isinstance(dim, str) for dim in spec.shape)  # the sizes of a fixed one would be taken for its values
+        if any(isinstance(dim, str) for dim in spec.shape)  # a fixed input's sizes would be read as its values
     }
     ranges = [f"{name}:[{low},{high}]" for name, (low, high) in _values(graph, record, manifest).items()]
     return Command(

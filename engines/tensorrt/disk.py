@@ -1,4 +1,4 @@
-"""Refuse a build whose engines do not fit on the disk. Each has its own copy of the weights, also of linked ones."""
+"""Refuse a build if its engines do not fit on the disk. Each has its own copy of the weights, also of linked ones."""
 
 from __future__ import annotations
 

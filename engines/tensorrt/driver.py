@@ -29,7 +29,7 @@ class Gpu:
 
 
 def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
-    """Ask the driver. Raises BackendError if there is none, it does not start, or it sees no GPU."""
+    """Return the GPU that the driver reports. Raises BackendError without a driver or GPU, or if it does not start."""
     try:
         library = load(LIBRARY)
     except OSError:
@@ -50,7 +50,7 @@ def find_gpu(load: Loader = ctypes.CDLL) -> Gpu:
 
 
 def cuda_version(load: Loader = ctypes.CDLL) -> tuple[int, int]:
-    """The newest CUDA that the driver runs, like (12, 4). Raises BackendError if there is none."""
+    """Return the newest CUDA that the driver runs, like (12, 4). Raises BackendError without a driver."""
     try:
         driver = _Driver(load(LIBRARY))
     except OSError:
@@ -67,7 +67,7 @@ def _attribute(driver: _Driver, device: ctypes.c_int, number: int) -> int:
 
 
 def _memory(driver: _Driver, device: ctypes.c_int) -> tuple[int, int]:
-    """Free and total bytes; the device's context is held only as long as it takes to ask."""
+    """Return free and total bytes. The device's context is held only during the query."""
     context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     try:
@@ -88,7 +88,7 @@ class _Driver:
         self._library = library
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Raises BackendError naming the function and the error."""
+        """Raise BackendError naming the function and the error."""
         status = getattr(self._library, function)(*arguments)
         if status:
             raise BackendError(f"the CUDA driver does not work: {function} failed with {self._name(status)}", _INSTALL)

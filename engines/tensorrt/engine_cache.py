@@ -1,6 +1,6 @@
-"""Built engines by content: graph, weights, GPU, versions, plugin and settings. An engine is built once a machine.
+"""Built engines by content: graph, weights, GPU, versions, plugin and settings. A machine builds an engine once.
 
-The cache is bounded: engines that no bundle has any more are evicted, those that were not used for longest first.
+The cache is bounded: it evicts engines that no bundle has any more, the least recently used first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from redraft.user_cache import user_cache
 
 MOST_BYTES = 64 << 30
 DISK_SHARE = 4
-"""The cache takes one such part of its disk at most."""
+"""The cache takes at most one such part of its disk."""
 _LOG = logging.getLogger("redraft.tensorrt")
 
 
@@ -32,26 +32,26 @@ def cache_folder() -> Path:
 
 
 def timing_cache(target: Target, folder: Path | None = None) -> Path:
-    """The file of measured kernel times of this TensorRT and GPU."""
+    """Return the file of measured kernel times of this TensorRT and GPU."""
     gpu = "".join(letter if letter.isalnum() else "-" for letter in target.gpu.name)
     return (folder or cache_folder()) / f"timing-{target.version}-{gpu}-{target.compute_capability}.cache"
 
 
 def engine_key(graph: bytes, weights: Iterable[str], target: Target, plugin: str, build: EngineBuild) -> str:
-    """Digest of all that an engine depends on.
+    """Return the digest of all that an engine depends on.
 
     graph:    the prepared graph without its weights.     weights: digests of the files that it names.
     plugin:   digest of the plugin's library, empty for none.
     """
-    told = repr((build.profiles, build.settings))
+    settings = repr((build.profiles, build.settings))
     return text_digest(
-        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, told,
+        graph.hex(), *sorted(weights), target.version, target.gpu.name, target.compute_capability, plugin, settings,
         _polygraphy(),
     )  # fmt: skip
 
 
 def _polygraphy() -> str:
-    """Polygraphy's version, since its defaults change engines. Without Polygraphy nothing is built."""
+    """Return Polygraphy's version, since its defaults change engines. Without Polygraphy nothing is built."""
     try:
         return metadata.version("polygraphy")
     except metadata.PackageNotFoundError:
@@ -64,18 +64,18 @@ def has(key: str, folder: Path | None = None) -> bool:
 
 
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
-    """Put the cached engine of this key at `out`. False if there is none."""
+    """Put the cached engine of this key at `out`. Returns False if the cache has none."""
     cached = _path(key, folder)
     if not cached.is_file():
         return False
     link_or_copy(cached, out)
-    with contextlib.suppress(OSError):  # last used now; the time of writing belongs to the bundles' digests
+    with contextlib.suppress(OSError):  # marks the last use; digests need the old modification time
         os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))
     return True
 
 
 def keep(key: str, engine: Path, folder: Path | None = None) -> None:
-    """Remember a built engine, and evict others. If the cache cannot take it, the next build takes longer."""
+    """Add a built engine, and evict others. If the cache cannot take it, the next build takes longer."""
     cached = _path(key, folder)
     temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
     added = 0 if same_disk(engine.parent, cached.parent) else engine.stat().st_size
@@ -91,7 +91,7 @@ def keep(key: str, engine: Path, folder: Path | None = None) -> None:
 
 
 def evict(folder: Path, added: int = 0) -> None:
-    """Delete the engines that were not used for longest, until the others and `added` bytes are within the limit."""
+    """Delete the least recently used engines until the others and `added` bytes are within the limit."""
     for path in sorted(_own(folder), key=lambda path: path.stat().st_atime_ns):
         if own_bytes(folder) + added <= limit_bytes(folder):
             return
@@ -104,7 +104,7 @@ def engine_count(folder: Path) -> int:
 
 
 def own_bytes(folder: Path) -> int:
-    """Bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space of their own."""
+    """Return bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space."""
     return sum(path.stat().st_size for path in _own(folder))
 
 

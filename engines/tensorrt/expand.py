@@ -1,8 +1,8 @@
 """RMS normalization and rotary embedding spelled out, for parsers that do not know them as operators.
 
 RMSNormalization (opset 23): y = x / sqrt(mean(x²) + epsilon) * gain, the mean over the last axis and in float32.
-RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin), whatever follows is kept.
-Other forms than the exporter's stay unchanged; the check of operators names them.
+RotaryEmbedding (opset 23), halves not interleaved: (a, b) -> (a cos - b sin, b cos + a sin); later entries are kept.
+Forms that the exporter does not write stay unchanged; the check of operators names them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _rotate(to: Rewriter, node: ir.Node) -> None:
 
 
 def _at(to: Rewriter, table: ir.Value | None, positions: ir.Value) -> Any:
-    """Rows of a table [P, R / 2] at positions [B, T], for every head: [B, T, 1, R / 2]."""
+    """Return rows of a table [P, R / 2] at positions [B, T], for every head: [B, T, 1, R / 2]."""
     return to.node("Unsqueeze", [to.node("Gather", [table, positions]), to.constant([2])])
 
 

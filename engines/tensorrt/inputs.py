@@ -1,7 +1,7 @@
 """Valid integer inputs for tools that would invent them: tokens of the vocabulary, rows that exist.
 
-trtexec fills integers with numbers from -128 on. With them a graph reads outside of its buffers, or the timed call is
-one that never happens. Other inputs may have any values.
+trtexec fills integers with numbers from -128 on. With them a graph reads outside of its buffers, or a call is timed
+that never happens. Other inputs may have any values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def input_file(graph: str, profile: str, name: str) -> str:
 
 
 def made_inputs(record: GraphRecord) -> tuple[TensorSpec, ...]:
-    """The inputs of a graph that are written: those that are no floats."""
+    """Return the inputs of a graph that are written: those that are not floats."""
     return tuple(spec for spec in record.inputs if spec.dtype in _WHOLE)
 
 
@@ -54,7 +54,7 @@ def own_integers(graph: str, manifest: Manifest) -> Mapping[str, tuple[int, int]
 
 
 def sound_inputs(graph: str, manifest: Manifest, profile: Profile) -> dict[str, Integers]:
-    """Return the integers of the call that a profile is tuned for: a chain behind as many rows as fit before it."""
+    """Return the integers of the call that a profile is tuned for: a chain after as many rows as fit before it."""
     record, own = manifest.all_graphs[graph], own_integers(graph, manifest)
     sizes = _sizes(record, profile)
     rows = sizes.get("T", sizes.get("M", 1))

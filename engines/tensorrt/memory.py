@@ -50,7 +50,7 @@ def needs_of(
     owner: str, model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
     profiles: Sequence[Profile],
 ) -> Needs:  # fmt: skip
-    """Return the memory of an engine of this prepared graph with these profiles. owner: of the buffers it reads."""
+    """Return memory of an engine of this prepared graph with these profiles. owner: that of the buffers it reads."""
     weights = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     own = [spec for spec in (*inputs, *outputs) if spec.in_place_of is None]
     sizes = [_sizes(inputs, profile) for profile in profiles]
@@ -101,26 +101,26 @@ def check_memory(needs: Mapping[str, Needs], free_bytes: int, gpu: str) -> None:
     )
     raise BackendError(
         f"{_gib(building)} GiB of GPU memory needed for building and {_gib(running)} for running, {_gib(free_bytes)} "
-        f"free on {gpu} (GiB: {parts}; CUDA {_gib(CONTEXT_BYTES)}; shared buffers are there once, and the workspace "
-        "only while building)",
-        "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory",
+        f"free on {gpu} (GiB: {parts}; CUDA {_gib(CONTEXT_BYTES)}; shared buffers count once, and the workspace only "
+        "while building)",
+        "lower --max-model-len, --batch or --precision, free memory, or try anyway with --ignore-memory",
     )
 
 
 def check_host(needs: Mapping[str, Needs], available_bytes: int | None) -> None:
-    """Raise BackendError if the host has too little memory to build one of the engines. None: it is not known."""
+    """Raise BackendError if the host has too little memory to build one of the engines. None: unknown."""
     for graph, need in needs.items():
         needed = PARSED_COPIES * need.weights
         if available_bytes is not None and needed > available_bytes:
             raise BackendError(
                 f"building {graph} takes at least {_gib(needed)} GiB of the host's memory (the parser's weights and "
                 f"the engine, {_gib(need.weights)} each), {_gib(available_bytes)} are free",
-                "free memory, build with --precision int8, or try all the same with --ignore-memory",
+                "free memory, build with --precision int8, or try anyway with --ignore-memory",
             )
 
 
 def _sizes(inputs: Sequence[TensorSpec], profile: Profile) -> dict[str, int]:
-    """The largest value of every symbol."""
+    """Return the largest value of every symbol."""
     known = {spec.name: spec for spec in inputs}
     return {
         dim: size

@@ -3,9 +3,9 @@
 The operator's own body puts the tree into the mask by TensorScatter, which TensorRT knows for KV buffers only. Here row
 r of the mask is looked up: before `cache_len` it is committed, from there on it is node r - cache_len.
 
-TensorScatter becomes TensorRT's KV update, which writes to the memory of an input: one a buffer. A drafter's chain
-adds single rows, each of which attends to those before it. These rows are not written to the buffer, but joined to it:
-rows of the buffer count up to the place of the second node's rows. From there on the buffer is unchanged, so a later
+TensorScatter becomes TensorRT's KV update, which writes to the memory of an input, once for each buffer. A drafter's
+chain adds single rows, each with attention to those before it. These rows are joined to the buffer, not written to it.
+Rows of the buffer count up to the place of the second node's rows. From there on the buffer is unchanged, so a later
 call must begin there or earlier.
 """
 
@@ -71,7 +71,7 @@ class _Chain:
 
 def _check(graph: str, node: ir.Node) -> None:
     if node.attributes["softcap"].as_float() > 0:
-        raise BackendError(f"{_called(graph, node)} with a softcap, which TensorRT's own attention has not", _PLUGIN)
+        raise BackendError(f"{_called(graph, node)} with a softcap, which TensorRT's own attention lacks", _PLUGIN)
 
 
 def _called(graph: str, node: ir.Node) -> str:
@@ -95,13 +95,13 @@ def _lower(to: Rewriter, node: ir.Node, visible: dict[int, ir.Value]) -> _Chain:
 
 
 def _follow(graph: str, to: Rewriter, node: ir.Node, chain: _Chain | None) -> None:
-    """One more row of a chain: it sees the committed rows of the buffer, those that followed, and itself."""
+    """Add one more row of a chain: it sees the committed rows of the buffer, the rows after them, and itself."""
     q, k, v, key_cache, value_cache, tree_mask, _, cache_len, _ = node.inputs
     caches = [id(cache) for cache in (key_cache, value_cache)]
     if chain is None or caches != [id(present) for present in chain.presents] or not _continues(node, chain):
         raise BackendError(
-            f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; "
-            "TensorRT itself updates those of inputs only",
+            f"{_called(graph, node)} over a KV buffer that another node wrote, and not its next row; TensorRT itself "
+            "updates only those of inputs",
             f"{_PLUGIN}, or without the drafter (--drafter none)",
         )
     kv_heads = node.attributes["kv_heads"].as_int()
@@ -132,26 +132,26 @@ def _continues(node: ir.Node, chain: _Chain) -> bool:
 
 
 def _attend(to: Rewriter, node: ir.Node, q: ir.Value | None, rows: list[ir.Value], visible: ir.Value) -> Any:
-    """[B, T, Hq * D] over keys and values [B, H_kv, S, D] under the mask [B, 1, T, S]."""
+    """Return [B, T, Hq * D] from keys and values [B, H_kv, S, D] under the mask [B, 1, T, S]."""
     heads, scale = node.attributes["q_heads"].as_int(), node.attributes["scale"].as_float()
     attended = to.node("Attention", [_heads(to, q, heads), *rows, visible], scale=scale)
     return to.node("Reshape", [to.node("Transpose", [attended], perm=[0, 2, 1, 3]), to.constant([0, 0, -1])])
 
 
 def _committed(to: Rewriter, kv_len: ir.Value, cache_len: ir.Value | None) -> Any:
-    """Rows of the buffer before `cache_len`, bool [B, 1, 1, live]."""
+    """Return rows of the buffer before `cache_len`, bool [B, 1, 1, live]."""
     rows = to.node("Unsqueeze", [_rows(to, kv_len), to.constant([0])])
     before = to.node("Less", [rows, to.node("Unsqueeze", [cache_len, to.constant([1])])])
     return to.node("Unsqueeze", [before, to.constant([1, 2])])
 
 
 def _rows(to: Rewriter, kv_len: ir.Value | None) -> Any:
-    """0 … live - 1."""
+    """Return 0 … live - 1."""
     return to.node("Range", [to.constant(0), to.node("Squeeze", [kv_len, to.constant([0])]), to.constant(1)])
 
 
 def _heads(to: Rewriter, rows: ir.Value | None, heads: int) -> Any:
-    """[B, T, H * D] as [B, H, T, D]."""
+    """Return [B, T, H * D] as [B, H, T, D]."""
     return to.node("Transpose", [to.node("Reshape", [rows, to.constant([0, 0, heads, -1])])], perm=[0, 2, 1, 3])
 
 
@@ -159,7 +159,7 @@ def _visible(
     to: Rewriter, tree_mask: ir.Value | None, positions: ir.Value | None, cache_len: ir.Value | None,
     kv_len: ir.Value | None, window: int,
 ) -> Any:  # fmt: skip
-    """Rows that each node sees, bool [B, 1, T, live]."""
+    """Return rows that each node sees, bool [B, 1, T, live]."""
     zero, one = to.constant(0), to.constant(1)
     rows = _rows(to, kv_len)
     past = to.node("Unsqueeze", [cache_len, to.constant([1])])  # [B, 1]
@@ -182,5 +182,5 @@ def _visible(
 
 
 def _over(to: Rewriter, rows: ir.Value) -> Any:
-    """[B, live] for all nodes: [B, 1, live]."""
+    """Return [B, live] for all nodes: [B, 1, live]."""
     return to.node("Unsqueeze", [rows, to.constant([1])])

@@ -54,7 +54,7 @@ _TYPES: Mapping[frozenset[int], str] = {
 SUPPORTED: Mapping[str, frozenset[int]] = {
     operator: types for types, listed in _TYPES.items() for operator in listed.split()
 } | {"Constant": frozenset(), "ConstantOfShape": frozenset()}
-"""Element types of the data input by operator; empty if any will do."""
+"""Element types of the data input by operator; empty for any type."""
 
 SINCE: Mapping[str, Release] = {
     "Attention": (10, 14), "RMSNormalization": (10, 15), "RotaryEmbedding": (10, 15), "TensorScatter": NATIVE_FROM,
@@ -75,7 +75,7 @@ def check(graph: str, model: onnx.ModelProto, release: Release) -> None:
 
 
 def problems(model: onnx.ModelProto, release: Release) -> Iterator[str]:
-    """One line for every node that the parser does not take: its name, its operator, and the problem."""
+    """Yield one line for every node that the parser does not take: its name, its operator, and the problem."""
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if not OPSETS[0] <= opset <= OPSETS[1]:
         yield f"opset {opset}, expected {OPSETS[0]} to {OPSETS[1]}"

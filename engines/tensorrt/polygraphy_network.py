@@ -1,5 +1,7 @@
-"""A prepared graph as a network for `polygraphy run THIS_FILE --trt`, whose own --plugins loads a library but has not
-its creators registered. REDRAFT_GRAPH names the graph, REDRAFT_TENSORRT_PLUGIN the plugin's library.
+"""A prepared graph as a network for `polygraphy run THIS_FILE --trt`.
+
+Polygraphy's own --plugins loads a library but does not register its creators. REDRAFT_GRAPH names the graph,
+REDRAFT_TENSORRT_PLUGIN the plugin's library.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ GRAPH_VARIABLE = "REDRAFT_GRAPH"
 
 
 def load_network() -> Any:
-    """Builder, network and parser, as Polygraphy asks for by this name."""
+    """Return builder, network and parser; Polygraphy calls this name."""
     from polygraphy.backend.trt import network_from_onnx_path
 
     load_plugin(Path(os.environ[VARIABLE]))

@@ -1,8 +1,8 @@
-"""Rewrite a bundle's portable graph for TensorRT's ONNX parser. Weights stay in their files, but for merged ones.
+"""Rewrite a bundle's portable graph for TensorRT's ONNX parser. Weights stay in their files, except merged ones.
 
-With the plugin: function bodies go, since a node that has one may be expanded, and `TreeAttention` nodes name the
-plugin's creator as all versions of the parser look it up: by operator, `plugin_version` and `plugin_namespace`, and
-from 10.10 on by the node's domain. Without the plugin: the operator in TensorRT's own (`native`).
+With the plugin, function bodies go, since TensorRT may expand a node that has one. `TreeAttention` nodes name the
+plugin's creator for all versions of the parser. They look it up by operator, `plugin_version` and `plugin_namespace`,
+and from 10.10 on by the node's domain. Without the plugin: the operator in TensorRT's own (`native`).
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
 
 
 def _check_attention(graph: str, model: ir.Model) -> None:
-    """Raise BackendError for attention with chunks or sinks, which neither the plugin nor TensorRT's own layers have.
+    """Raise BackendError for attention with chunks or sinks: the plugin and TensorRT's own layers have neither.
 
-    `chunk` goes: the plugin's creator does not know it.
+    Removes `chunk`, which the plugin's creator does not know.
     """
     for node in _attention(model):
         chunk = node.attributes.pop("chunk", None)
@@ -78,7 +78,7 @@ def _name_plugin(model: ir.Model) -> None:
 def _give_out_links(model: ir.Model) -> None:
     """Make the KV buffers between a chain's nodes outputs (`names.link`), to be bound to the buffer's own memory.
 
-    Memory of TensorRT's own would be another place, and each node would first copy the whole buffer there.
+    TensorRT's own memory would be another place, and each node would first copy the whole buffer to it.
     """
     origins = {id(value): value for value in model.graph.inputs}
     links = 0

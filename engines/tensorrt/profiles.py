@@ -1,7 +1,7 @@
 """Optimization profiles of every graph: prefill chunks, one token, trees. TensorRT tunes an engine for each of them.
 
-With two profiles, as is the custom, decoding without speculation would run kernels tuned for trees. A profile is tuned
-for the usual width and takes the largest; a graph has those whose calls happen.
+With the customary two profiles, decoding without speculation would run kernels tuned for trees. A profile is tuned for
+the usual width and takes the largest. A graph has the profiles of calls that happen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CallLimits:
 
     batch:     B, sequences.   tree: T, nodes of a tree, root included.   prefill: T, prompt tokens of a chunk.
     capacity:  C, rows of a sequence's KV buffer.
-    usual:     T of most trees, which is tuned for.
+    usual:     T of most trees, the size that engines are tuned for.
     """
 
     batch: int
@@ -36,17 +36,17 @@ class CallLimits:
 
     @property
     def widest(self) -> int:
-        """Nodes that the largest tree is padded to, at most the rows of the KV buffers."""
+        """Return the nodes that the largest tree is padded to, at most the rows of the KV buffers."""
         return min(names.padded_width(self.tree), self.max_model_len)
 
     @property
     def tuned(self) -> int:
-        """Nodes that the usual tree is padded to."""
+        """Return the nodes that the usual tree is padded to."""
         return min(names.padded_width(self.usual), self.widest)
 
     @property
     def chunk(self) -> int:
-        """Tokens of the largest chunk of a prompt, at most the context."""
+        """Return the tokens of the largest chunk of a prompt, at most `max_model_len`."""
         return min(self.prefill, self.max_model_len)
 
     def __post_init__(self) -> None:
@@ -62,11 +62,10 @@ class CallLimits:
 def profiles_of(
     symbols: Mapping[str, Mapping[str, Sizes]], inputs: Sequence[TensorSpec], limits: CallLimits, kv_len_is_shape: bool
 ) -> tuple[Profile, ...]:
-    """Return the profiles of a graph of a bundle, in the engine's order; those that would be the same are one.
+    """Return the profiles of a graph of a bundle, in the engine's order, without duplicates.
 
     symbols:         sizes by profile, as `verifier_symbols` and `drafter_symbols` return them.
-    kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get ranges of their
-                     own.
+    kv_len_is_shape: the values of `kv_len` are sizes inside the graph, as without the plugin, and get their own ranges.
     """
     found: list[Profile] = []
     for name, sizes in symbols.items():
@@ -80,7 +79,7 @@ def profiles_of(
 
 
 def largest_call(profiles: Sequence[Profile]) -> tuple[int, int]:
-    """Sequences, and nodes of a tree with its root, that the verifier's engine takes at most."""
+    """Return the most sequences, and the most nodes of a tree with its root, that the verifier's engine takes."""
     batch, tree = next(profile.inputs[names.TOKEN_IDS].max for profile in profiles if profile.name == TREE)
     return batch, tree
 
@@ -109,7 +108,7 @@ def verifier_symbols(graph: str, limits: CallLimits) -> Mapping[str, Mapping[str
 
 
 def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Return sizes of the symbols by profile for a drafter's graph. spare_rows: of its KV, beyond the context.
+    """Return sizes of the symbols by profile for a drafter's graph. spare_rows: rows of its KV after `max_model_len`.
 
     KV buffers hold the rows of a call, also at the smallest and at the tuned size: TensorRT checks both.
     """
@@ -138,19 +137,19 @@ def _around_verification(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]
 
 
 def _compaction(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Compaction runs for trees only: a root alone is in its place."""
+    """Compaction runs for trees only: a single root is already in its place."""
     return {TREE: {**_buffers(limits), **_trees(limits)}}
 
 
 def _gathering(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """Rows come from trees and prompts, and pending rows are collected for a draft: few calls share sizes."""
+    """Rows come from trees and prompts, and wait as pending features for a draft: few calls share sizes."""
     most = names.MAX_PENDING_FEATURES
     rows = (1, limits.tuned, most)
     return {TREE: {**_batch(limits), "F": rows, "T": rows, "W": (1, most, most)}}
 
 
 def _storing(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
-    """After every draft for several sequences."""
+    """Trees are stored after every draft for several sequences."""
     return {TREE: _trees(limits)}
 
 

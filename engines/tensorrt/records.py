@@ -17,9 +17,9 @@ def weights_file(graph: str) -> str:
 
 @dataclass(frozen=True)
 class Range:
-    """Sizes of one input in a profile: smallest, the one that is tuned for, largest.
+    """Sizes of one input in a profile: smallest, tuned for, largest.
 
-    An input whose values are sizes (`kv_len` without the plugin) has a range of values.
+    An input with sizes as values (`kv_len` without the plugin) has a range of values.
     """
 
     min: tuple[int, ...]

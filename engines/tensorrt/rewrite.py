@@ -28,7 +28,7 @@ class Rewriter:
         return made.outputs[0] if outputs == 1 else tuple(made.outputs)
 
     def constant(self, values: object, dtype: type[np.generic] = np.int64) -> ir.Value:
-        """An initializer; equal ones are one."""
+        """Return an initializer; equal ones are one."""
         array = np.asarray(values, dtype)
         name = f"tensorrt.{array.dtype}.{'x'.join(map(str, array.shape))}.{'_'.join(map(str, array.ravel().tolist()))}"
         if name not in self._graph.initializers:

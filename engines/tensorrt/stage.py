@@ -34,17 +34,17 @@ GRAPHS = (
     names.STEP_GATHER_FEATURES,
     names.STEP_STORE_TREES,
 )
-"""Graphs of the verifier and of a step that engines are built of, whoever computes attention.
+"""Graphs of the verifier and of a step that become engines with either attention.
 
-TensorRT lets outputs share an input's memory for KV updates and plugins only. The outputs of the gathering and of the
-storing engine are copied to their places for this reason, and slots are copied without an engine.
+TensorRT lets outputs share an input's memory for KV updates and plugins only. Outputs of the gathering and storing
+engines are therefore copied to their places, and slots are copied without an engine.
 """
 Report = Callable[[str], None]
 Build = Callable[[EngineBuild], bytes | memoryview]
 
 
 def graphs_of(attention: Attention) -> tuple[str, ...]:
-    """Return the graphs of the verifier and of a step that engines are built of.
+    """Return the graphs of the verifier and of a step that become engines.
 
     Without the plugin, an engine also compacts accepted rows, by TensorRT's KV update. With the plugin our kernel does
     it, which is built with the plugin and needs no newer TensorRT.
@@ -151,6 +151,6 @@ def _write(out: Path, one: EngineBuild, key: str, build: Build) -> None:
 
 
 def _copy_plugin(folder: Path, plugin: Plugin) -> str:
-    """Copy the library into the bundle: an engine needs the very one it was built with. Return its name."""
+    """Copy the library into the bundle and return its name: an engine needs the same library that it was built with."""
     shutil.copyfile(plugin.path, folder / plugin.path.name)
     return plugin.path.name

@@ -18,7 +18,7 @@ OLDEST, NEWEST_MAJOR = (10, 9), 11
 FP8_CAPABILITY = (8, 9)
 NATIVE_FROM = (10, 15)
 STALE_RELEASES = ((11, 1), (11, 2))
-"""Releases whose own attention was seen to read rows of a KV buffer that are not live."""
+"""Releases with attention layers that were seen to read rows of a KV buffer past `kv_len`."""
 PACKAGE = f"tensorrt>={OLDEST[0]}.{OLDEST[1]},<{NEWEST_MAJOR + 1}"
 """The package to install by pip."""
 INSTALL = f"run `pip install '{PACKAGE}'`, or use NVIDIA's container"
@@ -43,7 +43,7 @@ class Target:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(10, 13) of 10.13.3.9. Raises BackendError for a text that does not begin like a version."""
+    """Return (10, 13) of 10.13.3.9. Raises BackendError for a text that does not begin like a version."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if not match:
         raise BackendError(f"TensorRT has the unknown version {text!r}", INSTALL)
@@ -53,7 +53,7 @@ def parse_version(text: str) -> tuple[int, int]:
 def find_target(
     gpu: Callable[[], Gpu] = find_gpu, load: Callable[[str], ModuleType] = importlib.import_module
 ) -> Target:
-    """The GPU first, then TensorRT. Raises BackendError if one is missing or the version is not supported."""
+    """Return the GPU and TensorRT. Raises BackendError if one is missing or the version is not supported."""
     found = gpu()
     version = str(import_tensorrt(load).__version__)
     release = parse_version(version)
@@ -73,7 +73,7 @@ def check_precision(precision: Precision, gpu: Gpu) -> None:
 
 
 def check_native(release: tuple[int, int]) -> None:
-    """Raise BackendError if the own layers of this TensorRT do not compute tree attention (NATIVE_RELEASES)."""
+    """Raise BackendError if this TensorRT's own layers do not compute tree attention (NATIVE_RELEASES)."""
     version = ".".join(map(str, release))
     hint = f"build with --attention plugin, or use {NATIVE_RELEASES}"
     if release < NATIVE_FROM:
@@ -83,7 +83,7 @@ def check_native(release: tuple[int, int]) -> None:
 
 
 def import_tensorrt(load: Callable[[str], ModuleType] = importlib.import_module) -> Any:
-    """TensorRT's Python package. Raises BackendError if it or a library of it is missing."""
+    """Return TensorRT's Python package. Raises BackendError if it or a library of it is missing."""
     try:
         return load("tensorrt")
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from redraft.engines.tensorrt.target import Target, check_native, check_precisio
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a build: together with the graphs they decide its result."""
+    """The tools of a build: with the graphs, they decide its result."""
 
     target: Target
     plugin: Plugin | None
@@ -23,7 +23,7 @@ class Tools:
 
 
 def find_tools(config: BuildConfig) -> Tools:
-    """GPU, TensorRT and plugin. Raises BackendError for the first that is missing or does not support the build."""
+    """Return GPU, TensorRT and plugin. Raises BackendError if one is missing or does not support the build."""
     target = find_target()
     check_precision(config.precision, target.gpu)
     if config.tensorrt.attention == "plugin":

@@ -1,9 +1,9 @@
-"""Small calls that together run every kernel there is, held against float32: what compute-sanitizer is pointed at.
+"""Small calls that together run every kernel, compared with float32: the program for compute-sanitizer.
 
     python -m experiments.kernels.speed --check
 
-Every type and head size with each number of query rows a tile may have, every feature of a call in each type, and
-compaction. References are computed on the host, so that on the device nothing runs but the kernels and copies.
+They cover every type and head size with each number of query rows a tile may have, every feature of a call in each
+type, and compaction. The host computes references, so the device runs only the kernels and copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from redraft.plugins.traffic import AttentionSizes
 LARGEST_ERROR = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-5}
 BATCH = 3
 TREES = ((1, (2, 2)), (20, (2, 2)), (13, (8, 2)), (64, (2, 2)))
-"""Nodes and heads: 1, 20, 52 and 64 query rows a key head, which want tiles of 16, 32 and 64 rows."""
+"""Nodes and heads: 1, 20, 52 and 64 query rows a key head, which need tiles of 16, 32 and 64 rows."""
 FEATURES = {
     "causal": Features(causal=True),
     "window": Features(window=70),
@@ -33,7 +33,7 @@ FEATURES = {
 
 
 def checks(kernels: Kernels, device: str = "cuda", kv_len: int = 517) -> Iterator[dict[str, Any]]:
-    """One entry for each call as it is found right. Raises KernelError at the first that is wrong."""
+    """Yield one entry for each correct call. Raises KernelError at the first wrong one."""
     for dtype, (name, features) in product(DTYPES, FEATURES.items()):
         sizes = AttentionSizes(dtype, BATCH, kv_len, 20, 4, 2, 64)
         yield _checked(kernels, sizes, device, name, features)

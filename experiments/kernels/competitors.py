@@ -1,7 +1,7 @@
-"""Other libraries' attention over the problems that the kernels are timed on, each in the form that suits it best.
+"""Other libraries' attention over the timed problems of the kernels, each in its fastest form.
 
 None writes the new rows: they are in the cache already. Masks, biases and folded queries are made once, outside the
-calls. Every call returns its answer in its own layout, with how to bring that to [B, T, Hq, D].
+calls. Every call returns its answer in its own layout, with a function that brings it to [B, T, Hq, D].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLASHINFER_WORKSPACE = 128 << 20
 
 @dataclass(frozen=True)
 class Way:
-    """One way to solve a problem: `call`, and `answer` of what it returned as [B, T, Hq, D]."""
+    """One way to solve a problem: `call`, and `answer`, which turns its result into [B, T, Hq, D]."""
 
     call: Call
     answer: Callable[[Any], Any]
@@ -32,7 +32,7 @@ Build = Callable[[DeviceProblem], Way]
 
 
 def competitors(batch: int, nodes: int, grouped: bool) -> Mapping[str, Build]:
-    """The ways that fit a problem, by name. Building one raises whatever its library raises, ImportError included."""
+    """Return the ways that fit a problem, by name. Building one may raise its library's errors or ImportError."""
     sdpa: dict[str, Build] = {"sdpa_bool": sdpa_bool, "sdpa_bias": sdpa_bias}
     if grouped:
         sdpa["sdpa_folded"] = sdpa_folded
@@ -46,23 +46,23 @@ def competitors(batch: int, nodes: int, grouped: bool) -> Mapping[str, Build]:
 
 
 def sdpa_bool(problem: DeviceProblem) -> Way:
-    """PyTorch's attention with a mask of bools."""
+    """Return PyTorch's attention with a mask of bools."""
     seen = problem.torch.from_numpy(problem.visible()).to(problem.device)[:, None]
     return _sdpa(problem, problem.q.transpose(1, 2), seen)
 
 
 def sdpa_bias(problem: DeviceProblem) -> Way:
-    """The same with a bias in the queries' type, rows aligned."""
+    """Return the same with a bias in the queries' type, rows aligned."""
     return _sdpa(problem, problem.q.transpose(1, 2), _bias(problem, 1))
 
 
 def sdpa_unmasked(problem: DeviceProblem) -> Way:
-    """The same without a mask, for a node that sees every row."""
+    """Return the same without a mask, for a node that sees every row."""
     return _sdpa(problem, problem.q.transpose(1, 2), None)
 
 
 def sdpa_folded(problem: DeviceProblem) -> Way:
-    """Queries of heads that share a key head one below the other, so that each key is read once for all of them."""
+    """Join queries of heads that share a key head into one, so that each key is read once for all of them."""
     s = problem.sizes
     group = s.q_heads // s.kv_heads
     split = problem.q.view(s.batch, s.nodes, s.kv_heads, group, s.head_dim).permute(0, 2, 3, 1, 4)
@@ -77,7 +77,7 @@ def sdpa_folded(problem: DeviceProblem) -> Way:
 
 
 def flashinfer_decode(problem: DeviceProblem, tensor_cores: bool = False) -> Way:
-    """FlashInfer's attention of one node of one sequence."""
+    """Return FlashInfer's attention of one node of one sequence."""
     module = importlib.import_module("flashinfer")
     keys, values = (rows[0] for rows in _kv_len(problem))  # [Hkv, S, D]
     return Way(
@@ -89,12 +89,12 @@ def flashinfer_decode(problem: DeviceProblem, tensor_cores: bool = False) -> Way
 
 
 def flashinfer_decode_mma(problem: DeviceProblem) -> Way:
-    """The same on tensor cores."""
+    """Return the same on tensor cores."""
     return flashinfer_decode(problem, tensor_cores=True)
 
 
 def flashinfer_prefill(problem: DeviceProblem) -> Way:
-    """FlashInfer's attention of one sequence under a packed mask."""
+    """Return FlashInfer's attention of one sequence under a packed mask."""
     module = importlib.import_module("flashinfer")
     keys, values = (rows[0] for rows in _kv_len(problem))
     mask = packed_mask(problem)
@@ -107,7 +107,7 @@ def flashinfer_prefill(problem: DeviceProblem) -> Way:
 
 
 def flashinfer_paged(problem: DeviceProblem) -> Way:
-    """FlashInfer's attention of a batch: our caches as they are, a page for each sequence. One node has no mask."""
+    """Return FlashInfer's attention of a batch: our caches, a page for each sequence. One node has no mask."""
     module = importlib.import_module("flashinfer")
     torch, s = problem.torch, problem.sizes
     workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=problem.device)
@@ -123,13 +123,13 @@ def flashinfer_paged(problem: DeviceProblem) -> Way:
         **({} if s.nodes == 1 else {"custom_mask": torch.from_numpy(problem.visible().reshape(-1)).to(problem.device)}),
     )  # fmt: skip
     queries, caches = problem.q.flatten(0, 1), (problem.keys, problem.values)
-    for cache in caches:  # the page's unused end, of which only our kernels promise that NaN does no harm
+    for cache in caches:  # only our kernels promise that NaN in the unused end of a page does no harm
         cache[:, :, s.kv_len + s.nodes :] = 0
     return Way(lambda: wrapper.run(queries, caches), lambda out: out.view(problem.q.shape))
 
 
 def packed_mask(problem: DeviceProblem) -> Any:
-    """The visible rows of one sequence as FlashInfer packs them: all rows on end, eight to a byte, lowest first."""
+    """Pack the visible rows of one sequence for FlashInfer: all rows in sequence, eight to a byte, lowest first."""
     return problem.torch.from_numpy(np.packbits(problem.visible().reshape(-1), bitorder="little")).to(problem.device)
 
 
@@ -146,7 +146,7 @@ def _sdpa(problem: DeviceProblem, queries: Any, mask: Any) -> Way:
 
 
 def _bias(problem: DeviceProblem, group: int) -> Any:
-    """0 for what is seen and minus infinity, [B, 1, group T, live + T], in memory whose rows are aligned."""
+    """Return 0 for visible rows and minus infinity for others, [B, 1, group T, live + T], with aligned rows."""
     s, torch = problem.sizes, problem.torch
     end = s.kv_len + s.nodes
     columns = -(-end // BIAS_COLUMNS) * BIAS_COLUMNS

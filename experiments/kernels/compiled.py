@@ -1,10 +1,10 @@
-"""What the compiler says of each attention kernel, where no GPU is at hand to time it.
+"""The compiler's figures of each attention kernel, for machines without a GPU to time it.
 
     make plugins && python -m experiments.kernels.compiled
 
-Registers and spills are those that ptxas reported when the library was built (build/plugins/ptxas). From them and the
-shared memory of a block follow the blocks that a processor holds at once and the bytes of K and V that they have under
-way: what hides the memory's latency. One JSON object.
+Registers and spills are those that ptxas reported when the library was built (build/plugins/ptxas). They and the shared
+memory of a block give the blocks that a processor holds at once, and the bytes of K and V that these load at a time.
+Those loads hide the memory's latency. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from redraft.plugins.traffic import ELEMENT_BYTES
 
 REPORTS = BUILD / "ptxas"
 REGISTERS = 65536
-"""Of a processor, on every architecture that the kernels are built for."""
+"""Limits of a processor, on every architecture that the kernels are built for."""
 SHARED_BYTES = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
 """KiB of shared memory of a processor (CUDA C++ programming guide, compute capabilities)."""
 RESERVED_BYTES = 1024
@@ -37,9 +37,9 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 def main() -> dict[str, Any]:
-    """One entry a kernel and architecture. Raises UsageError where nothing was built."""
+    """Return one entry for each kernel and architecture. Raises UsageError if nothing was built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reports", type=Path, default=REPORTS, help="folder that `make plugins` left")
+    parser.add_argument("--reports", type=Path, default=REPORTS, help="folder that `make plugins` wrote")
     options = parser.parse_args()
     paths = sorted(options.reports.glob("attend_*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if not paths:
@@ -49,14 +49,14 @@ def main() -> dict[str, Any]:
 
 
 def newest(reports: Iterable[str]) -> list[dict[str, Any]]:
-    """Each kernel and architecture once, as the last of `reports` has it: an earlier build may have left files."""
+    """Return each kernel and architecture once, from the last of `reports`: an earlier build may have left files."""
     keys = ("dtype", "head_dim", "rows", "architecture")
     entries = {tuple(found[key] for key in keys): found for report in reports for found in parse(report)}
     return [entries[key] for key in sorted(entries)]
 
 
 def parse(report: str) -> Iterator[dict[str, Any]]:
-    """Type, head size, query rows, architecture, registers and spilled bytes of each attention kernel, in order."""
+    """Yield type, head size, query rows, architecture, registers and spilled bytes of each attention kernel."""
     lines = iter(report.splitlines())
     for line in lines:
         if entry := _ENTRY.search(line):
@@ -74,7 +74,7 @@ def parse(report: str) -> Iterator[dict[str, Any]]:
 
 
 def described(kernels: Kernels, found: dict[str, Any]) -> dict[str, Any]:
-    """A parsed entry with the tile's sizes and what a processor holds at once."""
+    """Return a parsed entry with the tile's sizes and the blocks that a processor holds at once."""
     args = AttentionArgs(
         dtype=DTYPES[found["dtype"]], batch=1, nodes=found["rows"], q_heads=1, kv_heads=1, head_dim=found["head_dim"],
         capacity=4096, scale=1.0,
@@ -87,7 +87,7 @@ def described(kernels: Kernels, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_blocks(registers: int, shared_bytes: int, architecture: str) -> int:
-    """Blocks that a processor holds at once: registers come in units of 256 a warp, shared memory as it is."""
+    """Return the blocks that a processor holds at once. Registers are allocated in units of 256 a warp."""
     by_registers = REGISTERS // (WARPS * -(-registers * 32 // 256) * 256)
     by_memory = SHARED_BYTES[architecture] * 1024 // (shared_bytes + RESERVED_BYTES)
     return min(by_registers, by_memory)

@@ -1,4 +1,4 @@
-"""A CUDA device by PyTorch: what it is, how fast it copies, and times of captured calls."""
+"""A CUDA device by PyTorch: its description, its copy speed, and times of captured calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ COPY_BYTES = 2 << 30
 REPLAYS = 30
 WARM_UPS = 3
 SLEEP_CYCLES = 2_000_000
-"""About a millisecond on the device, in which the host hands it the events and the graph: a launch is not timed."""
+"""About a millisecond of the device, in which the host sends it the events and the graph: a launch is not timed."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph of `calls` calls, each over memory of its own, so that none finds its data in the cache."""
+    """A CUDA graph of `calls` calls, each over its own memory, so that none finds its data in the cache."""
 
     replay: Callable[[], None]
     calls: int
 
 
 def missing_device() -> str | None:
-    """Why no kernel can run here, or None."""
+    """Return the reason why no kernel can run here, or None."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -41,14 +41,14 @@ def missing_device() -> str | None:
 
 
 def require_device() -> Any:
-    """The torch module, with a CUDA device. Raises UsageError."""
+    """Return the torch module, with a CUDA device. Raises UsageError."""
     if reason := missing_device():
         raise UsageError(reason)
     return importlib.import_module("torch")
 
 
 def device_environment() -> dict[str, Any]:
-    """The machine, and the device with its driver, clocks, memory and caches: a JSON object."""
+    """Return the machine, and the device with its driver, clocks, memory and caches: a JSON object."""
     torch = require_device()
     device = torch.cuda.get_device_properties(0)
     return {
@@ -64,7 +64,7 @@ def device_environment() -> dict[str, Any]:
 
 
 def capture(calls: Sequence[Callable[[], object]]) -> Captured:
-    """One CUDA graph of all `calls`, in order, after one run of each beside the current stream's work."""
+    """Capture one CUDA graph of all `calls`, in order, after one run of each outside the current stream."""
     torch = require_device()
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
@@ -81,7 +81,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> Captured:
 
 
 def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[str, list[float]]:
-    """Microseconds of one call by name, of every replay. Names take turns, so that pairs share the device's state."""
+    """Return microseconds of one call by name, of every replay. Names take turns: pairs share the device's state."""
     torch = require_device()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(WARM_UPS + replays):
@@ -98,7 +98,7 @@ def paired_us(graphs: Mapping[str, Captured], replays: int = REPLAYS) -> dict[st
 
 
 def copy_bytes_per_second() -> float:
-    """Bytes read and written a second by the device's own copy, median."""
+    """Return bytes read and written a second by the device's own copy, median."""
     torch = require_device()
     size = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))

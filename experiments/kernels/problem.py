@@ -1,7 +1,7 @@
-"""Problems of tree attention and of compaction in device memory, and what they must come to.
+"""Problems of tree attention and of compaction in device memory, and their correct results.
 
-What the kernels read is made on the host and copied, so that compute-sanitizer knows it for initialized. With the CPU
-build of the kernels and `device="cpu"` all works on host memory, which tests use.
+The host makes the kernels' inputs and copies them, so that compute-sanitizer knows that they are initialized. With the
+CPU build of the kernels and `device="cpu"` all works on host memory, which tests use.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from redraft.plugins.traffic import AttentionSizes
 from redraft.runtime.tree import ancestor_mask
 
 SPARE_ROWS = 64
-"""Rows past the live end, filled with NaN."""
+"""Rows past `kv_len`, filled with NaN."""
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a call has beyond a tree given as bytes, all of it seen and written."""
+    """Options of a call; the default is a tree with a mask in bytes, with all rows visible and written."""
 
     causal: bool = False
     window: int = 0
@@ -39,13 +39,13 @@ PLAIN = Features()
 
 
 class DeviceProblem:
-    """Random q, k, v, caches and trees on the device; the same sizes for every sequence of the batch."""
+    """Return random q, k, v, caches and trees on the device; the same sizes for every sequence of the batch."""
 
     def __init__(self, sizes: AttentionSizes, seed: int = 0, device: str = "cuda", features: Features = PLAIN) -> None:
         torch = self.torch = importlib.import_module("torch")
         self.sizes = s = sizes
         self.device, self.features = device, features
-        # Large caches are made where they stay: the host would take minutes.
+        # Large caches are made on the device: the host would take minutes.
         maker = device if s.batch * s.kv_heads * s.kv_len * s.head_dim > 1 << 22 else "cpu"
         generator = torch.Generator(maker).manual_seed(seed)
 
@@ -74,7 +74,7 @@ class DeviceProblem:
         self.scale = s.head_dim**-0.5
 
     def args(self, ctas: int = 0) -> AttentionArgs:
-        """The call, as the C entry takes it."""
+        """Return the call, as the C entry takes it."""
         s, features = self.sizes, self.features
         args = AttentionArgs(
             dtype=DTYPES[s.dtype], batch=s.batch, nodes=s.nodes, q_heads=s.q_heads, kv_heads=s.kv_heads,
@@ -93,11 +93,11 @@ class DeviceProblem:
         return args
 
     def plan(self, kernels: Kernels, ctas: int = 0) -> AttentionPlan:
-        """How the kernels will run this."""
+        """Return the kernels' launch plan for this problem."""
         return kernels.plan(self.args(ctas))
 
     def ours(self, kernels: Kernels, ctas: int = 0) -> Call:
-        """The kernels, new rows written into the cache and the mask packed in the same call, as in an engine."""
+        """Return a call of the kernels. It also writes new rows into the cache and packs the mask, as in an engine."""
         args = self.args(ctas)
         scratch = self.torch.empty(kernels.workspace_bytes(args), dtype=self.torch.uint8, device=self.device)
 
@@ -108,7 +108,7 @@ class DeviceProblem:
         return call
 
     def reference(self, device: str | None = None) -> Any:
-        """out [B, T, Hq, D] in float32 from float32 products, a head at a time, on this problem's device by default."""
+        """Return out [B, T, Hq, D] in float32 from float32 products, by head, by default on the problem's device."""
         s, device = self.sizes, device or self.device
         group = s.q_heads // s.kv_heads
         q, k, v = (each.to(device) for each in (self.q, self.k, self.v))
@@ -130,12 +130,12 @@ class DeviceProblem:
         return out
 
     def error(self, out: Any, device: str | None = None) -> float:
-        """Largest difference from the reference over its largest value."""
+        """Return the largest difference from the reference over its largest value."""
         expected = self.reference(device)
         return float((out.to(expected.device).float() - expected).abs().max() / expected.abs().max())
 
     def rows_written(self) -> bool:
-        """Whether the caches hold the new rows of each tree, to the bit, and NaN still behind them."""
+        """Return True if the caches hold the new rows of each tree, to the bit, and still NaN after them."""
         kv_len = self.sizes.kv_len
         for cache, rows in ((self.keys.cpu(), self.k.cpu()), (self.values.cpu(), self.v.cpu())):
             for sequence in range(self.sizes.batch):
@@ -149,7 +149,7 @@ class DeviceProblem:
         return True
 
     def visible(self) -> Any:
-        """Rows that each node sees, bool [B, T, live + T]."""
+        """Return rows that each node sees, bool [B, T, live + T]."""
         s = self.sizes
         seen = np.concatenate([np.ones((s.batch, s.nodes, s.kv_len), dtype=np.bool_), self.mask], axis=2)
         if self.features.window:
@@ -162,7 +162,7 @@ class DeviceProblem:
 
 
 class CompactionProblem:
-    """Caches [B, Hkv, C, D] of which every second row behind the root was accepted."""
+    """Caches [B, Hkv, C, D] in which every second row after the root was accepted."""
 
     def __init__(
         self, cache_count: int, batch: int, kv_heads: int, path: int, dtype: str = "float16", head_dim: int = 128,
@@ -188,11 +188,11 @@ class CompactionProblem:
         )  # fmt: skip
 
     def ours(self, kernels: Kernels) -> Call:
-        """One launch over all caches."""
+        """Return a call that launches once over all caches."""
         return lambda: kernels.compact(self.args, current_stream(self.device))
 
     def right(self) -> bool:
-        """Whether one call has put the accepted rows behind the root, and changed no other."""
+        """Return True if one call has put the accepted rows after the root, and changed no other."""
         torch = self.torch
         rows = torch.arange(self.caches[0].shape[2])
         rows[self.kv_len + 1 : self.kv_len + 1 + self.path] = self.kv_len + 2 * torch.arange(1, self.path + 1)
@@ -201,12 +201,12 @@ class CompactionProblem:
 
 
 def current_stream(device: str) -> int:
-    """The address of PyTorch's stream; the CPU build has none."""
+    """Return the address of PyTorch's stream; the CPU build has none."""
     return int(importlib.import_module("torch").cuda.current_stream().cuda_stream) if device == "cuda" else 0
 
 
 def _packed(mask: Any) -> Any:
-    """A mask's rows as words of 32 bits, lowest first."""
+    """Return a mask's rows as words of 32 bits, lowest first."""
     bits = np.zeros((*mask.shape[:-1], -(-mask.shape[-1] // 32) * 32), dtype=np.uint8)
     bits[..., : mask.shape[-1]] = mask
     return np.packbits(bits, axis=-1, bitorder="little").view(np.int32)

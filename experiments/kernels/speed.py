@@ -2,11 +2,11 @@
 
     python -m experiments.kernels.speed [--quick | --check] [--out build/gpu/attention.json]
 
-Every time is of a call inside a CUDA graph over caches that are not in the device's L2, in turns with what it is
-compared with. `share_of_copy` is the least bytes of the call a second (redraft.plugins.traffic) over what the
-device's copy moves. The others' rows are in their cache already; ours are written in the same call. Answers are held
-against float32 before they are timed. One JSON object, written to --out after every size; where there is no device or
-no library it says so, and a wrong answer or a failed launch ends with an error after what was found before it.
+Every time is of a call inside a CUDA graph over caches outside the device's L2, in turns with its competitors.
+`share_of_copy` is the least bytes of the call a second (redraft.plugins.traffic) over the speed of the device's copy.
+The others' rows are in their cache already; our call writes ours. Answers are compared with float32 before they are
+timed. Writes one JSON object to --out after every size. Without a device or a library it gives the reason. A wrong
+answer or a failed launch ends with an error after the earlier results.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ NODES = (1, 16, 64)
 QUICK = ((1, 4), (1024, 16384), (1, 64))
 LAYERS = 32
 COMPACTIONS = ((32, 4), (32, 8), (8, 4))
-"""Key heads and length of the path. One sequence is the case that matters: under 10 µs is wanted."""
+"""Key heads and length of the path. One sequence is the important case: its target is under 10 µs."""
 MOST_PROBLEMS = 64
 MEMORY_SHARE = 0.4
-"""Of the device's free memory, for problems of one size."""
+"""Share of the device's free memory for problems of one size."""
 
 
 def main() -> dict[str, Any]:
-    """Measure and return everything; without a device or a library say why and measure nothing."""
+    """Measure and return everything; without a device or a library return the reason and measure nothing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the corners of the grid only")
     parser.add_argument("--check", action="store_true", help="small calls against the reference, nothing timed")
@@ -64,7 +64,7 @@ def main() -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
-    """All sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
+    """Measure all sections of the report. Raises KernelError for a library that fails or gives a wrong answer."""
     if reason := missing_device() or missing_kernels():
         report.put("skipped", reason)
         return
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
 
 
 def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """`sizes` with what was measured of them, or with why the device's memory did not do."""
+    """Return `sizes` with its measurements, or the reason if the device's memory is too small."""
     torch = require_device()
     try:
         return {**sizes, **measured()}
@@ -100,7 +100,7 @@ def unless_out_of_memory(sizes: dict[str, Any], measured: Callable[[], dict[str,
 
 
 def timed(kernels: Kernels, sizes: AttentionSizes, copy: float, ctas: int) -> dict[str, Any]:
-    """Times of one problem by every way to solve it."""
+    """Return times of one problem by every way to solve it."""
     least = attention_bytes(sizes)
     problems = [DeviceProblem(sizes, seed) for seed in range(problems_for(least))]
     graphs = {"ours": capture([problem.ours(kernels, ctas) for problem in problems])}
@@ -127,13 +127,13 @@ def timed(kernels: Kernels, sizes: AttentionSizes, copy: float, ctas: int) -> di
 def captured_others(
     problems: list[DeviceProblem], captured: Callable[[list[Callable[[], Any]]], Captured]
 ) -> tuple[dict[str, Captured], dict[str, str]]:
-    """Graphs of the other libraries' ways, and why the rest have none: what they raised, or that they are wrong."""
+    """Return graphs of the other libraries' ways, and for each missing one its error or that it is wrong."""
     sizes = problems[0].sizes
     graphs, skipped = {}, {}
     for name, build in competitors(sizes.batch, sizes.nodes, sizes.q_heads != sizes.kv_heads).items():
         try:
             graphs[name] = captured(_right_calls(problems, build))
-        except Exception as error:  # noqa: BLE001 whatever another library raises
+        except Exception as error:  # noqa: BLE001 any error of another library
             skipped[name] = reason_of(error)
     return graphs, skipped
 
@@ -148,20 +148,20 @@ def _right_calls(problems: list[DeviceProblem], build: Build) -> list[Callable[[
 
 
 def best(us: dict[str, float], library: str) -> str | None:
-    """The fastest of a library's ways, None where none was timed."""
+    """Return the fastest of a library's ways, None if none was timed."""
     ways = [name for name in us if name.startswith(f"{library}_")]
     return min(ways, key=lambda name: us[name], default=None)
 
 
 def problems_for(least: int) -> int:
-    """Problems of `least` bytes that do not fit the L2 four times over, nor fill the device's memory."""
+    """Return the number of problems of `least` bytes that exceed the L2 four times but not the device's memory."""
     torch = require_device()
     wanted = -(-4 * int(torch.cuda.get_device_properties(0).L2_cache_size) // least)
     return max(1, min(wanted, MOST_PROBLEMS, int(MEMORY_SHARE * int(torch.cuda.mem_get_info()[0])) // least))
 
 
 def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str, Any]:
-    """Compaction of all layers in one launch, over caches that are not in the L2 and over one set that is."""
+    """Time compaction of all layers in one launch, over caches outside the L2 and over one set inside it."""
     torch = require_device()
     caches = 2 * sizes["layers"]
     least = compaction_bytes(caches, sizes["batch"], sizes["kv_heads"], 256, sizes["path"])

@@ -6,9 +6,9 @@
     python -m experiments.lyanna latency    --engines build/engines/tiny                                 Figure 13
     python -m experiments.lyanna table      --verifier assets/tiny --drafter DIR --prompts …
 
-Tables are printed for reading, or one JSON object with --json. The first two parts train: given the same --out and
-options they share the written text and the full drafter, and what is trained already is only read. Resampling is
-Figure 12; `table` is about the forms that token information is stored in (§5.1, §6.1).
+Prints tables, or one JSON object with --json. The first two parts train. With the same --out and options they share the
+written text and the full drafter, and only read earlier runs. Resampling is Figure 12; `table` compares the stored
+forms of token information (§5.1, §6.1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("acceptance", "hot", "resampling", "latency", "table")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure one part and print it; on an error print one line and leave with its status."""
+    """Measure one part and print it; on an error print one line and exit with its status."""
     options = parser().parse_args(arguments)
     quiet_export()
     part = import_module(f"experiments.lyanna.{options.part}")
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of all parts."""
+    """Return the parser with the options of all parts."""
     found = argparse.ArgumentParser(
         prog="python -m experiments.lyanna", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,20 +63,22 @@ def _acceptance(part: argparse.ArgumentParser) -> None:
     """Acceptance by step with and without token information and first token."""
     part.add_argument("--verifier", type=Path, required=True, help="folder of the verifier's checkpoint")
     part.add_argument("--data", action="append", required=True, help="KIND=SOURCE, as in `redraft train lyanna`")
-    part.add_argument("--out", type=Path, required=True, help="folder of texts and runs; what is there is used again")
-    part.add_argument("--config", default="lyanna-tiny", help="a recipe that ships, or a .toml file")
-    part.add_argument("--steps", type=int, default=80, help="of training, for every variant")
+    part.add_argument("--out", type=Path, required=True, help="folder of texts and runs; earlier ones are used again")
+    part.add_argument("--config", default="lyanna-tiny", help="a recipe of redraft, or a .toml file")
+    part.add_argument("--steps", type=int, default=80, help="training steps of every variant")
     part.add_argument("--batch-tokens", type=int, default=2048)
-    part.add_argument("--rows", type=int, default=192, help="texts that the verifier writes, a kind and temperature")
-    part.add_argument("--held-out-rows", type=int, default=32, help="texts to measure on, a kind")
+    part.add_argument(
+        "--rows", type=int, default=192, help="texts that the verifier writes, for each kind and temperature"
+    )
+    part.add_argument("--held-out-rows", type=int, default=32, help="texts to measure on, for each kind")
     part.add_argument("--init", choices=INITS, help="instead of the recipe's; a start at random favours no variant")
     part.add_argument("--seed", type=int, help="instead of the recipe's")
 
 
 def _hot(part: argparse.ArgumentParser) -> None:
-    """Token information of hot tokens against that of all, in training and pruned after it."""
+    """Token information of hot tokens against that of all tokens, in training and pruned after it."""
     _acceptance(part)
-    part.add_argument("--share", type=float, default=0.25, help="of the vocabulary that is hot")
+    part.add_argument("--share", type=float, default=0.25, help="share of the vocabulary that is hot")
     part.add_argument("--drafter", type=Path, help="a published drafter to prune as well")
 
 
@@ -85,7 +87,9 @@ def _resampling(part: argparse.ArgumentParser) -> None:
     part.add_argument("--engines", type=Path, required=True, help="an engine bundle with a Lyanna drafter")
     part.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     part.add_argument("--limit", type=int, help="prompts a kind")
-    part.add_argument("--budget", type=budget, default=Budget(nodes=8, depth=4, width=4), help="of the fixed trees")
+    part.add_argument(
+        "--budget", type=budget, default=Budget(nodes=8, depth=4, width=4), help="nodes of the fixed trees"
+    )
     part.add_argument("--thresholds", type=_thresholds, default=(0, 1, 2), help="values of r, such as 0,1,2")
     part.add_argument("--max-new-tokens", type=int, default=128)
 
@@ -93,11 +97,11 @@ def _resampling(part: argparse.ArgumentParser) -> None:
 def _latency(part: argparse.ArgumentParser) -> None:
     """Logits in one pass against one by one, and the parts of a draft."""
     part.add_argument("--engines", type=Path, required=True, help="an engine bundle with a Lyanna drafter")
-    part.add_argument("--turns", type=int, default=100, help="drafts that are timed")
+    part.add_argument("--turns", type=int, default=100, help="number of timed drafts")
 
 
 def _table(part: argparse.ArgumentParser) -> None:
-    """Forms of the token information: bytes, time, and what is lost."""
+    """Forms of the token information: bytes, time, and loss."""
     part.add_argument("--verifier", type=Path, required=True, help="folder of the verifier's checkpoint")
     part.add_argument("--drafter", type=Path, required=True, help="folder of its published drafter")
     part.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
@@ -106,7 +110,7 @@ def _table(part: argparse.ArgumentParser) -> None:
     part.add_argument("--hot", type=sizes, help="numbers of hot tokens; all and a quarter of the vocabulary by default")
     part.add_argument("--chain", type=int, default=3, help="steps of a draft")
     part.add_argument("--nodes", type=int, default=12, help="largest tree of a draft")
-    part.add_argument("--turns", type=int, default=100, help="drafts that are timed, a form")
+    part.add_argument("--turns", type=int, default=100, help="number of timed drafts, for each form")
     part.add_argument("--keep", type=Path, help="a folder that keeps the bundles for the next run")
 
 

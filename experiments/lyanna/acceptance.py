@@ -18,7 +18,7 @@ RULES = {"top": "likeliest token", "wide": f"among the {WIDTH} likeliest"}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train the variants equally; the acceptance of each by kind, and the mean of kinds."""
+    """Train the variants equally; return the acceptance of each by kind, and the mean of kinds."""
     texts = open_texts(options)
     variants = {}
     for name, changes in VARIANTS.items():
@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """A table a rule: rows by kind and variant, columns by step."""
+    """Return a table for each rule: rows by kind and variant, columns by step."""
     variants = result["variants"]
     depths = len(variants[FULL]["mean"]["top"])
     shown = {}

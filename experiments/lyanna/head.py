@@ -1,4 +1,4 @@
-"""The LM head, softmax and top-k as graphs of their own, of a draft graph's true sizes and kernel, for timing.
+"""The LM head, softmax and top-k as separate graphs, of a draft graph's true sizes and kernel, for timing.
 
 Weights are random: products take the same time with any.
 """
@@ -23,7 +23,7 @@ _INPUT, _LOGITS, _PROBS, _BEST, _CHOSEN = "in", "logits", "probabilities", "best
 
 
 def find_head(graph: onnx.GraphProto) -> onnx.NodeProto:
-    """The product whose outcome, perhaps scaled, are the chain's logits. Raises BundleError where there is none."""
+    """Return the product that gives the chain's logits, perhaps scaled. Raises BundleError if none does."""
     producers = {name: node for node in graph.node for name in node.output}
     wanted, initializers = names.CHAIN_LOGITS, {tensor.name for tensor in graph.initializer}
     while wanted in producers:
@@ -35,7 +35,7 @@ def find_head(graph: onnx.GraphProto) -> onnx.NodeProto:
 
 
 def needed(graph: onnx.GraphProto, tensors: Iterable[str]) -> set[str]:
-    """Names of the nodes that the tensors wait for."""
+    """Return names of the nodes that the tensors depend on."""
     producers = {name: node for node in graph.node for name in node.output}
     found: set[str] = set()
     waiting = list(tensors)
@@ -48,7 +48,7 @@ def needed(graph: onnx.GraphProto, tensors: Iterable[str]) -> set[str]:
 
 
 def write_stages(draft: Path, hidden: int, vocabulary: int, width: int, folder: Path) -> dict[str, Path]:
-    """A graph a stage, and one of all of them, of [1, M, n] or [1, M, V] each, into `folder`."""
+    """Write a graph for each stage, and one of all of them, of [1, M, n] or [1, M, V] each, into `folder`."""
     model = onnx.load(str(draft), load_external_data=False)
     head = find_head(model.graph)
     shapes = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -81,7 +81,7 @@ def write_stages(draft: Path, hidden: int, vocabulary: int, width: int, folder: 
 
 
 def outputs_of(stage: str, rows: int, vocabulary: int, width: int) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-    """Arrays for what a stage gives of `rows` rows."""
+    """Return arrays for the outputs of a stage for `rows` rows."""
     if stage in ("head", "softmax"):
         return {_LOGITS if stage == "head" else _PROBS: np.zeros((1, rows, vocabulary), np.float32)}
     return {_BEST: np.zeros((1, rows, width), np.float32), _CHOSEN: np.zeros((1, rows, width), np.int64)}
@@ -104,7 +104,7 @@ def _model(
 
 
 def _random(tensor: onnx.TensorProto, random: np.random.Generator) -> onnx.TensorProto:
-    """A tensor of the same name, shape and type."""
+    """Return a tensor of the same name, shape and type."""
     kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     shape = tuple(tensor.dims)
     if np.issubdtype(kind, np.floating):

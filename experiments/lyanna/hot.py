@@ -23,7 +23,7 @@ PRUNED_SHARES = (1.0, 0.5, 0.25, 0.12)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with all tokens and with the hot share alone, and prune the published drafter where one is given."""
+    """Train with all tokens and with the hot share alone, and prune the published drafter if one is given."""
     texts = open_texts(options)
     size = max(1, round(options.share * texts.verifier.vocab_size))
     hot = hot_tokens(torch.from_numpy(texts.counts), size)
@@ -42,14 +42,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def points(measured: Measured) -> dict[str, dict[str, float]]:
-    """Mean acceptance over kinds and the first steps, by the step of training."""
+    """Return mean acceptance over kinds and the first steps, by the step of training."""
     return {str(line["step"]): {rule: mean_of_depths(line["acceptance"], rule) for rule in RULES} for line in measured}
 
 
 def pruned(texts: Texts, folder: Path, shares: Sequence[float]) -> list[dict[str, Any]]:
-    """Acceptance of a published drafter whose token information is cut to the hottest shares of the vocabulary.
+    """Return acceptance of a published drafter with token information cut to the hottest shares of the vocabulary.
 
-    Raises CheckpointError where it is damaged or of another verifier.
+    Raises CheckpointError if it is damaged or of another verifier.
     """
     checkpoint, verifier = DrafterCheckpoint.open(folder), texts.verifier
     config = checkpoint.configure(LyannaConfig)
@@ -68,7 +68,7 @@ def pruned(texts: Texts, folder: Path, shares: Sequence[float]) -> list[dict[str
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """By the step of training, and by the share that a published drafter keeps."""
+    """Return tables by the step of training, and by the share that a published drafter keeps."""
     training = result["training"]
     name = f"hot ({result['hot_tokens']})"
     rows = [["steps", "rule", name, "all", "hot less all"]]

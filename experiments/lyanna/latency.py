@@ -1,4 +1,4 @@
-"""Figure 13 of Lyanna's paper: logits in one pass against one row after another, and what a draft's time goes into.
+"""Figure 13 of Lyanna's paper: logits in one pass against one row after another, and the time of a draft's parts.
 
 An EAGLE-like draft, which needs its head after every step, is not run but computed from the same measured parts.
 """
@@ -40,11 +40,11 @@ from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.verifier import Verifier
 
 STEPS = 6
-"""Largest N, where neither the drafter's steps nor its width are more."""
+"""Largest N, if the drafter's steps and width are not larger."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All of it. Raises BundleError where the bundle has no Lyanna drafter."""
+    """Measure everything. Raises BundleError if the bundle has no Lyanna drafter."""
     bundle = open_bundle(options.engines)
     built = bundle.manifest.drafters.get(METHOD.id)
     shape = METHOD.parse_shape(built.shape) if built else None
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, dict[str, dict[str, Times]]]:
-    """By number of steps N, `one_pass` (N rows at once) and `iterative` (a row, N times), then by stage."""
+    """Return times by number of steps N, `one_pass` (N rows) and `iterative` (N times a row), then by stage."""
     found: dict[str, dict[str, dict[str, Times]]] = {}
     draft = bundle.path / bundle.graph(draft_graph(bundle)).file
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, 
 
 
 def turns_with(verifier: Verifier, bundle: Bundle, turns: int) -> dict[str, Times]:
-    """A verification of one row, one of eight, a draft and a resampling, in turn, as in decoding."""
+    """Time a verification of one row, one of eight, a draft and a resampling, in turn, as in decoding."""
     drafter = LyannaDrafter.create(verifier, {}, bundle, METHOD.id)
     taken: dict[str, list[float]] = {name: [] for name in (*(f"t({n})" for n in VERIFIED), "draft", "resample")}
     for turn in range(WARM_UP + turns):
@@ -106,7 +106,7 @@ def turns_with(verifier: Verifier, bundle: Bundle, turns: int) -> dict[str, Time
 
 
 def cut_times(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: int, turns: int) -> dict[str, Times]:
-    """Time of a draft by part, and of the whole `draft`: differences of what the cut graphs take, in turn."""
+    """Return the time of a draft by part, and of the whole `draft`: differences of the cut graphs' times, in turn."""
     calls = cut_calls(bundle, shape, threads, verifier.max_model_len + shape.steps)
     taken: dict[str, list[float]] = {part: [] for part in calls}
     for turn in range(WARM_UP + turns):
@@ -120,7 +120,7 @@ def cut_times(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: i
 
 
 def differences(upto: Mapping[str, Times]) -> dict[str, Times]:
-    """Of times up to the end of every part, the part's own, and the whole as `draft`."""
+    """Return each part's own time from times up to its end, and the whole as `draft`."""
     nothing: Times = dict.fromkeys(upto[PARTS[0]], 0.0)
     before = [nothing, *(upto[part] for part in PARTS)]
     own = {
@@ -131,9 +131,9 @@ def differences(upto: Mapping[str, Times]) -> dict[str, Times]:
 
 
 def from_parts(layer_ms: float, logits: Mapping[str, Any], steps: int, width: int) -> dict[str, float]:
-    """Drafts computed from medians: the layer's part, and head, softmax and top-k once or after every step.
+    """Return drafts computed from medians: the layer's part, and head, softmax and top-k once or after every step.
 
-    An EAGLE-like tree has `width` rows from the second step on; its layer is taken to cost the same, which favours it.
+    An EAGLE-like tree has `width` rows from the second step on; its layer counts as equally slow, which favours it.
     """
 
     def whole(rows: int, way: str = "one_pass") -> float:
@@ -147,7 +147,7 @@ def from_parts(layer_ms: float, logits: Mapping[str, Any], steps: int, width: in
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Logits by N, calls against verification, a draft's parts, and drafts computed from parts."""
+    """Return tables: logits by N, calls against verification, a draft's parts, and drafts computed from parts."""
     logits = [["N", "way", *(f"{stage} ms" for stage in STAGES), "together ms", "least ms"]]
     for count, ways in result["logits_ms"].items():
         for way, stages in ways.items():

@@ -18,7 +18,7 @@ from redraft.train.objectives.lyanna import LyannaObjective
 class HotObjective(LyannaObjective):
     """Token information between hot tokens alone: the rows and the columns of cold ones are zero (Lyanna, §6.1).
 
-    A row's RMS is taken over the whole vocabulary, as where engines prune their tables.
+    A row's RMS is taken over the whole vocabulary, as in engines that prune their tables.
     """
 
     hot: torch.Tensor
@@ -35,7 +35,7 @@ class HotObjective(LyannaObjective):
         self.keep(hot)
 
     def keep(self, hot: NDArray[np.int64]) -> None:
-        """From now on these tokens are the hot ones."""
+        """Make these tokens the hot ones."""
         self.hot.zero_()
         self.hot[torch.from_numpy(hot)] = 1.0
 
@@ -48,7 +48,7 @@ class HotObjective(LyannaObjective):
 class TableObjective(LyannaObjective):
     """Token information read from tables as `methods.lyanna.token_info_tables` lists them. To measure, not to train.
 
-    Tables have the draft logit scale in them, which the logits here have not: it is taken out again.
+    Tables include the draft logit scale, the logits here do not: it is divided out again.
     """
 
     def __init__(self, verifier: Any, config: LyannaConfig, tables: Sequence[NDArray[Any]]) -> None:

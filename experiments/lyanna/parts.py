@@ -1,7 +1,7 @@
-"""What a draft's time goes into: the draft graph cut after the layer and after the head, and a profile of the whole.
+"""The time of a draft's parts: the draft graph cut after the layer and after the head, and a profile of the whole.
 
-The cuts are what a part costs; differences of their times are small and may be noise. The profiler sees every kernel,
-but adds some microseconds to each, which in a small model is more than most of them take.
+The cuts give a part's cost; differences of their times are small and may be noise. The profiler sees every kernel, but
+adds some microseconds to each, which in a small model is more than most kernels take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redraft.names import TensorSpec
 from redraft.runtime.verifier import Verifier
 
 KV_LEN, PENDING_COUNT_ROWS = 200, 2
-"""Rows live, and rows that wait to go into the drafter's KV, at a call."""
+"""KV rows, and rows of pending features, at a call."""
 VERIFIED = (1, 8)
 """Rows of the verifications between drafts."""
 WARM_UP = 5
@@ -41,19 +41,19 @@ Times = dict[str, float]
 
 
 def draft_graph(bundle: Bundle) -> str:
-    """The draft graph for one sequence, lowered where there is one."""
+    """Return the draft graph for one sequence, lowered if the bundle has one."""
     drafter = bundle.drafter(METHOD.id)
     single = f"{names.DRAFT}{names.SINGLE}"
     return drafter.graph(single if single in drafter.record.graphs else names.DRAFT)
 
 
 def times(values: Sequence[float]) -> Times:
-    """Median and least."""
+    """Return median and least."""
     return {"median": float(np.median(values)), "least": float(min(values))}
 
 
 def cut_calls(bundle: Bundle, shape: LyannaShape, threads: int, capacity: int) -> dict[str, Callable[[], None]]:
-    """The draft as far as the layer's states, as far as the head's logits, and whole: a call each."""
+    """Return a call for the draft up to the layer's states, up to the head's logits, and whole."""
     record = bundle.graph(draft_graph(bundle))
     calls = {}
     for part, (model, outputs) in cuts(bundle.path / record.file, record, shape).items():
@@ -65,7 +65,7 @@ def cut_calls(bundle: Bundle, shape: LyannaShape, threads: int, capacity: int) -
 
 
 def cuts(file: Path, record: GraphRecord, shape: LyannaShape) -> dict[str, tuple[Any, tuple[TensorSpec, ...]]]:
-    """Of a draft graph, a model a part that ends with it, and its outputs."""
+    """Return a model for each part of a draft graph that ends with it, and its outputs."""
     found = {}
     caches = tuple(spec for spec in record.outputs if spec.in_place_of)
     logits = next(spec for spec in record.outputs if spec.name == names.CHAIN_LOGITS)
@@ -86,7 +86,7 @@ def cuts(file: Path, record: GraphRecord, shape: LyannaShape) -> dict[str, tuple
 
 
 def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: int, turns: int) -> dict[str, Times]:
-    """Time of a draft's kernels by part, and the rest of the call, from ONNX Runtime's profiler."""
+    """Return the time of a draft's kernels by part, and the rest of the call, from ONNX Runtime's profiler."""
     record = bundle.graph(draft_graph(bundle))
     graph = onnx.load(str(bundle.path / record.file), load_external_data=False).graph
     with tempfile.TemporaryDirectory() as folder:
@@ -103,10 +103,10 @@ def profiled(verifier: Verifier, bundle: Bundle, shape: LyannaShape, threads: in
 
 
 def split_runs(events: Iterable[Mapping[str, Any]], graph: onnx.GraphProto) -> list[Times]:
-    """Milliseconds by part of every run of a profile; `rest` is what no kernel took of the `call`.
+    """Return milliseconds by part of every run of a profile; `rest` is the time of the `call` outside of kernels.
 
-    The layer is what the head waits for. A kernel that optimization made belongs where it runs: before the head, or
-    after it.
+    The layer is all that the head depends on. A kernel that optimization made belongs to the place where it runs:
+    before the head, or after it.
     """
     listed = list(events)
     head = find_head(graph)
@@ -127,7 +127,7 @@ def split_runs(events: Iterable[Mapping[str, Any]], graph: onnx.GraphProto) -> l
 
 
 def _prepared(engine: Calls, bundle: Bundle, shape: LyannaShape, capacity: int) -> Call:
-    """A call of PENDING_ROWS rows after LIVE ones."""
+    """Return a call of PENDING_COUNT_ROWS rows after KV_LEN ones."""
     for cache in (names.key_cache(0), names.value_cache(0)):
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
     for name, table in bundle.tables(METHOD.id).items():

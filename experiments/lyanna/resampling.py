@@ -1,7 +1,7 @@
 """Figure 12 of Lyanna's paper: decoding with fresh drafts alone and with resampling, prompt by prompt in one process.
 
-Every variant is a runtime of its own over the same bundle, n-gram lookup off. A ratio is of two decodings of one
-prompt; which trees were resampled, and what came of them, is read from traces of a second pass that is not timed.
+Every variant is its own runtime over the same bundle, without n-gram lookup. A ratio is of two decodings of one prompt.
+Traces of a second, untimed pass give the resampled trees and their results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MADE = (OfferKind.FRESH, OfferKind.RESAMPLE)
 
 @dataclass(frozen=True)
 class Variant:
-    """Who chooses a tree's size (`fixed` or `adaptive`), and which drafts it comes from."""
+    """The controller of a tree's size (`fixed` or `adaptive`), and the drafts it comes from."""
 
     controller: str
     drafts: str
@@ -46,7 +46,7 @@ Decoded = dict[Variant, list[Generation]]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Decode the prompts by all variants. Raises UsageError where the bundle has no such drafter."""
+    """Decode the prompts by all variants. Raises UsageError if the bundle has no such drafter."""
     prompts = load_prompts(options.prompts, options.limit)
     params = SamplingParams(max_tokens=options.max_new_tokens)
     budgets: dict[str, Budget | None] = {"fixed": options.budget, "adaptive": None}
@@ -87,13 +87,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """The drafter's options by variant."""
+    """Return the drafter's options by variant."""
     resampling = {f"resampling, r = {r}": {"resample": True, "threshold": r} for r in thresholds}
     return {FRESH: {"resample": False}, **resampling}
 
 
 def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
-    """Every prompt by every variant, in an order that flips from prompt to prompt, after one that is not counted."""
+    """Decode every prompt by every variant, in an order that flips each time, after an uncounted warm-up."""
     for decode in decoders.values():
         decode(prompts[0])
     decoded: Decoded = {variant: [] for variant in decoders}
@@ -107,7 +107,7 @@ def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> D
 def _figures(
     variant: Variant, decoded: Decoded, traces: Mapping[Variant, list[Replay]], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """Speed, pairs against fresh drafts alone, and what the traces say."""
+    """Return speed, pairs against fresh drafts alone, and figures of the traces."""
     fresh = decoded[Variant(variant.controller, FRESH)]
     found = speed(decoded[variant], fresh)
     if variant.drafts != FRESH:
@@ -120,7 +120,7 @@ def _figures(
 
 
 def speed(generations: Sequence[Generation], against: Sequence[Generation]) -> dict[str, Any]:
-    """Speed and acceptance, and the median of ratios by prompt to another variant, with its interval.
+    """Return speed and acceptance, and the median of ratios by prompt to another variant, with its interval.
 
     Outputs too short to time take no part in speed.
     """
@@ -141,7 +141,7 @@ def speed(generations: Sequence[Generation], against: Sequence[Generation]) -> d
 
 
 def sources(traces: Sequence[Replay]) -> dict[str, Any]:
-    """Share of steps whose tree was resampled; by source, what its trees had and what of them was accepted."""
+    """Return the share of steps with a resampled tree; by source, the trees' nodes and accepted nodes."""
     steps, nodes, accepted = Counter[str](), Counter[str](), Counter[str]()
     for played in traces:
         steps.update(played.steps)
@@ -162,7 +162,7 @@ def sources(traces: Sequence[Replay]) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """A line a controller and variant, then ratios by kind."""
+    """Return a line for each controller and variant, then ratios by kind."""
     rows = [
         ["controller", "drafts", "tokens/s", "over fresh", "95 % interval", "τ", "resampled steps", "fresh trees",
          "resampled trees", "other texts"]

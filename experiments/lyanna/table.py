@@ -1,6 +1,6 @@
-"""The forms of Lyanna's token information: bytes, time of a draft and a resampling, and what each loses against fp32.
+"""The forms of Lyanna's token information: bytes, time of a draft and a resampling, and each form's loss against fp32.
 
-A bundle a form is built by `redraft build`. What is lost is measured in torch, on text that the verifier writes: the
+`redraft build` makes a bundle for each form. Losses are measured in torch, on text that the verifier writes: the
 drafter's hidden states are the same for all forms, and only the token information is read from the bundle.
 """
 
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(form: Form, options: argparse.Namespace, folder: Path) -> Bundle:
-    """The bundle of one form, built unless it is there. Raises UsageError with the build's own words."""
+    """Return the bundle of one form, built unless it is there. Raises UsageError with the build's own message."""
     note(f"building {form}")
     folder.mkdir(parents=True, exist_ok=True)
     recipe, out = folder / f"{form}.toml", folder / str(form)
@@ -94,7 +94,7 @@ def build(form: Form, options: argparse.Namespace, folder: Path) -> Bundle:
 
 
 def recipe_text(form: Form, options: argparse.Namespace) -> str:
-    """A build recipe; JSON's strings are TOML's."""
+    """Return a build recipe; JSON's strings are TOML's."""
     verifier, drafter = (json.dumps(str(path.resolve())) for path in (options.verifier, options.drafter))
     return (
         f'source = {verifier}\n[build]\nhidden_states = ["last"]\n[build.drafters.{METHOD.id}]\n'
@@ -104,12 +104,12 @@ def recipe_text(form: Form, options: argparse.Namespace) -> str:
 
 
 def table_bytes(bundle: Bundle) -> int:
-    """What the token information takes in the bundle."""
+    """Return the bytes of the token information in the bundle."""
     return bundle.drafter(METHOD.id).record.table_bytes
 
 
 def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dict[Form, dict[str, Any]]:
-    """Milliseconds of a draft and of a resampling, forms taking turns, each after a verification."""
+    """Return milliseconds of a draft and of a resampling, forms taking turns, each after a verification."""
     note("timing")
     taken: dict[Form, list[tuple[float, float]]] = {form: [] for form in bundles}
     with ExitStack() as stack:
@@ -139,7 +139,7 @@ def draft_times(bundles: Mapping[Form, Bundle], threads: int, turns: int) -> dic
 def losses(
     bundles: Mapping[Form, Bundle], verifier: VerifierModel, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[Form, dict[str, Any]]]:
-    """Acceptance in fp32, and by form the acceptance and how many of the fp32 table's choices are the same."""
+    """Return acceptance in fp32, and by form acceptance and the share of choices equal to the fp32 table's."""
     checkpoint = DrafterCheckpoint.open(options.drafter)
     config = checkpoint.configure(LyannaConfig)
     exact = LyannaObjective(verifier.model, config)
@@ -161,7 +161,7 @@ def losses(
 def written(
     verifier: VerifierModel, prompts: Mapping[str, Sequence[str]], new_tokens: int, lookahead: int
 ) -> list[Text]:
-    """The verifier's greedy texts after prompts; drafts begin at a prompt's last token."""
+    """Return the verifier's greedy texts after prompts; drafts begin at a prompt's last token."""
     limit = getattr(verifier.config, "max_position_embeddings", None) or sys.maxsize
     ids = [found.ids for texts in prompts.values() for found in verifier.tokenizer.encode_batch(list(texts))]
     ids = [prompt for prompt in ids if prompt and len(prompt) + new_tokens <= limit]
@@ -175,7 +175,7 @@ def written(
 
 @torch.inference_mode()
 def same_choices(exact: LyannaObjective, stored: LyannaObjective, texts: Iterable[Text]) -> dict[str, float]:
-    """Shares over all depths: likeliest tokens that are the same, and members of the WIDTH likeliest that are."""
+    """Return shares over all depths: equal likeliest tokens, and equal members of the WIDTH likeliest."""
     likeliest, members, count = 0, 0, 0
     for rows, first in texts:
         tokens = torch.from_numpy(rows)
@@ -188,7 +188,7 @@ def same_choices(exact: LyannaObjective, stored: LyannaObjective, texts: Iterabl
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """A line a form, acceptance as a mean over depths beside what fp32 has."""
+    """Return a line for each form, with acceptance as a mean over depths next to that of fp32."""
     exact = result["fp32"]["acceptance"]
     means = [float(np.mean(exact[rule])) for rule in ("top", "wide")]
     rows = [

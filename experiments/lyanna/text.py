@@ -1,4 +1,4 @@
-"""What the parts of `experiments.lyanna` print: tables in plain text, and progress on the error stream."""
+"""Output of the parts of `experiments.lyanna`: tables in plain text, and progress on the error stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 
 def render(tables: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """Tables by title, columns aligned, the first row a header."""
+    """Return tables by title as text, columns aligned, the first row a header."""
     return "\n\n".join(f"{title}\n\n{_aligned(rows)}" for title, rows in tables.items())
 
 
 def note(message: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(message, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Variants of Lyanna's drafter that differ in one thing: the same texts, order of batches, steps and held-out rows.
 
-OUT/texts    what all variants learn from and are measured on, written once
-OUT/NAME     a variant's checkpoint and its progress; a variant that is there is not trained again
+OUT/texts texts that all variants learn from and are measured on, written once OUT/NAME a variant's checkpoint and its
+progress; a finished variant is not trained again
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ POINTS = 4
 DEPTHS = 3
 """Steps that a mean is taken over, as in Table 2."""
 FULL = "both"
-"""The variant with token information and first token, of which every part has the same."""
+"""The variant with token information and first token, the same in every part."""
 _SECONDS_A_LINE = 20.0
 
 Measured = list[dict[str, Any]]
-"""Lines of a run's progress: step, losses, acceptance by kind."""
+"""Writes the lines of a run's progress: step, losses, acceptance by kind."""
 
 
 class Lines(ProgressReport):
-    """Progress as lines on the error stream, one every so many seconds."""
+    """Prints progress as lines on the error stream, one every so many seconds."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -57,18 +57,18 @@ class Lines(ProgressReport):
     def __call__(self, report: StepReport) -> None:
         """See the base class."""
         losses = " ".join(f"{name} {value:.3f}" for name, value in report.metrics.items())
-        self._say(f"{self.name}: step {report.step}/{report.steps} {losses}", report.step == report.steps)
+        self._print(f"{self.name}: step {report.step}/{report.steps} {losses}", report.step == report.steps)
 
     def writing(self, name: str, done: int, rows: int) -> None:
         """See the base class."""
-        self._say(f"writing {name}: {done}/{rows} rows", done == rows)
+        self._print(f"writing {name}: {done}/{rows} rows", done == rows)
 
     def acceptance(self, step: int, kinds: Mapping[str, Acceptance]) -> None:
         """See the base class."""
         for kind, found in kinds.items():
-            self._say(f"{self.name}: step {step} accepted {kind} {found}", True)
+            self._print(f"{self.name}: step {step} accepted {kind} {found}", True)
 
-    def _say(self, line: str, always: bool) -> None:
+    def _print(self, line: str, always: bool) -> None:
         if always or time.monotonic() - self._said > _SECONDS_A_LINE:
             print(line, file=sys.stderr, flush=True)
             self._said = time.monotonic()
@@ -76,7 +76,7 @@ class Lines(ProgressReport):
 
 @dataclass(frozen=True)
 class Texts:
-    """What all variants share.
+    """Texts and counts that all variants share.
 
     streams: tokens by stream.   held_out: greedy rows of every kind.   counts: of every token, int64 [V].
     """
@@ -92,7 +92,7 @@ class Texts:
 
 
 def recipe_of(options: argparse.Namespace, sources: Mapping[str, str]) -> LyannaRecipe:
-    """The recipe that `options` name with their steps, batches and rows; kinds are those that have sources."""
+    """Return the recipe of `options` with their steps, batches and rows; kinds are those that have sources."""
     found = LyannaRecipe.load(options.config).with_options(options.steps, options.seed)
     written = replace(found.self_text, rows=options.rows, held_out_rows=options.held_out_rows)
     return replace(
@@ -106,7 +106,7 @@ def recipe_of(options: argparse.Namespace, sources: Mapping[str, str]) -> Lyanna
 
 
 def open_texts(options: argparse.Namespace) -> Texts:
-    """Write what is not in `options.out` yet, read the rest. Raises TrainingError where that is of another run."""
+    """Write the texts that `options.out` lacks, read the rest. Raises TrainingError if those are of another run."""
     torch.set_num_threads(options.threads)
     sources = parse_sources(options.data)
     recipe, out, report = recipe_of(options, sources), options.out, Lines()
@@ -130,7 +130,7 @@ def open_texts(options: argparse.Namespace) -> Texts:
 def train_variant(
     texts: Texts, name: str, hot: NDArray[np.int64] | None = None, *, token_info: bool = True, first_token: bool = True
 ) -> tuple[Measured, LyannaObjective]:
-    """Train a variant, or read it; its measurements, at least one, and the objective as it ended.
+    """Train a variant, or read it; return its measurements, at least one, and the final objective.
 
     hot: the tokens that have token information; all without.   token_info, first_token: as in the recipe.
     """
@@ -162,15 +162,15 @@ def _objective(texts: Texts, recipe: LyannaRecipe, hot: NDArray[np.int64] | None
 
 
 def mean_of_kinds(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> list[float]:
-    """Mean over kinds of the acceptance at every depth by one rule, `top` or `wide`."""
+    """Return the mean over kinds of the acceptance at every depth by one rule, `top` or `wide`."""
     return [float(np.mean(shares)) for shares in zip(*(found[rule] for found in kinds.values()), strict=True)]
 
 
 def mean_of_depths(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> float:
-    """Mean over kinds and over the first DEPTHS depths."""
+    """Return the mean over kinds and over the first DEPTHS depths."""
     return float(np.mean(mean_of_kinds(kinds, rule)[:DEPTHS]))
 
 
 def percents(shares: Sequence[float]) -> list[str]:
-    """Shares for reading."""
+    """Return shares as text."""
     return [f"{100 * share:.1f} %" for share in shares]

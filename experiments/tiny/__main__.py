@@ -31,7 +31,7 @@ from redraft.train.run import data_facts, load_corpora
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Do what the command asks for."""
+    """Run the command."""
     options = parser().parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -68,7 +68,7 @@ def _evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of the three commands."""
+    """Return the parser of the three commands."""
     found = argparse.ArgumentParser(
         prog="python -m experiments.tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,11 +79,11 @@ def parser() -> argparse.ArgumentParser:
     _data(train)
     train.add_argument("--out", type=Path, required=True, help="run folder: tokenizer, token streams, checkpoint")
     train.add_argument("--config", type=Path, default=TINY, help="a .toml recipe; the embedded model's by default")
-    train.add_argument("--steps", type=int, help="whole length, instead of the recipe's")
+    train.add_argument("--steps", type=int, help="steps of the whole run, instead of the recipe's")
     train.add_argument("--seed", type=int, help="instead of the recipe's")
     train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     train.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
-    train.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    train.add_argument("--resume", action="store_true", help="continue from the folder's checkpoint")
     train.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     publishing = commands.add_parser("publish", help="write a run's checkpoint, prompts, held-out text and card")
     publishing.set_defaults(work=_publish)
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _data(part: argparse.ArgumentParser) -> None:
-    text = "KIND=SOURCE, once a kind; SOURCE is stdlib, a .jsonl or a text file; the same for training and publishing"
+    text = "KIND=SOURCE, once for each kind: stdlib, a .jsonl or a text file; the same for training and publishing"
     part.add_argument("--data", action="append", required=True, help=text)
 
 

@@ -37,7 +37,7 @@ def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _cuts(corpus: Corpus, tokenizer: Tokenizer) -> list[tuple[Document, int, int, int]]:
-    """Yield (document, start, cut, end) of every prompt: documents in the order of their hashes, then random places."""
+    """Return (document, start, cut, end) of every prompt: documents in order of their hashes, then random places."""
     documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
     rng = random.Random(0)
     cuts: list[tuple[Document, int, int, int]] = []
@@ -94,7 +94,7 @@ def _cut(document: Document, tokenizer: Tokenizer, rng: random.Random, first: bo
 
 
 def write_held_out(corpus: Corpus, path: Path) -> None:
-    """Return about 80 KB of held-out text: the beginnings of documents, separated by `<|endoftext|>`."""
+    """Write about 80 KB of held-out text: the beginnings of documents, separated by `<|endoftext|>`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     documents = sorted(corpus.held_out, key=lambda d: hashlib.sha256(d.name.encode()).digest())
     share = max(2000, HELD_OUT_BYTES // len(documents))

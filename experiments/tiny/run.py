@@ -32,7 +32,7 @@ def train_verifier(
     checkpoint_every: int = 100,
     report: Callable[[StepReport], None] = lambda _: None,
 ) -> int:
-    """Train, or go on training, in the run folder `out`; returns the number of steps run now.
+    """Train, or continue training, in the run folder `out`; returns the number of steps run now.
 
     The folder gets tokenizer.json, the token streams and data.json at the start, and checkpoint.pt as training goes.
     """

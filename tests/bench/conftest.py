@@ -1,4 +1,6 @@
-"""What the tests of the GPU measurement of engines share: a bundle, a prompt, a GPU that is none, and the command."""
+"""Fixtures of the tests of the GPU measurement of engines: a bundle, a prompt, a stand-in for a GPU, and the
+command.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is here, with 8 GiB of its memory free."""
+    """A stand-in for a GPU, with 8 GiB of free memory."""
     monkeypatch.setattr(gpu_bench, "find_gpu", lambda: Gpu("Small GPU", (9, 0), 8 << 30, 9 << 30))
 
 

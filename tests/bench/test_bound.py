@@ -25,7 +25,7 @@ def test_bound_is_acceptance_over_relative_cost() -> None:
 
 
 def test_share_of_the_bound() -> None:
-    """Three steps of 3 nodes and one of 1: t(n) is the mean of what they cost."""
+    """Three steps of 3 nodes and one of 1: t(n) is the mean of their costs."""
     drafted = generation(4, 4, 150.0, 2.0, (0, 1, 0, 3))
     runs = [Run(Prompt("1", "k", ""), [1], {"none": generation(8, 0, 100.0, 0.0), METHOD: drafted})]
     found = achieved(runs, METHOD, (0.0, 1.4, 2.0, 2.2))

@@ -1,4 +1,4 @@
-"""Comparisons over the toy verifier: which prompts every method continues, in a chat and without one."""
+"""Comparisons over the toy verifier: the prompts that every method continues, in a chat and without one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chats(max_model_len: int = 200) -> Runtime:
 
 
 def test_every_turn_continues_the_plain_answers() -> None:
-    """Forced acceptance makes the other method write other texts, which no prompt may show."""
+    """Forced acceptance makes the other method write other texts, but prompts must not contain them."""
     settings = Settings(PARAMS, acceptance=(1.0, 1.0), chat=True, system="s")
     runtime = chats()
     runs = compare(runtime, [TURNS], ["ngram"], settings)
@@ -61,7 +61,7 @@ def test_a_chat_that_outgrows_the_context_ends_there() -> None:
 
 
 def test_inexact_decoding_is_plain_decoding_by_the_other_runtime() -> None:
-    """Whatever else is asked for: neither a budget nor forced acceptance says anything to it."""
+    """Plain decoding ignores both a budget and forced acceptance."""
     settings = Settings(PARAMS, Budget(nodes=4, depth=4, width=1), acceptance=(1.0,))
     (run,) = compare(make_runtime(), [TURNS], [INEXACT, "ngram"], settings, inexact=make_runtime(letters))
     (alone,) = compare(make_runtime(letters), [TURNS], [], Settings(PARAMS))

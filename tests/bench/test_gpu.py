@@ -51,8 +51,8 @@ def test_every_section(bundle: Path, tmp_path: Path, measure: Measure) -> None:
         "plain_share_of_bandwidth": None, "plain_share_wanted": 0.8,
         "speculative_share_of_bound": bound["share_of_bound"],
         "speculative_share_of_bound_in_time": bound["share_of_bound_in_time"],
-        "speculative_share_of_bound_judged_on_device": bound["judged_on_device"]["share_of_bound"],
-        "speculative_share_of_bound_in_time_judged_on_device": bound["judged_on_device"]["share_of_bound_in_time"],
+        "speculative_share_of_bound_accepted_on_device": bound["accepted_on_device"]["share_of_bound"],
+        "speculative_share_of_bound_in_time_accepted_on_device": bound["accepted_on_device"]["share_of_bound_in_time"],
         "speculative_share_wanted": 0.9, "host_us_a_step": None, "host_us_a_step_adaptive": None,
         "host_us_wanted": 60.0, "cuda_graphs": None, "not_captured": None,
     }  # fmt: skip
@@ -60,7 +60,7 @@ def test_every_section(bundle: Path, tmp_path: Path, measure: Measure) -> None:
 
 @pytest.fixture
 def cuda(gpu: None, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """The bundle's device is one over the fakes of CUDA, and there is no PyTorch."""
+    """The bundle's device is over the CUDA stand-ins, without PyTorch."""
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setattr(api, "open_device", lambda bundle, name, threads: fakes.device)
     monkeypatch.setattr(gpu_bench, "missing", lambda backend: None)
@@ -73,7 +73,7 @@ def cuda(gpu: None, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_section_on_cuda_without_pytorch(
     cuda: Fakes, bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's time is that of the budget, and of the sizes that the controller chooses."""
+    """The report has the host's time for the budget, and for the sizes that the controller chooses."""
     asked: list[Budget | None] = []
     generate = Runtime.generate
 
@@ -99,7 +99,7 @@ def test_every_section_on_cuda_without_pytorch(
 
 @pytest.fixture
 def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that says another fourth token."""
+    """A device that writes another fourth token."""
     generate = Runtime.generate
 
     def generated(self: Runtime, *given: Any, **options: Any) -> Any:
@@ -116,9 +116,9 @@ def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_token_is_an_error_after_all_was_written(
     bundle: Path, tmp_path: Path, measure: Measure, more: tuple[str, ...]
 ) -> None:
-    """With the host's lead at that place, which tells a near-tie from an error."""
+    """The error gives the host's margin at that place, which separates a near-tie from an error."""
     out = tmp_path / "engines.json"
-    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu says .* none: prompt p1, token 3"):
+    with pytest.raises(WrongTokens, match=r"onnxruntime on cpu writes .* none: prompt p1, token 3"):
         measure("--engines", bundle, "--device", "cpu", "--out", out, *more)
     found = json.loads(out.read_text())
     for method in METHODS:
@@ -130,7 +130,9 @@ def test_a_wrong_token_is_an_error_after_all_was_written(
 
 
 @pytest.mark.usefixtures("wrong")
-def test_a_near_tie_is_said_and_is_no_error(bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_tie_is_reported_without_an_error(
+    bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_tokens, "NEAR_TIES", {"fp32": 1e9})
     found = measure("--engines", bundle, "--device", "cpu")["tokens"]
     assert [len(found[method]["differences"]) for method in METHODS] == [1, 1, 1]
@@ -138,7 +140,7 @@ def test_a_near_tie_is_said_and_is_no_error(bundle: Path, measure: Measure, monk
 
 
 def labelled(bundle: Path, **changes: object) -> Any:
-    """Opens the bundle under another manifest, and others as they are."""
+    """Opens the bundle under another manifest, and others unchanged."""
 
     def opened(path: Path, verify: bool) -> Any:
         found = open_bundle(path, verify)

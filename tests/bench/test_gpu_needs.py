@@ -1,4 +1,4 @@
-"""What is missing to measure a bundle on a GPU, and what it is built with."""
+"""Missing parts of a machine that measures a bundle on a GPU, and the options of its build."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def no_gpu() -> Gpu:
     raise BackendError("the CUDA driver sees no GPU")
 
 
-def test_without_a_device_the_report_says_why(bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_report_gives_the_reason(
+    bundle: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_bench, "find_gpu", no_gpu)
     found = measure("--engines", bundle)
     assert found == {"skipped": "the CUDA driver sees no GPU"}
@@ -31,7 +33,7 @@ def test_without_a_device_the_report_says_why(bundle: Path, measure: Measure, mo
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.skipif(gpu_bench.missing("tensorrt") is None, reason="TensorRT is here")
-def test_what_runs_engines_is_asked_for_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_checked_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install onnxruntime-gpu" in str(gpu_bench.missing("onnxruntime"))
     assert str(gpu_bench.missing("tensorrt")).startswith("not installed: ")
     present = importlib.util.find_spec("json")
@@ -77,7 +79,7 @@ def test_a_shape_that_does_not_fit_is_not_built(
     assert found["skipped"].startswith(message)
 
 
-def test_a_bundle_is_built_with_what_was_asked_for(
+def test_a_bundle_is_built_with_the_given_options(
     bundle: Path, tmp_path: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []

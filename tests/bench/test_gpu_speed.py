@@ -1,4 +1,4 @@
-"""Speeds of engines on a device, from times that are made up and over the device path on the CPU."""
+"""Speeds of engines on a device, from invented times and over the device path on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.runtime.lyanna_bundle import CONTEXT
 
 from redraft import names
 from redraft.bench.compare import Run
-from redraft.bench.gpu_speed import bounded, host_us, judged_ms, plain_share
+from redraft.bench.gpu_speed import bounded, host_us, plain_share, step_ms_by_acceptance
 from redraft.bench.prompts import Prompt
 from redraft.bench.roofline import traffic
 from redraft.engines import open_bundle
@@ -23,10 +23,10 @@ from redraft.types import Budget, Costs
 
 
 @pytest.mark.parametrize("size", [Budget(6, 2, 3), None], ids=["budget", "adaptive"])
-def test_the_hosts_time_is_what_it_does_not_wait_for(
+def test_the_hosts_time_leaves_out_its_waits(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: Budget | None
 ) -> None:
-    """On a clock that stands still but for a wait, which takes a second, and for the device, where work takes two."""
+    """The clock stands still, except that a wait takes one second and the device's work two."""
     now = [0.0]
     fakes = tensorrt_device(open_bundle(bundle, verify=False), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -51,7 +51,7 @@ def test_the_hosts_time_is_what_it_does_not_wait_for(
 
 
 def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[int, ...] = ()) -> Generation:
-    """`tokens` tokens, the first of which the prompt gave."""
+    """`tokens` tokens, the first from the prompt."""
     steps = tokens - 1 - accepted
     total = (tokens - 1) / per_second * 1e3
     metrics = Metrics(steps, 0, 0, accepted, 0.0, 0.0, (), per_second, 0.0, 0.0,
@@ -60,7 +60,7 @@ def generation(tokens: int, per_second: float, accepted: int = 0, sizes: tuple[i
 
 
 def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path) -> None:
-    """A step of 4 ms whose verification alone takes 2: half the share. 40 rows are live in the middle of a text."""
+    """A step of 4 ms with a verification of 2 alone: half the share. In the middle of a text, 40 rows are in the KV."""
     opened = open_bundle(bundle, verify=False)
     runs = [Run(Prompt("p", "letters", "abcd"), [1], {"none": generation(41, 250.0)})]
     found = plain_share(opened, runs, 2.0, 1e9)
@@ -73,11 +73,11 @@ def test_plain_decoding_is_held_against_the_bytes_of_its_whole_step(bundle: Path
     assert found["copy_gb_per_second"] == 1.0
 
 
-def test_the_bound_is_held_against_both_ways_to_judge() -> None:
+def test_the_bound_is_compared_with_acceptance_on_host_and_device() -> None:
     """60 tokens in 20 steps; plain decoding 4 ms a token; t(1) = 3 ms, t(4) = 5: at most 3 * 3 / 5 = 1.8 times plain.
 
-    The runs take 8 ms a step, 1.5 times plain; steps judged on the device 7.5 ms, 1.6 times plain. Plain decoding that
-    is slower than t(1) flatters these; of the time alone, 5 of 8 ms are the bound's.
+    The runs take 8 ms a step, 1.5 times plain; steps accepted on the device 7.5 ms, 1.6 times plain. Plain decoding
+    slower than t(1) raises both shares; in time alone, the bound has 5 of 8 ms.
     """
     sizes = (0, 0, 0, 0, 20)
     generations = {"none": generation(61, 250.0), "ngram": generation(61, 375.0, accepted=40, sizes=sizes)}
@@ -86,33 +86,33 @@ def test_the_bound_is_held_against_both_ways_to_judge() -> None:
     assert found["bound"] == pytest.approx(1.8)
     assert found["share_of_bound"] == pytest.approx(1.5 / 1.8)
     assert found["share_of_bound_in_time"] == pytest.approx(5 / 8)
-    assert found["judged_on_device"] == pytest.approx(
+    assert found["accepted_on_device"] == pytest.approx(
         {"overall_speedup": 1.6, "share_of_bound": 1.6 / 1.8, "share_of_bound_in_time": 5 / 7.5}
     )
     assert found["ms_per_step"] == pytest.approx(
-        {"plain": 4.0, "bound": 5.0, "runs": 8.0, "judged_on_host": 8.1, "judged_on_device": 7.5}
+        {"plain": 4.0, "bound": 5.0, "runs": 8.0, "accepted_on_host": 8.1, "accepted_on_device": 7.5}
     )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "tensorrt"])
-def test_both_ways_to_judge_are_timed_over_whole_trees(
+def test_acceptance_on_host_and_device_is_timed_over_whole_trees(
     kind: str, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host that takes a second more to judge is seen in its own figure only; steps end before trees must be cut."""
+    """A host that takes a second more to accept raises only its own figure; steps end before trees must be cut."""
     opened = open_bundle(bundle, verify=False)
     device = cpu_device(opened) if kind == "cpu" else tensorrt_device(opened, tmp_path).device
-    judged, read = bound_step.BoundTreeStep._settled, []
+    settled, read = bound_step.BoundTreeStep._settled, []
     seconds = iter(range(10**6))
 
     def slow(*given: Any) -> Any:
         read.append([len(tree) for tree in given[3]])
-        return [next(seconds) for _ in range(1000)] and judged(*given)
+        return [next(seconds) for _ in range(1000)] and settled(*given)
 
     with open_over(device, bundle) as runtime:
         monkeypatch.setattr(bound_step.BoundTreeStep, "_settled", slow)
         monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 1e-3)
         near_the_end = Prompt("long", "letters", "abcd" * 18)
-        found = judged_ms(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
+        found = step_ms_by_acceptance(runtime, near_the_end, Budget(6, 2, 3), Acceptance((0.9, 0.8)))
     assert found["host"] > 1000 > found["device"] > 0
     assert read
     assert all(sizes == [7] for sizes in read)

@@ -1,4 +1,4 @@
-"""Which bundles a device's tokens are compared with."""
+"""The bundles that a device's tokens are compared with."""
 
 from __future__ import annotations
 

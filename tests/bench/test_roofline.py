@@ -46,7 +46,7 @@ LYANNA = LyannaShape(hidden=32, vocabulary=61, kv_heads=2, head_dim=16, steps=4,
 
 
 def test_a_verifiers_call(tmp_path: Path) -> None:
-    """All weights but of the embedding only the tokens' rows, unless the head is the same table."""
+    """All weights, but only the tokens' rows of the embedding, unless the head is the same table."""
     write_bundle(tmp_path / "bundle", DECODER)
     bundle = open_bundle(tmp_path / "bundle")
     found = traffic(bundle, names.VERIFIER, TOKENS, KV_LEN)
@@ -59,7 +59,7 @@ def test_a_verifiers_call(tmp_path: Path) -> None:
 
 
 def write_graph(folder: Path, *uses: tuple[str, int]) -> Bundle:
-    """A bundle whose graph is a record of Lyanna's signature and one weight [7, 10] that these operators read."""
+    """A bundle with a graph of Lyanna's signature and one weight [7, 10] that these operators read."""
     weight = numpy_helper.from_array(np.zeros((7, 10), np.float32), "weight")
     nodes = [helper.make_node(op, ["x"] * place + ["weight"], [f"y{i}"]) for i, (op, place) in enumerate(uses)]
     outputs = [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)]
@@ -142,7 +142,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fakes]:
-    """Lets the bundle be opened over fakes, with so much memory."""
+    """Opens the bundle over stand-ins with this much memory."""
 
     def install(total: int = 24 << 20) -> Fakes:
         fakes = tensorrt_device(open_bundle(lyanna_bundle, verify=False), tmp_path, cuda=FakeCuda(total))
@@ -167,7 +167,7 @@ def test_programs_of_a_device_are_timed_against_its_own_copy(lyanna_bundle: Path
 
 
 def test_on_a_gpu_the_copy_is_as_large_as_its_memory_allows(lyanna_bundle: Path, gpu: Callable[..., Fakes]) -> None:
-    """24 MiB there are: half of what is free is left to the engines, and of the rest two ends of 4 MiB fit."""
+    """With 24 MiB of memory, engines keep half of the free part. The rest holds two ends of 4 MiB."""
     fakes = gpu()
     found = measure(lyanna_bundle, threads=1, device="cuda")
     assert [(engine.graph, engine.tokens) for engine in found.engines] == ON_DEVICE
@@ -178,10 +178,10 @@ def test_on_a_gpu_the_copy_is_as_large_as_its_memory_allows(lyanna_bundle: Path,
     assert found.copy > 0
 
 
-def test_a_bundle_of_tensorrts_is_timed_on_its_gpu_whose_engines_may_take_smaller_trees(
+def test_a_bundle_for_tensorrt_is_timed_on_its_gpu_with_smaller_trees(
     lyanna_bundle: Path, gpu: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a call must move is read off the portable graphs, which such a bundle has too."""
+    """The bytes of a call come from the portable graphs, which such a bundle has too."""
     portable = open_bundle(lyanna_bundle, verify=False)
     limits = CallLimits(batch=1, tree=4, prefill=16, max_model_len=CONTEXT)
     engines = {
@@ -210,7 +210,7 @@ def test_an_unknown_device_is_refused(lyanna_bundle: Path) -> None:
 def test_a_devices_bandwidth_is_of_real_bytes_until_the_last_one_is_there(
     lyanna_bundle: Path, gpu: Callable[..., Fakes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of the host that nobody wrote is one page, over and over, and a copy put in order is none yet."""
+    """Unwritten host memory is one repeated page, and a queued copy has not run yet."""
     device, size, waiting = gpu().device, 1 << 20, []
     seconds = iter([4e-3, 1e-3, 2e-3])
 
@@ -230,7 +230,7 @@ def test_a_devices_bandwidth_is_of_real_bytes_until_the_last_one_is_there(
     assert stream.target.read().all()
 
 
-def test_a_device_without_room_for_a_copy_says_so(gpu: Callable[..., Fakes]) -> None:
+def test_a_device_without_memory_for_a_copy_is_refused(gpu: Callable[..., Fakes]) -> None:
     with pytest.raises(BackendError, match=r"of GPU memory needed \(both ends of a copy"):
         DeviceStream(gpu(LEAST_STREAMED_BYTES).device)
     assert DeviceStream(gpu(4 * LEAST_STREAMED_BYTES).device).size == LEAST_STREAMED_BYTES

@@ -10,7 +10,7 @@ from redraft.runtime.watchers import Recorded
 
 
 def step(start: float, verify_ms: float) -> list[Recorded]:
-    """A step of 10 ms in which 1 ms goes into offers, `verify_ms` into verifying, all but 1 ms in the engine."""
+    """A step of 10 ms with 1 ms for offers and `verify_ms` for verifying, of which all but 1 ms is in the engine."""
     at, end = start + 2e-3, start + (2 + verify_ms) * 1e-3
     return [Recorded("offers", start, start + 1e-3, 1), Recorded("engine.verifier", at, end - 1e-3, 2),
             Recorded("verify", at, end, 1), Recorded("step", start, start + 10e-3, 0)]  # fmt: skip
@@ -31,13 +31,13 @@ def test_calls_totals_percentiles_and_shares() -> None:
     assert found["begin",].share is None
 
 
-def test_stages_of_the_metrics_and_what_engines_leave() -> None:
+def test_stages_of_the_metrics_and_the_time_outside_engines() -> None:
     found = profile(RANGES)
     assert found.stage_ms == pytest.approx({"draft": 3, "verify": 18, "resample": 0, "host": 9})
     assert found.outside_engines == pytest.approx(0.5)
 
 
-def test_the_table_shows_what_is_inside_of_what_and_the_rest() -> None:
+def test_the_table_shows_nested_stages_and_the_rest() -> None:
     rows = table(profile(RANGES))
     assert [row[0] for row in rows] == [
         "range", "begin", "step", "  offers", "  verify", "    engine.verifier", "  (between)"

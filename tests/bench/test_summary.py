@@ -21,7 +21,7 @@ def generation(tokens: tuple[int, ...] = TOKENS, rate: float = 100.0, steps: int
 
 
 def runs(*pairs: tuple[Generation, Generation], kinds: str = "aaab") -> list[Run]:
-    """A run a pair of plain and n-gram generations."""
+    """A run for each pair of plain and n-gram generations."""
     return [
         Run(Prompt(str(i), kinds[i], ""), [1], {"ngram": other, "none": plain})
         for i, (plain, other) in enumerate(pairs)
@@ -29,7 +29,7 @@ def runs(*pairs: tuple[Generation, Generation], kinds: str = "aaab") -> list[Run
 
 
 def unused(run: Run, place: int) -> float:
-    raise AssertionError("no gap is asked for where outputs agree")
+    raise AssertionError("no margin is computed for equal outputs")
 
 
 def test_speed_is_the_median_of_paired_ratios() -> None:
@@ -61,7 +61,7 @@ def test_an_output_that_goes_on_past_the_plain_one_is_no_near_tie() -> None:
 
 
 def test_outputs_that_loop_are_counted_and_apart() -> None:
-    """By the plain output: the last pair loops, whatever the other method wrote."""
+    """The plain output decides: the last pair loops, whatever the other method wrote."""
     pairs = [
         (generation(), generation(rate=200.0, steps=5, accepted=5)),
         (generation(LOOP), generation(LOOP, rate=800.0)),
@@ -95,7 +95,7 @@ def test_the_table_has_a_row_without_loops_for_all_and_for_kinds_with_loops() ->
 
 
 @pytest.mark.parametrize("synthetic", [False, True])
-def test_where_every_output_loops_the_table_says_so(synthetic: bool) -> None:
+def test_the_table_notes_that_every_output_loops(synthetic: bool) -> None:
     figures = summarise(runs((generation(LOOP), generation(LOOP))), unused, synthetic)
     steady = figures["ngram"]["not_looping"]
     assert (steady["prompts"], steady["outputs"], steady["identical_to_plain"]) == (0, 0, None)

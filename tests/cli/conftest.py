@@ -1,4 +1,4 @@
-"""What tests of the command line share: bundles with another chat template, and commands that must fail."""
+"""Helpers of tests of the command line: bundles with another chat template, and commands that must fail."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_template(bundle: Path, tmp_path: Path) -> Callable[[str | None], Path]:
 
 @pytest.fixture
 def refused(redraft: Redraft) -> Callable[..., str]:
-    """Run a command that must fail as a user's mistake does: one line, no traceback. Returns the line."""
+    """Run a command that must fail like a user's mistake: one line, no traceback. Returns the line."""
 
     def run(*arguments: object, status: int, **options: object) -> str:
         result = redraft(*arguments, **options)

@@ -137,10 +137,10 @@ def test_turns_that_no_longer_fit_are_counted(
     assert measured["methods"]["none"]["outputs"] == 2
 
 
-def test_inexact_decoding_is_refused_where_it_is_no_other(refused: Refused, bundle: Path, prompts: Path) -> None:
+def test_inexact_decoding_is_refused_if_it_is_the_same(refused: Refused, bundle: Path, prompts: Path) -> None:
     arguments = ("bench", "--engines", bundle, "--prompts", prompts, "--methods", "inexact")
     for option in (("--inexact",), ("--device", "cpu")):
-        assert "inexact decoding is what these engines already do" in refused(*arguments, *option, status=2)
+        assert "these engines already decode inexactly" in refused(*arguments, *option, status=2)
     assert "--budget would do nothing" in refused(*arguments, "--budget", "nodes=1,depth=1,width=1", status=2)
 
 
@@ -159,7 +159,7 @@ def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Pat
 
 
 @pytest.mark.parametrize("options", [(), ("--device", "cpu")])
-def test_demo_says_that_both_wrote_the_same(redraft: Redraft, bundle: Path, options: tuple[str, ...]) -> None:
+def test_demo_reports_that_both_wrote_the_same(redraft: Redraft, bundle: Path, options: tuple[str, ...]) -> None:
     result = redraft("demo", "--engines", bundle, "--prompt", "abc abc", "--max-new-tokens", "16", *options)
     assert result.returncode == 0, result.stderr
     assert "lossless: both wrote the same tokens" in result.stdout

@@ -1,4 +1,4 @@
-"""`redraft build`: what it writes, that it does nothing twice, and what it refuses without harm."""
+"""`redraft build`: files it writes, skipped rebuilds, and refusals without harm."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_quantized_build_reports_perplexity_beside_fp32(
+def test_quantized_build_reports_perplexity_next_to_fp32(
     redraft: Redraft, checkpoint: Path, tmp_path: Path, precision: str
 ) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat. the dog did not. " * 5)
@@ -154,7 +154,7 @@ def test_second_build_at_once_is_refused(refused: Refused, checkpoint: Path, tmp
 
 
 @pytest.mark.slow
-def test_interrupted_build_leaves_what_was_there(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+def test_interrupted_build_leaves_the_earlier_bundle(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(bundle, tmp_path / "little"))
     before = digest_tree(out)
     program = [sys.executable, "-c", "from redraft.cli.main import main; main()"]
@@ -190,11 +190,11 @@ def test_bad_options(refused: Refused, checkpoint: Path, tmp_path: Path, argumen
     assert word in refused("build", checkpoint, "-o", tmp_path / "out", *arguments, status=2)
 
 
-@pytest.mark.parametrize(("precision", "measured", "said"), [("int4", 1.02, 0), ("int4", 1.05, 1), ("int8", 1.05, 0)])
-def test_a_loss_of_4_bits_is_said_with_what_to_build_instead(precision: str, measured: float, said: int) -> None:
+@pytest.mark.parametrize(("precision", "measured", "hints"), [("int4", 1.02, 0), ("int4", 1.05, 1), ("int8", 1.05, 0)])
+def test_a_loss_of_4_bits_is_reported_with_advice(precision: str, measured: float, hints: int) -> None:
     summary = {"precision": precision, "perplexity": {"code": 1.0, "prose": measured},
                "perplexity_fp32": {"code": 1.0, "prose": 1.0}}  # fmt: skip
     lines = list(advice(summary))
-    assert len(lines) == said
+    assert len(lines) == hints
     assert all("5.0 %" in line and "--precision int8" in line for line in lines)
     assert list(advice({"precision": "int4", "perplexity": None, "perplexity_fp32": None})) == []

@@ -1,4 +1,4 @@
-"""`redraft doctor --engines`: whether texts are exact on this machine, and what verification costs."""
+"""`redraft doctor --engines`: exactness of texts on this machine, and costs of verification."""
 
 from __future__ import annotations
 

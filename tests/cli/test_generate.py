@@ -24,7 +24,7 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def plain(redraft: Redraft, bundle: Path) -> dict[str, object]:
-    """The plain continuation of a prompt."""
+    """Return the plain continuation of a prompt."""
     result = redraft("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "none", "--json")
     return dict(json.loads(result.stdout))
 
@@ -46,7 +46,7 @@ def test_streamed_and_speculative_text_equal_plain(redraft: Redraft, bundle: Pat
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
-def test_batched_graph_writes_what_the_single_one_does(bundle: Path, method: str) -> None:
+def test_batched_graph_writes_the_same_as_the_single_one(bundle: Path, method: str) -> None:
     """Three slots run the portable graph over prompts of different lengths, one slot the lowered graph."""
     from redraft.runtime import Runtime, SamplingParams
 
@@ -209,7 +209,7 @@ def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word:
 def test_a_prediction_does_not_change_the_text(
     redraft: Redraft, refused: Refused, bundle: Path, plain: dict[str, object], tmp_path: Path
 ) -> None:
-    """Nor does an empty one; one past the context, or for plain decoding, is refused."""
+    """An empty one changes nothing; one past the context, or for plain decoding, is refused."""
     command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--budget", "nodes=8,depth=8,width=1", "--json")
     predicted = tmp_path / "predicted.txt"
     for text in (str(plain["text"]), ""):

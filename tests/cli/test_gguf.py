@@ -1,4 +1,4 @@
-"""`redraft build FILE.gguf`: a bundle with the file's model, tokenizer and template, or a line that says why not."""
+"""`redraft build FILE.gguf`: a bundle with the file's model, tokenizer and template, or a line with the reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gg
 
 
 @pytest.mark.slow
-def test_what_is_not_as_in_the_file_is_said(redraft: Redraft, tmp_path: Path) -> None:
+def test_differences_from_the_file_are_reported(redraft: Redraft, tmp_path: Path) -> None:
     file = random_file("qwen2", "Q4_1")
     file.tokenizer["tokenizer.ggml.pre"] = "smollm"
     path = file.write(tmp_path / "m.gguf")

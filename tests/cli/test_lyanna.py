@@ -1,4 +1,4 @@
-"""A bundle with a Lyanna drafter on the command line: what it says of it, and everything about one that is refused."""
+"""A bundle with a Lyanna drafter on the command line: its description, and every refusal of a damaged one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def copy(drafted: Path, tmp_path: Path) -> Path:
 def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
     redraft: Redraft, drafted: Path, tmp_path: Path
 ) -> None:
-    """By itself, beside n-grams and plainly: one text; the trace of a drafted one plays again."""
+    """All methods write one text, and the trace of a drafted one replays."""
     trace, figures = tmp_path / "trace", {}
     arguments = ("generate", "--engines", drafted, "--prompt", "the cat", "--max-new-tokens", "40", "--ignore-eos",
                  "--json")  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_same_drafter_again_is_no_build(redraft: Redraft, checkpoint: Path, 
     assert json.loads(again.stdout)["cached"] is True
 
 
-def test_what_a_drafters_folder_holds_is_part_of_the_build_key(
+def test_files_of_a_drafter_are_part_of_the_build_key(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -116,7 +116,7 @@ def test_what_a_drafters_folder_holds_is_part_of_the_build_key(
 
 
 def rewrite(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as one who knows how it is signed."""
+    """Change the manifest and sign it again."""
     values = json.loads((bundle / "manifest.json").read_text())
     change(values)
     (bundle / "manifest.json").write_text(json.dumps(signed(values)))
@@ -127,20 +127,20 @@ def ref(values: dict[str, Any], name: str = "token_info.table") -> dict[str, Any
 
 
 def own(values: dict[str, Any]) -> dict[str, Any]:
-    """The drafter's record."""
+    """Return the drafter's record."""
     return values["drafters"]["lyanna"]  # type: ignore[no-any-return]
 
 
 def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter: Path, copy: Path) -> None:
-    """The whole file is table: no check but the digest can see it. The command that mends it builds the same again."""
+    """The whole file is the table: only the digest detects damage. The hint's command builds the same file again."""
     file = copy / "weights" / "lyanna.token_info.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
     assert "lyanna.token_info.safetensors: expected SHA-256" in line
-    told = f"--drafter lyanna={drafter},{OPTIONS} --force`"
-    assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {told}")
+    options = f"--drafter lyanna={drafter},{OPTIONS} --force`"
+    assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {options}")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_trace_that_cannot_be_written(refused: Refused, bundle: Path, tmp_path
 
 @pytest.fixture
 def other(drafter: Path, tmp_path: Path) -> Path:
-    """The drafter, to be changed."""
+    """A copy of the drafter, to be changed."""
     return Path(shutil.copytree(drafter, tmp_path / "other"))
 
 
@@ -268,7 +268,7 @@ def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, 
 def test_two_drafters_of_one_method_in_one_bundle(
     redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path: Path
 ) -> None:
-    """Each has files, tables and a word of its own, and both write the plain text."""
+    """Each has its own files, tables and name, and both write the plain text."""
     out = tmp_path / "engines"
     built = redraft("build", checkpoint, "-o", out, "--drafter", f"short={drafter},steps=1", "--drafter",
                     f"long={drafter}", "--eval-text", "none", "--json")  # fmt: skip

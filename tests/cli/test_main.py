@@ -1,4 +1,4 @@
-"""How any command ends: statuses, tracebacks only when asked for, `redraft doctor`."""
+"""The end of any command: statuses, tracebacks only on request, `redraft doctor`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_doctor_shows_the_size_of_the_engine_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are as large as a model; those that a bundle has too take no space."""
+    """Engines are as large as a model; those that a bundle also has take no space."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert doctor._engine_cache().found == f"none in {tmp_path / 'redraft' / 'tensorrt'}"
     cache = tmp_path / "redraft" / "tensorrt"
@@ -110,7 +110,7 @@ def test_doctor_compares_versions_with_pins_and_ranges(requirement: str, version
     assert doctor._within(version, expected) == fits
 
 
-def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
+def test_doctor_names_the_cuda_python_for_an_older_driver() -> None:
     assert doctor._driver((12, 4), "12.9.10").status == "ok"
     assert doctor._driver((13, 0), "12.9.10").status == "ok"
     assert doctor._driver((12, 4), None).status == "ok"
@@ -120,7 +120,7 @@ def test_doctor_says_which_cuda_python_an_older_driver_runs() -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
-    """Let packages have these versions, None for not installed; `_` stands for `-`."""
+    """Set versions of packages, None for not installed; `_` stands for `-`."""
     real = doctor._package_version
     changed = {name.replace("_", "-"): version for name, version in versions.items()}
     monkeypatch.setattr(doctor, "_package_version", lambda name: changed[name] if name in changed else real(name))
@@ -142,7 +142,7 @@ def test_doctor_takes_the_build_for_a_gpu_in_place_of_the_other(monkeypatch: pyt
 
 
 def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They write the same files: which of them runs is whichever came last, and taking one away breaks the other."""
+    """They write the same files: the one installed last runs, and uninstalling one breaks the other."""
     installed(monkeypatch, onnxruntime="1.31.1", onnxruntime_gpu="1.31.0")
     (finding,) = doctor._both_builds()
     assert finding in list(doctor.examine())
@@ -154,7 +154,7 @@ def test_doctor_warns_of_two_builds_over_each_other(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_the_uninstall_of_one_of_two_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty() -> list[str]:
         raise AttributeError("module 'onnxruntime' has no attribute 'get_available_providers'")
 
@@ -162,7 +162,7 @@ def test_doctor_survives_what_an_uninstall_of_one_of_two_builds_leaves(monkeypat
     assert doctor._providers().status == "broken"
 
 
-def test_doctor_says_why_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_gives_the_reason_if_onnxruntime_does_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(provider: str) -> None:
         raise BackendError(f"cannot start {provider}: no libcublas.so.13", "install it")
 

@@ -59,7 +59,7 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_methods_share_a_batch_and_one_verification(bundle: Path, device: str | None) -> None:
-    """Each request drafts its own way. A step has one call of the verifier, and at most one a drafter and kind."""
+    """Each request has its own method. A step calls the verifier once, and each drafter at most once a kind."""
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(WAYS))]
     with Runtime.open(bundle, threads=1, max_num_seqs=4, device=device, verify=False) as runtime:
         plain = [text.token_ids for text in runtime.generate(prompts, PARAMS, "none")]
@@ -79,6 +79,6 @@ def test_methods_share_a_batch_and_one_verification(bundle: Path, device: str | 
     ]
     calls = [[name for name in names if name.startswith("engine.")] for names in steps]
     assert all(names.count("engine.verifier") == 1 for names in calls)
-    assert all(len(set(names)) == len(names) for names in calls)  # no call was made twice in a step
+    assert all(len(set(names)) == len(names) for names in calls)  # a step makes each call once
     drafted = [{name for name in names if "draft" in name or "resample" in name} for names in calls]
     assert any(len(names) > 1 for names in drafted)

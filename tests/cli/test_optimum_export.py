@@ -23,7 +23,7 @@ HERE = Path(sysconfig.get_path("purelib"))
 
 @pytest.fixture(scope="module")
 def optimum_cli(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run optimum-cli of a fresh environment with our wheel and optimum in it, and all else from the one of the tests.
+    """Run optimum-cli in a fresh environment with our wheel and optimum, and the tests' environment for the rest.
 
     A path in a .pth file makes packages importable without their own .pth files, and so without the editable install.
     """

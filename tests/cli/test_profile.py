@@ -1,4 +1,4 @@
-"""`redraft profile`: the tables, the trace, what Nsight Systems is asked and how its report is read, and bad usage.
+"""`redraft profile`: the tables, the trace, the arguments and the report of Nsight Systems, and bad usage.
 
 The `nsys` of these tests runs the command with an `nvtx` that notes its ranges, and prints them in the columns that
 NVIDIA documents for `nvtx_pushpop_trace`.
@@ -80,7 +80,7 @@ RUNS = "subprocess.run(rest[place:], env=env).returncode"
 
 @pytest.fixture
 def install_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a `nsys` on the PATH that runs the command to profile, or does something else."""
+    """Puts an `nsys` on the PATH that runs the command to profile, or does something else."""
 
     def install(act: str = RUNS) -> None:
         folder = tmp_path / "nsight"
@@ -109,7 +109,7 @@ def test_a_table_and_a_trace(redraft: Redraft, bundle: Path, tmp_path: Path) -> 
     assert int(shown[4].split()[1]) == len(steps) > 0
 
 
-def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraft, bundle: Path) -> None:
+def test_json_holds_the_stages_the_metrics_and_the_memory(redraft: Redraft, bundle: Path) -> None:
     values = json.loads(redraft("profile", "--engines", bundle, *RUN, "--roofline", "--json").stdout)
     assert values["stage_ms"] == pytest.approx(values["metrics"]["stage_ms"], rel=1e-6)
     assert values["outside_engines"] == pytest.approx(values["metrics"]["overhead_fraction"], rel=1e-6)
@@ -120,7 +120,7 @@ def test_json_holds_the_stages_beside_the_metrics_and_the_memory(redraft: Redraf
     assert all(engine["traffic"]["weights"] > 0 for engine in values["roofline"]["engines"])
 
 
-def test_on_a_device_the_tables_and_the_json_say_where(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+def test_on_a_device_the_tables_and_the_json_name_it(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     asked = ("profile", "--engines", bundle, *RUN, "--device", "cpu", "--roofline")
     shown = redraft(*asked, "--out", out).stdout.splitlines()
@@ -161,7 +161,7 @@ def test_a_device_that_is_not_here_is_refused_as_generate_does(
 def test_on_a_device_nothing_is_captured_while_it_is_recorded(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Capturing a step takes longer than the step. The prompt's is captured in the second run, which is no trace's."""
+    """Capturing a step takes longer than the step. The second run captures the prompt's, before the trace begins."""
     captures: list[bool] = []
 
     class Watch(Recording):
@@ -236,7 +236,7 @@ def test_without_nsight(refused: Refused, bundle: Path, tmp_path: Path, monkeypa
     assert "install Nsight Systems" in refused("profile", "--engines", bundle, *RUN, "--nsys", status=1)
 
 
-def test_what_fails_under_nsight_is_told(
+def test_failures_under_nsight_are_reported(
     refused: Refused, bundle: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
     install_nsys()
@@ -259,7 +259,7 @@ def test_an_nsight_that_sees_nothing(
 
 
 def test_nsights_child_is_asked_the_same(refused: Refused, bundle: Path, install_nsys: Callable[..., None]) -> None:
-    """Every option of the run goes along, and the text as a file."""
+    """The child gets every option of the run, and the text as a file."""
     install_nsys("print(rest[place:], repr(open(rest[-2]).read())) or 3")
     options = ("--method", "ngram", "--budget", "nodes=1,depth=1,width=1", "--threads", "1", "--device", "cpu")
     line = refused(
@@ -283,15 +283,15 @@ def test_nsights_child_gets_prompts_that_no_argument_holds(
     assert result.returncode == 0, result.stderr
 
 
-def test_nsight_records_what_a_device_does(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
+def test_nsight_records_the_work_of_a_device(redraft: Redraft, bundle: Path, install_nsys: Callable[..., None]) -> None:
     install_nsys()
     result = redraft("profile", "--engines", bundle, *RUN, "--device", "cpu", "--nsys")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "ngram on cpu, times of the nsys"
-    assert "accept" not in result.stdout  # on a device no stage of a step: the verdict comes with the verification
+    assert "accept" not in result.stdout  # `accept_output` comes with the verification
 
 
-def test_what_fails_leaves_the_file_as_it_was(
+def test_failures_leave_the_file_unchanged(
     refused: Refused, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
@@ -307,7 +307,7 @@ def test_what_fails_leaves_the_file_as_it_was(
     assert (old.read_text(), report.read_text()) == ("an old trace", "an old report")
 
 
-def test_where_no_trace_can_be_written_nothing_is_decoded(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
+def test_nothing_is_decoded_if_no_trace_can_be_written(redraft: Redraft, bundle: Path, tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "missing" / "trace.json"):
         result = redraft("profile", "--engines", bundle, *RUN, "--out", out)
         assert result.returncode == 2
@@ -315,7 +315,7 @@ def test_where_no_trace_can_be_written_nothing_is_decoded(redraft: Redraft, bund
         assert "decoding" not in result.stderr
 
 
-def test_what_the_roofline_needs_is_missed_before_anything_is_decoded(
+def test_missing_packages_of_the_roofline_fail_before_decoding(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "redraft.bench.roofline", raising=False)
@@ -328,15 +328,17 @@ def test_what_the_roofline_needs_is_missed_before_anything_is_decoded(
     ("options", "named"),
     [(["--json"], "--json"), (["--nsys", "--out", "trace.json"], "--out, --nsys"), (["--roofline"], "--roofline")],
 )
-def test_nothing_is_promised_beside_nvtx(refused: Refused, bundle: Path, options: list[str], named: str) -> None:
+def test_options_that_do_nothing_with_nvtx_are_refused(
+    refused: Refused, bundle: Path, options: list[str], named: str
+) -> None:
     line = refused("profile", "--engines", bundle, *RUN, "--nvtx", *options, status=2)
     assert f"--nvtx only emits ranges: {named} would do nothing" in line
 
 
-def test_what_a_bundle_is_to_be_used_for_is_said(
+def test_caveats_of_a_bundle_are_printed(
     redraft: Redraft, checkpoint: Path, tmp_path: Path, install_nsys: Callable[..., None]
 ) -> None:
-    """Random weights, as every output says."""
+    """Random weights, as every output notes."""
     out = tmp_path / "random"
     built = redraft("build", checkpoint, "-o", out, "--weights", "random", "--eval-text", "none")
     assert built.returncode == 0, built.stderr
@@ -373,7 +375,7 @@ def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word:
 
 
 def test_the_documented_command_is_the_one_that_runs() -> None:
-    """Without one of its options the report shows something else."""
+    """Without one of its options the report shows other columns."""
     text = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text(encoding="utf-8")
     command = text.partition("\nnsys profile ")[2].partition(" redraft profile ")[0].replace("\\\n", " ")
     assert ["profile", *command.split()] == profile_options(Path("profile.nsys-rep"))

@@ -1,4 +1,4 @@
-"""`redraft build` of a recipe: its shape alone with random weights, labelled everywhere, and what is refused."""
+"""`redraft build` of a recipe: its shape alone with random weights, labelled everywhere, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = {
 
 
 def write_recipe(folder: Path, backend: str = "onnxruntime", **shape: object) -> Path:
-    """A recipe of a small shape whose checkpoint is nowhere, with a budget but no drafter."""
+    """A recipe of a small shape with a missing checkpoint, with a budget but no drafter."""
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in {**SHAPE, **shape}.items())
     build = (
         f'backend = "{backend}"\nprecision = "fp16"\n[build.drafters.lyanna]\nmethod = "lyanna"\nsteps = 3\nnodes = 12'
@@ -31,7 +31,7 @@ def write_recipe(folder: Path, backend: str = "onnxruntime", **shape: object) ->
 
 @pytest.fixture(scope="module")
 def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines of nothing but a shape; not to be written to."""
+    """Engines of a shape alone; not to be written to."""
     folder = tmp_path_factory.mktemp("recipe")
     result = redraft("build", write_recipe(folder), "-o", folder / "engines", "--weights", "random", "--json")
     assert result.returncode == 0, result.stderr
@@ -41,7 +41,7 @@ def random_bundle(redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "engines"
 
 
-def test_random_engines_say_so_wherever_they_are_shown(redraft: Redraft, random_bundle: Path) -> None:
+def test_random_engines_are_labelled_everywhere(redraft: Redraft, random_bundle: Path) -> None:
     shown = redraft("inspect", random_bundle).stdout
     assert "beware     random weights (the verifier, lyanna)" in shown
     assert "beware     stand-in tokenizer" in shown
@@ -49,7 +49,7 @@ def test_random_engines_say_so_wherever_they_are_shown(redraft: Redraft, random_
 
 @pytest.mark.parametrize("method", ["ngram+lyanna", "none"])
 def test_random_engines_generate_and_the_text_is_labelled(redraft: Redraft, random_bundle: Path, method: str) -> None:
-    """A token a byte: every text can be a prompt; and there is no end of text to stop at."""
+    """A token for each byte: every text can be a prompt, and no end of text stops it."""
     arguments = ("generate", "--engines", random_bundle, "--prompt", "é!", "--method", method, "--max-new-tokens", 6)
     found = json.loads(redraft(*arguments, "--json").stdout)
     assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 6}
@@ -66,7 +66,7 @@ def test_bench_of_random_engines_is_labelled(redraft: Redraft, random_bundle: Pa
 
 
 def test_a_recipe_without_a_drafter_builds_without_one(redraft: Redraft, checkpoint: Path, tmp_path: Path) -> None:
-    """Its checkpoint is at --model-path; the command that mends the bundle names it too."""
+    """Its checkpoint is at --model-path; the command that rebuilds the bundle names it too."""
     recipe = write_recipe(tmp_path, vocab_size=32)
     out = tmp_path / "engines"
     result = redraft("build", recipe, "--model-path", checkpoint, "-o", out, "--json")
@@ -85,14 +85,14 @@ def test_a_checkpoint_of_another_shape(refused: Refused, checkpoint: Path, tmp_p
 
 
 def test_without_tensorrt(refused: Refused, tmp_path: Path) -> None:
-    """Before anything is downloaded or read."""
+    """The refusal comes before anything is downloaded or read."""
     for model in (write_recipe(tmp_path, backend="tensorrt"), "vicuna-7b"):
         line = refused("build", model, "-o", tmp_path / "out", status=1)
         assert "TensorRT" in line
         assert "BACKEND=onnxruntime" in line
 
 
-def test_a_recipe_whose_checkpoint_cannot_be_had(refused: Refused, tmp_path: Path) -> None:
+def test_a_recipe_without_an_available_checkpoint_is_refused(refused: Refused, tmp_path: Path) -> None:
     line = refused("build", write_recipe(tmp_path), "-o", tmp_path / "out", status=1)
     assert "--model-path" in line
     assert "--weights random" in line

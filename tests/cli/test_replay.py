@@ -1,4 +1,4 @@
-"""`redraft replay`: what it tells of a trace, and the traces that it refuses."""
+"""`redraft replay`: its counts for a trace, and the traces that it refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_trace_that_does_not_hold(refused: Refused, tmp_path: Path, lines: lis
 
 def test_a_trace_without_a_step(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("")
-    assert "no step in it" in refused("replay", tmp_path / "trace", status=1)
+    assert "found no step" in refused("replay", tmp_path / "trace", status=1)
 
 
 def test_a_file_that_is_no_text(refused: Refused, tmp_path: Path) -> None:

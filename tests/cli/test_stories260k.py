@@ -1,4 +1,4 @@
-"""A real pretrained checkpoint writes what its authors' own program writes from the bare BOS token."""
+"""A real pretrained checkpoint writes the same text as its authors' own program, from the bare BOS token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Redraft = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def stories(shared: Path) -> Path:
-    """The checkpoint's folder; skips where it is absent."""
+    """The checkpoint's folder; skips if it is absent."""
     folder = shared / "data" / "checkpoints" / "stories260k"
     if not folder.is_dir():
         pytest.skip(f"no stories260k checkpoint at {folder}")
@@ -43,7 +43,7 @@ def test_golden_text(redraft: Redraft, stories: Path, engines: Path, method: str
 
 @pytest.fixture(scope="module")
 def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines with a drafter that was trained for a moment on stories of the model's own."""
+    """Engines with a drafter that was trained briefly on the model's own stories."""
     folder = tmp_path_factory.mktemp("drafter")
     recipe = (RECIPES / "lyanna-stories260k.toml").read_text(encoding="utf-8")
     smaller = {"steps = 600": "steps = 30", "batch_tokens = 4096": "batch_tokens = 1024", "rows = 512": "rows = 8",
@@ -64,7 +64,7 @@ def drafted(stories: Path, redraft: Redraft, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.slow
 def test_a_drafter_of_its_own_stories_writes_the_golden_text(redraft: Redraft, stories: Path, drafted: Path) -> None:
-    """Even a drafter of thirty steps is right now and then, and never changes the text."""
+    """Even a drafter of thirty steps is sometimes right, and never changes the text."""
     budget = ("--budget", "nodes=6,depth=3,width=4")
     result = redraft("generate", "--engines", drafted, "--prompt", "", "--max-new-tokens", "200", *budget, "--json")
     written = json.loads(result.stdout)

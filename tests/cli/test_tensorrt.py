@@ -33,13 +33,13 @@ Build = Callable[..., int]
 
 @pytest.fixture
 def built() -> list[str]:
-    """Graphs that were really built."""
+    """Graphs of the built engines."""
     return []
 
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[str]) -> Build:
-    """Run `redraft build tiny` for a TensorRT release that is not here; returns the exit status."""
+    """Run `redraft build tiny` for a TensorRT release that is not installed; returns the exit status."""
     library = tmp_path / "libredraft_tensorrt_10.so"
     library.write_bytes(b"plugin")
 
@@ -103,7 +103,7 @@ def test_every_graph_of_the_embedded_model_is_taken(
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The real Polygraphy builds here, which prints every profile unless it is told not to."""
+    """The real Polygraphy builds here; by default it prints every profile."""
     tensorrt = FakeTensorRt("10.13.3.9", None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
     for name in [name for name in sys.modules if name.startswith("polygraphy")]:
@@ -128,7 +128,7 @@ def test_without_engines_no_inputs_are_written(refused: Refused, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_the_parser_lacks_is_named_and_nothing_is_left(
+def test_operators_that_the_parser_lacks_are_named_and_nothing_is_left(
     build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert build("10.13.3", "-o", tmp_path / "tiny", "--precision", "fp16", "--drafter", "lyanna,token_info=int8") == 1
@@ -140,13 +140,13 @@ def test_what_the_parser_lacks_is_named_and_nothing_is_left(
     assert built == []
 
 
-def test_what_was_asked_of_tensorrt_is_said_again() -> None:
-    """In the command that builds a bundle anew."""
+def test_options_of_tensorrt_are_repeated() -> None:
+    """They appear in the command that rebuilds a bundle."""
     recipe = BuildConfig(backend="tensorrt")
     engines = choose_tensorrt(recipe, Attention.plugin, True, 2, 16, True)
     assert engines == TensorRtBuild("plugin", True, 2, 16, ignore_memory=True)
-    told = options_of(recipe, replace(recipe, tensorrt=engines))
-    assert told == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
+    options = options_of(recipe, replace(recipe, tensorrt=engines))
+    assert options == ("--batch", "2", "--tree-nodes", "16", "--embed-plugin", "--ignore-memory")
     assert options_of(recipe, recipe) == ()
 
 

@@ -1,4 +1,4 @@
-"""The small run that tests of training share."""
+"""The small run of tests of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison finds what it is for: a product that is right passes, and each planted fault is found."""
+"""The comparison passes a correct product, and finds each planted fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A bundle of a Mistral whose window is shorter than the prompts, and its reference texts."""
+    """A bundle of a Mistral with a window shorter than the prompts, and its reference texts."""
     folder = tmp_path_factory.mktemp("mistral")
     write_checkpoint(folder / "checkpoint", "mistral")
     texts = reference_texts(folder / "checkpoint")
@@ -37,8 +37,8 @@ def test_a_right_product_is_the_same(mistral):
     assert found.accepted > 40  # rows of accepted branches moved, for one text and for two
 
 
-def test_rows_left_where_they_were_are_found(mistral, monkeypatch):
-    """Plain decoding never moves a row: only trees whose branches are accepted show this."""
+def test_rows_that_were_not_moved_are_found(mistral, monkeypatch):
+    """Plain decoding never moves a row: only trees with accepted branches show this."""
     monkeypatch.setattr(HostStep, "_compact", lambda *_: None)
     found = compared(*mistral)
     assert found.result is Result.WRONG
@@ -51,7 +51,7 @@ def test_other_logits_are_found_under_the_same_tokens(mistral):
     assert compared(bundle, moved).result is Result.WRONG
 
 
-def test_what_cannot_be_made_and_what_is_refused_are_told_apart(tmp_path):
+def test_failed_and_refused_checkpoints_have_different_results(tmp_path):
     refused = check(tmp_path / "a", "mamba", {})
     assert refused.result is Result.REFUSED
     assert "mamba" in refused.note
@@ -59,7 +59,7 @@ def test_what_cannot_be_made_and_what_is_refused_are_told_apart(tmp_path):
 
 
 def test_notes_name_no_folder_of_this_machine(tmp_path, monkeypatch):
-    """A refusal names files of the checkpoint; the table must read the same wherever it was made."""
+    """A refusal names files of the checkpoint; the table must not depend on the folder."""
 
     def refuse(model: Model, *_: object) -> None:
         raise CheckpointError(f"{model.path}/config.json is damaged")

@@ -1,4 +1,4 @@
-"""Small checkpoints: every stored number moved, small whatever the defaults, and the same for the same seed."""
+"""Small checkpoints: every stored number moved, small for any defaults, and the same for the same seed."""
 
 from __future__ import annotations
 

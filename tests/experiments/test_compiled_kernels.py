@@ -1,4 +1,4 @@
-"""What is read from the compiler's reports, and what follows from it."""
+"""Figures of the compiler's reports, and those computed from them."""
 
 from __future__ import annotations
 

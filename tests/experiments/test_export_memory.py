@@ -1,4 +1,4 @@
-"""The checkpoint written for the memory measurement is one that exports; figures come from a small one."""
+"""The checkpoint of the memory measurement exports; figures come from a small one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs that a bundle is measured against compute what they claim to."""
+"""The graphs that a bundle is measured against compute correct results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_bundle_over_its_own_weights(bundle: Path, tmp
 def test_the_curve_times_every_graph_of_the_bundle_and_its_products(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs for chains, which have no mask, too."""
+    """Graphs for chains, which have no mask, have them too."""
     monkeypatch.setattr(cost_curve, "interleaved", lambda calls: interleaved(calls, blocks=1, runs=1))
     monkeypatch.setattr(cost_curve, "medians", lambda calls: {name: call() or 1.0 for name, call in calls.items()})
     monkeypatch.setattr(cost_curve, "KV_ROWS", 20)
@@ -62,7 +62,7 @@ def test_a_graph_without_products_has_no_floor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_naive_graph_computes_what_transformers_does(tmp_path: Path) -> None:
+def test_naive_graph_computes_the_same_as_transformers(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""The host's time of a step over stand-ins that do nothing: the runtime's own steps, over a text that goes on."""
+"""The host's time of a step over idle stand-ins: the runtime's own steps, over a text that continues."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_method_as_one_or_two_launches_a_step(
 def test_the_time_of_cudas_calls_is_left_out(
     lyanna_bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait of 10 ms a step, of which the host's own time is a thousandth."""
+    """A step waits 10 ms; the host's own time is a thousandth of it."""
     wait = FakeCuda.cudaStreamSynchronize
 
     def slow(self: FakeCuda, stream: int) -> tuple[Status]:
@@ -63,24 +63,22 @@ def test_the_time_of_cudas_calls_is_left_out(
     assert found["none"]["us"]["median"] < 10_000
 
 
-def test_without_a_step_there_is_nothing_to_say(
-    lyanna_bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_step_is_refused(lyanna_bundle: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no step was run"):
         run(monkeypatch, lyanna_bundle, prompts, "--methods", "none", "--max-new-tokens", "1")
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
-def test_a_verdict_goes_on_with_the_text(width: int) -> None:
+def test_accepted_tokens_continue_the_text(width: int) -> None:
     script, text = Script(seed=width), [10, 11, 12, 13, 14]
     script.begin(text, at=3)
-    said, kept = [], set()
+    tokens, kept = [], set()
     for _ in range(40):
-        verdict = np.zeros(1 + 2 * width, np.int64)
-        script.say(verdict)
-        path = verdict[1 : 1 + verdict[0]].tolist()
+        accepted = np.zeros(1 + 2 * width, np.int64)
+        script.accept(accepted)
+        path = accepted[1 : 1 + accepted[0]].tolist()
         assert path == list(range(len(path))), "the root, then nodes below each other"
-        said += [verdict[1 + width + node] for node in path]
+        tokens += [accepted[1 + width + node] for node in path]
         kept.add(len(path))
-    assert said == [text[(3 + place) % 5] for place in range(len(said))]
+    assert tokens == [text[(3 + place) % 5] for place in range(len(tokens))]
     assert kept == set(range(1, 1 + min(4, {1: 1, 2: 2, 4: 3}.get(width, 4))))

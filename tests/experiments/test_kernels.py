@@ -48,7 +48,7 @@ def test_checks_cover_every_kernel(kernels: Kernels) -> None:
     ("field", "wrong"),
     [("window", 0), ("softcap", 0.0), ("node_counts", None), ("mask_bits", None), ("mask_bools", None), ("k", None)],
 )
-def test_checks_notice_what_a_kernel_does_not_heed(
+def test_checks_notice_an_option_that_a_kernel_ignores(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, field: str, wrong: int | None
 ) -> None:
     right = DeviceProblem.args
@@ -66,7 +66,7 @@ def test_checks_notice_what_a_kernel_does_not_heed(
 
 
 def test_checks_notice_a_row_written_behind_the_new_ones(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is right: only the cache is not."""
+    """The answer is right: only the cache is wrong."""
     right = DeviceProblem.ours
 
     def ours(self: DeviceProblem, kernels: Kernels, ctas: int = 0) -> Callable[[], Any]:
@@ -101,7 +101,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Kernels:
     return kernels
 
 
-def test_a_wrong_result_fails_and_leaves_what_was_found(
+def test_a_wrong_result_fails_and_keeps_earlier_results(
     on_host: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     attend = Kernels.attend
@@ -144,7 +144,7 @@ def test_the_cpu_build_is_no_library_for_a_device(
         measure(OPTIONS, Report())
 
 
-def test_no_library_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(speed, "missing_device", lambda: None)
     monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none.so"))
     found = Report().fill(lambda report: measure(OPTIONS, report))
@@ -155,7 +155,7 @@ def test_no_library_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_the_report_is_written_after_every_size(
     on_host: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The third size finds both before it in the file, one of them too large for the memory."""
+    """The third size finds both earlier results in the file, one of them too large for the memory."""
     out = tmp_path / "attention.json"
     monkeypatch.setattr(speed, "require_device", lambda: torch)
     monkeypatch.setattr(speed, "copy_bytes_per_second", lambda: 1e12)
@@ -215,7 +215,7 @@ def test_the_bias_has_aligned_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(stride % BIAS_COLUMNS == 0 for stride in mask.stride()[:-1])
 
 
-def test_flashinfer_is_given_what_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_gets_its_documented_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sequence, one node of it, and a batch over our caches as pages."""
     calls: list[tuple[str, Any, Any]] = []
 
@@ -293,7 +293,7 @@ def test_compaction_is_recognized(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("row", [30, 32, 33])
 def test_a_row_in_the_wrong_place_is_noticed(kernels: Kernels, row: int) -> None:
-    """A new row that is another, and one written past a tree's count."""
+    """A changed new row, and one written past a tree's count."""
     problem = DeviceProblem(SIZES, device="cpu", features=Features(counts=(5, 3)))
     problem.ours(kernels)()
     assert problem.rows_written()
@@ -302,7 +302,7 @@ def test_a_row_in_the_wrong_place_is_noticed(kernels: Kernels, row: int) -> None
 
 
 class Recorder:
-    """A stand-in for torch that notes the order of what a device is asked for."""
+    """A stand-in for torch that records the order of calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -342,7 +342,7 @@ class Recorder:
         pass
 
 
-def test_the_warm_up_waits_for_what_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_waits_for_the_filling_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     monkeypatch.setattr(kernel_device, "require_device", lambda: recorder)
     capture([lambda: recorder.log.append("call")])
@@ -351,7 +351,7 @@ def test_the_warm_up_waits_for_what_fills_the_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_the_launch_of_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is kept busy until the first event, the graph and the last event are all handed to it."""
+    """The device is kept busy until it has the first event, the graph and the last event."""
     recorder = Recorder()
     monkeypatch.setattr(kernel_device, "require_device", lambda: recorder)
     times = paired_us({"a": Captured(lambda: recorder.log.append("replay"), 2)}, replays=1)
@@ -368,7 +368,7 @@ def test_least_bytes() -> None:
 
 
 @pytest.mark.skipif(missing_device() is None, reason="a CUDA device is here")
-def test_without_a_device_the_report_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_report_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "attention.json"
     monkeypatch.setattr(sys, "argv", ["speed", "--out", str(out)])
     found = speed.main()

@@ -101,7 +101,7 @@ def tokens():
 
 
 def filled(objective):
-    """The objective with weights of which none is zero or one."""
+    """The objective with weights other than zero and one."""
     torch.manual_seed(0)
     for parameter in objective.drafter.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -133,7 +133,7 @@ def test_cold_tokens_add_nothing_and_get_nothing(verifier, exact):
     assert int((added != 0).sum()) == 4
 
 
-def test_a_restricted_drafter_is_what_engines_make_of_a_pruned_table(verifier, exact, tokens):
+def test_a_restricted_drafter_equals_engines_with_a_pruned_table(verifier, exact, tokens):
     counts = torch.arange(VOCABULARY)
     hot = filled(HotObjective(verifier, CONFIG, hot_tokens(counts, 6)))
     stored = TableObjective(verifier, CONFIG, tables_of(exact, counts, token_info="lowrank", hot=6))
@@ -142,7 +142,7 @@ def test_a_restricted_drafter_is_what_engines_make_of_a_pruned_table(verifier, e
     assert not torch.allclose(drafts(hot, tokens), drafts(exact, tokens), atol=1e-2)
 
 
-def test_a_sharpened_table_says_the_same(verifier, tokens):
+def test_a_table_with_another_logit_scale_gives_the_same(verifier, tokens):
     sharp = LyannaConfig(**{**vars(CONFIG), "draft_logit_scale": 4.0})
     exact = filled(LyannaObjective(verifier, sharp))
     tables = tables_of(exact, torch.ones(VOCABULARY), token_info="lowrank", hot=VOCABULARY)
@@ -173,7 +173,7 @@ def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
 
 @pytest.fixture
 def texts(verifier, tmp_path):
-    """A stream that counts upwards, so that there is something to learn."""
+    """A stream that counts upwards, so that training can learn it."""
     config = LlamaConfig(
         num_attention_heads=2, num_key_value_heads=1, intermediate_size=12, head_dim=4, hidden_size=HIDDEN
     )
@@ -281,7 +281,7 @@ def draft_model(path):
     return graph
 
 
-def test_stages_have_the_sizes_of_the_draft_and_do_what_they_say(tmp_path: Path):
+def test_stages_have_the_sizes_of_the_draft_and_compute_their_part(tmp_path: Path):
     draft_model(tmp_path / "draft.onnx")
     paths = write_stages(tmp_path / "draft.onnx", HIDDEN, VOCABULARY, WIDTH, tmp_path)
     x = np.random.default_rng(1).standard_normal((1, 5, HIDDEN)).astype(np.float32)
@@ -319,7 +319,7 @@ def test_a_draft_is_cut_after_the_layer_and_after_the_head(tmp_path: Path):
         assert [output.name for output in session.get_outputs()] == [spec.name for spec in specs]
 
 
-def test_a_profile_is_split_by_what_the_head_waits_for(tmp_path: Path):
+def test_a_profile_is_split_by_the_inputs_of_the_head(tmp_path: Path):
     graph = draft_model(tmp_path / "draft.onnx")
     assert find_head(graph).name == "node_head"
     assert needed(graph, [names.CHAIN_LOGITS]) == {"node_layer", "node_head", "node_scale"}
@@ -375,7 +375,7 @@ def test_speed_is_the_median_of_pairs_and_leaves_short_outputs_out():
     assert speed([generation(1.0, tokens=21)], [generation(1.0)])["other_texts"] == 1
 
 
-def test_traces_say_what_was_resampled_and_kept():
+def test_traces_give_the_resampled_and_accepted_nodes():
     played = Replay()
     played.steps.update(fresh=6, resample=2)
     played.nodes.update(fresh=48, resample=8)
@@ -388,11 +388,11 @@ def test_traces_say_what_was_resampled_and_kept():
 
 
 def test_variants_take_turns_in_an_order_that_flips(capsys):
-    said = []
+    decoded = []
 
     def decoder(name):
         def decode(prompt):
-            said.append((name, prompt.id))
+            decoded.append((name, prompt.id))
             return generation(1.0)
 
         return decode
@@ -400,7 +400,7 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
     variants = [Variant("fixed", FRESH), Variant("fixed", "other")]
     prompts = [Prompt(str(i), "k", "") for i in range(2)]
     decoded = in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
-    assert said[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
+    assert decoded[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
     assert [len(found) for found in decoded.values()] == [2, 2]
 
 
@@ -413,7 +413,7 @@ def test_only_the_drafts_differ():
 
 
 class FakeRuntime:
-    """Speaks as fast as it resamples."""
+    """Decodes as fast as it resamples."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -482,7 +482,7 @@ def test_tables_are_aligned():
 
 
 def test_the_commands_that_the_docs_give_are_whole(root):
-    """An option that a part requires and its command lacks would be found by the reader."""
+    """Readers would find an option that a part requires and its command lacks."""
     text = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     commands = re.findall(r"`python -m experiments\.lyanna (.*?)`", text)
     assert {lyanna.parser().parse_args(command.split()).part for command in commands} == set(lyanna.PARTS)

@@ -1,4 +1,4 @@
-"""A sample of what `experiments/architectures.py` runs over all: those that once were wrong are among them."""
+"""A sample of the cases of `experiments/architectures.py`, those with earlier faults included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.check import Result, check
 
 SAME = (
     "glm4_moe",  # a buffer of the router
-    "gemma4_text",  # a buffer a layer, layers of different heads
+    "gemma4_text",  # a buffer for each layer, layers of different heads
     "gpt_neox",  # a head of another name
     "granitemoe",  # experts of other names
     "gpt_oss",  # sinks, experts stored transposed
@@ -27,7 +27,7 @@ REFUSED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", SAME)
 def test_same_tokens_and_logits(tmp_path, architecture):
-    """Plainly, with n-grams, and with trees whose branches are accepted; one text and two at a time."""
+    """Plainly, with n-grams, and with trees with accepted branches; one text and two at a time."""
     found = check(tmp_path, architecture, {})
     assert found.result is Result.SAME, found.note
 

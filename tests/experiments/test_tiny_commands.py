@@ -26,7 +26,7 @@ def write_recipe(folder, steps=4):
 
 
 def test_train_publish_evaluate(sources, tmp_path):
-    """The whole way: the figures of the card are those that `evaluate` measures again."""
+    """From training to measuring: `evaluate` measures the card's figures again."""
     recipe, run, out = write_recipe(tmp_path), tmp_path / "run", tmp_path / "out"
     common = ["train", *data_options(sources), "--out", str(run), "--config", str(recipe)]
     assert main([*common, "--checkpoint-every", "2"]) == {"out": str(run), "steps": 4, "steps_run": 4}
@@ -42,7 +42,7 @@ def test_train_publish_evaluate(sources, tmp_path):
 
 
 def test_lines_without_a_terminal_give_losses_speed_and_time_left(sources, tmp_path, capsys):
-    """On the error stream: the JSON object has the other one."""
+    """They go to the error stream: the standard output has the JSON object."""
     recipe = write_recipe(tmp_path)
     main(["train", *data_options(sources), "--out", str(tmp_path / "run"), "--config", str(recipe)])
     printed = capsys.readouterr()

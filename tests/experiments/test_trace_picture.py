@@ -26,7 +26,7 @@ def write_trace(path: Path, steps: int = 3) -> Path:
     return path
 
 
-def test_a_window_holds_the_steps_asked_for_and_what_is_inside(tmp_path: Path) -> None:
+def test_a_window_holds_its_steps_and_their_ranges(tmp_path: Path) -> None:
     events = read(write_trace(tmp_path / "trace.json"))["traceEvents"]
     bars = window(events, first=1, steps=1)
     assert bars == [Bar("step", 0, 4, 0), Bar("verify", 1, 2, 1), Bar("engine.verifier", 1, 2, 2)]

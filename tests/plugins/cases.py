@@ -13,12 +13,12 @@ from redraft.runtime.tree import ancestor_mask
 
 NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6}
-"""Error allowed, relative to the largest value, where scores are small: a few last places of the type."""
+"""Error allowed, relative to the largest value, for small scores: a few last places of the type."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call: what goes in, as the C entry takes it."""
+    """One call: its inputs, as the C entry takes them."""
 
     dtype: str
     q: NDArray  # [B, T, Hq, D]
@@ -36,7 +36,7 @@ class Case:
 
 
 def random_parents(rng: np.random.Generator, nodes: int) -> NDArray[np.int64]:
-    """A random tree: every node hangs from some node before it."""
+    """A random tree: every node has an earlier node as its parent."""
     return np.array([-1, *(rng.integers(0, node) for node in range(1, nodes))], dtype=np.int64)
 
 
@@ -53,7 +53,7 @@ def random_case(
     magnitude: float = 1.0,
     **options: float,
 ) -> Case:
-    """Caches whose rows past the live end, and the rows that the nodes will take, are NaN."""
+    """Caches with NaN in rows past `kv_len` and in the rows that the nodes will take."""
     rng = np.random.default_rng(seed)
     q_heads, kv_heads = heads
     batch, capacity = len(cache_len), max(cache_len) + nodes + spare
@@ -85,7 +85,7 @@ def random_case(
 
 
 def reference(case: Case) -> tuple[NDArray[np.float64], NDArray, NDArray]:
-    """out [B, T, Hq, D] in float64, and the caches afterwards."""
+    """Return out [B, T, Hq, D] in float64, and the caches afterwards."""
     batch, nodes, q_heads, head_dim = case.q.shape
     group = q_heads // case.k.shape[2]
     keys, values = case.key_cache.copy(), case.value_cache.copy()
@@ -118,7 +118,7 @@ GUARD = 4096
 
 
 def guarded(array: NDArray) -> tuple[NDArray, NDArray]:
-    """A copy in the middle of a longer array of 7s, and that whole array."""
+    """Return a copy in the middle of a longer array of 7s, and that whole array."""
     whole = np.full(array.size + 2 * GUARD, 7, dtype=array.dtype)
     inner = whole[GUARD : GUARD + array.size].reshape(array.shape)
     inner[...] = array
@@ -126,12 +126,12 @@ def guarded(array: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def guards_hold(whole: NDArray) -> bool:
-    """Whether nothing was written before or after the array."""
+    """Return True if nothing was written before or after the array."""
     return bool((whole[:GUARD] == 7).all() and (whole[-GUARD:] == 7).all())
 
 
 def pack_bits(mask: NDArray[np.bool_]) -> NDArray[np.uint32]:
-    """Rows of a mask as words of 32 bits, lowest first."""
+    """Return rows of a mask as words of 32 bits, lowest first."""
     nodes = mask.shape[-1]
     padded = np.zeros((*mask.shape[:-1], -(-nodes // 32) * 32), dtype=np.uint8)
     padded[..., :nodes] = mask
@@ -148,7 +148,9 @@ def run(
     write: bool = True,
     truncate: bool = False,
 ) -> tuple[NDArray, NDArray, NDArray]:
-    """out [B, T, Hq, D] and the caches afterwards, by the CPU build. Fails if a kernel wrote past an array's end."""
+    """Return out [B, T, Hq, D] and the caches afterwards, by the CPU build. Fails if a kernel wrote past an array's
+    end.
+    """
     batch, nodes, q_heads, head_dim = case.q.shape
     out, whole_out = guarded(np.full(case.q.shape, np.nan, dtype=case.q.dtype))
     keys, whole_keys = guarded(case.key_cache)
@@ -170,7 +172,7 @@ def run(
     kernels.set_order(order)
     kernels.truncate_sums(truncate)
     kernels.attend(args, scratch.ctypes.data, scratch.nbytes)
-    if case.mask is not None and not bits:  # bits past the last node are no part of any row
+    if case.mask is not None and not bits:  # bits past the last node belong to no row
         packed = pack_bits(case.mask)
         assert scratch[: packed.nbytes].tobytes() == packed.tobytes()
     for whole in (whole_out, whole_keys, whole_values, whole_scratch):
@@ -179,7 +181,7 @@ def run(
 
 
 def error_of(case: Case, out: NDArray, truncated: bool = False) -> float:
-    """Largest difference from the reference, relative to the largest value, in units of what the type allows.
+    """Return the largest difference from the reference, relative to the largest value, in units of the allowed error.
 
     Float32 sums that tensor cores cut off may err twice as far as those to the nearest. A score in float32 is off by
     its size times 2^-22 or so, and its weight by as much.
@@ -194,5 +196,5 @@ def error_of(case: Case, out: NDArray, truncated: bool = False) -> float:
 
 
 def with_lengths(case: Case, cache_len: list[int]) -> Case:
-    """The same call with other lengths."""
+    """Return the same call with other lengths."""
     return replace(case, cache_len=np.array(cache_len))

@@ -1,4 +1,4 @@
-"""CMake as the Makefile calls it, for tests of what it builds."""
+"""CMake as the Makefile calls it, for tests of its builds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADERS_FROM = "TENSORRT_ROOT"
 
 
 def configure(root: Path, folder: Path, *settings: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Configure `plugins/` in `folder`, where its libraries will be too. `settings` are like NAME=value."""
+    """Configure `plugins/` in `folder`, with its libraries in it too. `settings` are like NAME=value."""
     for tool in ("cmake", "ninja"):
         if not (TOOLS / tool).exists():
             pytest.skip(f"{tool} is not in {TOOLS}: make install")
@@ -26,13 +26,13 @@ def configure(root: Path, folder: Path, *settings: str, **environment: str) -> s
 
 
 def build(folder: Path) -> None:
-    """Build what was configured there; a failure shows the compiler's words."""
+    """Build the configured folder; a failure shows the compiler's output."""
     done = subprocess.run([TOOLS / "cmake", "--build", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def summary(folder: Path) -> list[str]:
-    """The lines on what is built and what is skipped."""
+    """Return the lines on built and skipped libraries."""
     done = subprocess.run([TOOLS / "cmake", "-P", folder / "summary.cmake"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
@@ -52,7 +52,7 @@ def nvcc() -> None:
 
 
 def tensorrt_headers() -> str:
-    """The folder that has TensorRT's include/; skips without one."""
+    """Return the folder that has TensorRT's include/; skips without one."""
     nvcc()
     if not (folder := os.environ.get(HEADERS_FROM)):
         pytest.skip(f"no headers of TensorRT: name the folder that has their include/ in {HEADERS_FROM}")

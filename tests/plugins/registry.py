@@ -1,5 +1,6 @@
-"""Load the plugin into the registry of TensorRT's lean runtime: `python registry.py LIBRARY`, in an interpreter with
-`tensorrt_lean`, prints one JSON object. Of the standard library only, as that interpreter may have nothing else.
+"""Load the plugin into the registry of TensorRT's lean runtime: `python registry.py LIBRARY` prints one JSON object.
+
+Runs in an interpreter with `tensorrt_lean`, and uses only the standard library, since that interpreter may lack others.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ IN_PLAN = {**GOOD, "multiprocessors": 132, "compute_capability": 90}
 
 
 def create(creator: Any, values: dict[str, float], phase: Any, integer: str = "i") -> Any:
-    """A plugin from fields whose integers have the array type `integer`, or None."""
+    """Return a plugin from fields with integers of the array type `integer`, or None."""
     kinds = {"f": trt.PluginFieldType.FLOAT32, "i": trt.PluginFieldType.INT32, "q": trt.PluginFieldType.INT64}
     codes = ["f" if isinstance(value, float) else integer for value in values.values()]
-    arrays = [
-        array(code, [value]) for code, value in zip(codes, values.values(), strict=True)
-    ]  # fields only point there
+    # fields hold only pointers to these arrays
+    arrays = [array(code, [value]) for code, value in zip(codes, values.values(), strict=True)]
     fields = [trt.PluginField(name, data, kinds[data.typecode]) for name, data in zip(values, arrays, strict=True)]
     return creator.create_plugin("node", trt.PluginFieldCollection(fields), phase)
 

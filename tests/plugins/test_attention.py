@@ -117,7 +117,7 @@ def test_softcap(kernels: Kernels, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 75, 149])
 def test_one_key_above_all_others(kernels: Kernels, dtype: str, place: int) -> None:
-    """Scores a thousand apart: nothing overflows, and what came before is scaled away, early or late."""
+    """Scores a thousand apart: nothing overflows, and earlier terms are scaled away, early or late."""
     case = random_case(12, dtype, 64, [150], 6, scale=1.0)
     case.key_cache[0, :, place] = 30 * np.sign(case.q[0, 0, 0].astype(np.float32))
     assert_right(kernels, case)
@@ -139,7 +139,7 @@ def test_equal_values_come_out_as_they_are(kernels: Kernels, dtype: str) -> None
 
 
 def test_a_node_that_sees_nothing_gives_zero(kernels: Kernels) -> None:
-    """Not even itself: no tree is like that, but a mask can be."""
+    """A node may not see even itself: no tree is like that, but a mask can be."""
     case = random_case(20, "float16", 64, [0], 3)
     assert case.mask is not None
     case.mask[0, 1] = False
@@ -162,7 +162,7 @@ def test_rows_that_are_in_the_cache_already(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("wrong", [-1, -(2**40), 10**6, 2**40, 98])
 def test_a_length_outside_the_cache_harms_nothing(kernels: Kernels, wrong: int) -> None:
-    """Other sequences are right, rows that do not fit are dropped, and `run` sees that no array's end was passed."""
+    """Other sequences are right, rows that do not fit are dropped, and `run` checks writes past every array's end."""
     case = random_case(17, "float16", 64, [60, 90, 31], 6)
     for cache in (case.key_cache, case.value_cache):
         cache[np.isnan(cache)] = 0
@@ -182,7 +182,7 @@ def test_a_length_outside_the_cache_harms_nothing(kernels: Kernels, wrong: int) 
 def test_the_exported_operator_means_the_same(kernels: Kernels) -> None:
     case = random_case(18, "float32", 64, [40, 9], 7, (4, 2), spare=0, window=12)
     for cache in (case.key_cache, case.value_cache):
-        cache[np.isnan(cache)] = 0  # the operator's torch meaning reads what it hides
+        cache[np.isnan(cache)] = 0  # the operator's torch meaning reads hidden rows
     flat = [torch.from_numpy(array.reshape(2, 7, -1)) for array in (case.q, case.k, case.v)]
     rest = (case.key_cache, case.value_cache, case.mask, case.positions, case.cache_len, np.array([47]))
     expected = tree_attention(*flat, *map(torch.from_numpy, rest), None, case.scale, 0.0, case.window, 0, 4, 2)

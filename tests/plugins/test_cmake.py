@@ -1,4 +1,4 @@
-"""What a machine lacks is skipped, said, and no reason to fail; what was asked for wrongly is refused."""
+"""Libraries that a machine cannot build are skipped with a line and without failure; wrong settings are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import cmake
 NOWHERE = "/nonexistent/compiler"
 
 
-def test_missing_nvcc_and_headers_are_said(root: Path, tmp_path: Path) -> None:
+def test_missing_nvcc_and_headers_are_reported(root: Path, tmp_path: Path) -> None:
     cmake.compiler()
     done = cmake.configure(root, tmp_path, "REDRAFT_CPU=OFF", CUDACXX=NOWHERE)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def test_missing_nvcc_and_headers_are_said(root: Path, tmp_path: Path) -> None:
         assert "make plugins TENSORRT_ROOT=dir" in plugin
 
 
-def test_headers_are_found_where_they_are_named(root: Path, tmp_path: Path) -> None:
+def test_headers_are_found_in_the_named_folder(root: Path, tmp_path: Path) -> None:
     cmake.compiler()
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "NvInferRuntime.h").touch()
@@ -60,7 +60,7 @@ def test_an_unknown_architecture_is_refused(root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says: str, expected: str) -> None:
-    """Where nvidia-smi tells of none that nvcc knows, for all."""
+    """If nvidia-smi names no GPU that nvcc knows, kernels are built for all."""
     cmake.nvcc()
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -69,22 +69,22 @@ def test_kernels_are_for_the_gpus_that_are_here(root: Path, tmp_path: Path, says
     assert f"[[{expected}" in (tmp_path / "summary.cmake").read_text()
 
 
-def test_what_kernels_are_for_stays_what_it_was_said_to_be(root: Path) -> None:
-    """A test on a GPU would else compile again, for all GPUs, and without TensorRT's headers."""
+def test_settings_of_kernels_persist(root: Path) -> None:
+    """Without this, a test on a GPU would compile again, for all GPUs, and without TensorRT's headers."""
     say = ("ARCHITECTURES=90", "TENSORRT_ROOT=/headers")
     command = ["make", "-C", root, "-n", "-o", "install", "test-gpu"]
     clean = {"PATH": os.environ["PATH"]}
-    said, unsaid = (
+    given, default = (
         subprocess.run([*command, *more], capture_output=True, text=True, check=True, env=clean).stdout
         for more in (say, ())
     )
-    assert '-DREDRAFT_ARCHITECTURES="90"' in said
-    assert '-DTENSORRT_ROOT="/headers"' in said
-    assert "-DREDRAFT_ARCHITECTURES" not in unsaid
-    assert "-DTENSORRT_ROOT" not in unsaid
+    assert '-DREDRAFT_ARCHITECTURES="90"' in given
+    assert '-DTENSORRT_ROOT="/headers"' in given
+    assert "-DREDRAFT_ARCHITECTURES" not in default
+    assert "-DTENSORRT_ROOT" not in default
 
 
-def test_without_a_compiler_make_goes_on_and_says_so(root: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_make_continues_with_a_line(root: Path, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(root / name, tmp_path)
     shutil.copytree(root / "plugins", tmp_path / "plugins")

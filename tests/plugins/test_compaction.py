@@ -15,7 +15,7 @@ from .cases import NUMPY, guarded, guards_hold
 def compact(
     kernels: Kernels, caches: list[NDArray], cache_len: NDArray, paths: NDArray, lengths: NDArray, order: int = 0
 ) -> list[NDArray]:
-    """The caches [B, Hkv, C, D] afterwards. Fails if something was written past an array's end."""
+    """Return the caches [B, Hkv, C, D] afterwards. Fails if a write passed an array's end."""
     copies = [guarded(cache) for cache in caches]
     pointers = np.array([inner.ctypes.data for inner, _ in copies], dtype=np.uint64)
     batch, kv_heads, capacity, head_dim = caches[0].shape

@@ -1,4 +1,4 @@
-"""What stands in for a GPU in the kernels' tests: right where kernels are right, and wrong where they are wrong."""
+"""The stand-in for a GPU in the kernels' tests: right for right kernels, and wrong for wrong ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 THREADS = 64
 POISON = -1
-"""Four bytes of 0xff, what shared memory holds before it is written."""
+"""Four bytes of 0xff, the content of shared memory before the first write."""
 
 Run = Callable[..., "subprocess.CompletedProcess[bytes]"]
 
@@ -60,13 +60,13 @@ def test_a_missing_wait_shows(run: Run) -> None:
 
 
 def test_copies_may_arrive_at_once(run: Run) -> None:
-    """A copy under way may land before it is waited for: what is read meanwhile must not be its target."""
+    """A copy in progress may end before the wait: reads before it must not use its target."""
     assert numbers(run("no wait", 1)) == [6, 0] * THREADS
 
 
 @pytest.mark.parametrize("order", [2, 3])
 def test_warps_drift_apart(run: Run, order: int) -> None:
-    """One warp is rounds ahead of the other, unless they meet."""
+    """One warp runs rounds ahead of the other, unless they meet."""
     ahead = numbers(run("drift", order))[0]
     assert ahead > 3
     assert numbers(run("drift"))[0] <= 1
@@ -105,12 +105,12 @@ def test_the_last_bytes_of_shared_memory_are_taken(run: Run) -> None:
 
 
 def test_launches_that_a_device_refuses(run: Run) -> None:
-    """Shared memory past 48 KiB, past what was allowed or allowed to another kernel; too large a grid or block."""
+    """Shared memory past 48 KiB, past the limit set for this or another kernel; too large a grid or block."""
     assert numbers(run("launches")) == [0, 2, 2, 0, 2, 0, 2, 2, 2]
 
 
 def test_truncated_sums(run: Run) -> None:
-    """What lies below the largest term's last place is lost, and the total is cut towards zero."""
+    """Digits below the largest term's last place are lost, and the total is cut towards zero."""
     last = 2.0**-23
     found = [float.fromhex(line) for line in run("truncated").stdout.decode().split()]
     assert found == [1.0, -1.0, 2 + 2 * last, 2.5, 0.0, float("inf")]

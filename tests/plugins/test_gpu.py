@@ -1,4 +1,4 @@
-"""The kernels on a GPU: the CPU build's problems again, and what only a device shows."""
+"""The kernels on a GPU: the CPU build's problems again, and properties that only a device shows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def device_kernels() -> Kernels:
-    """The kernels for the GPU. Skips where none were built; a library that does not load is an error."""
+    """The kernels for the GPU. Skips if none were built; a library that does not load is an error."""
     if reason := missing_kernels():
         pytest.skip(reason)
     return open_kernels()
@@ -54,13 +54,13 @@ class OnDevice:
         self.held: list[Any] = []
 
     def put(self, array: NDArray) -> int:
-        """Address of a copy on the device."""
+        """Return the address of a copy on the device."""
         held = self.torch.from_numpy(np.ascontiguousarray(array).view(np.uint8).reshape(-1).copy()).cuda()
         self.held.append(held)
         return int(held.data_ptr())
 
     def get(self, address: int, like: NDArray) -> NDArray:
-        """What now lies at an address that `put` returned."""
+        """Return the current content at an address that `put` returned."""
         held = next(tensor for tensor in self.held if tensor.data_ptr() == address)
         return held.cpu().numpy().view(like.dtype).reshape(like.shape)
 
@@ -204,7 +204,7 @@ def test_compaction(device_kernels: Kernels, path: list[int]) -> None:
 def test_compute_sanitizer_finds_nothing(device_kernels: Kernels, tool: str) -> None:
     """Allocations are the driver's, not PyTorch's pool, so that an access past an end is seen.
 
-    Initcheck follows the writes of every kernel: PyTorch's, left out, would leave memory that it takes for unwritten.
+    Initcheck follows the writes of every kernel: without PyTorch's own, it would take their memory for unwritten.
     """
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:

@@ -75,7 +75,7 @@ def test_too_small_a_workspace_is_named(kernels: Kernels) -> None:
 
 
 def test_the_workspace_follows_sizes_not_lengths(kernels: Kernels) -> None:
-    """It is asked for once, before lengths are known, and serves a captured graph."""
+    """The size is queried once, before lengths are known, and serves a captured graph."""
     small, large = (kernels.workspace_bytes(AttentionArgs(**{**GOOD, "capacity": c})) for c in (8, 80000))
     assert small == large
     assert kernels.workspace_bytes(AttentionArgs(**{**GOOD, "ctas": 12})) == 2 * small  # the CPU build has 6 blocks
@@ -89,7 +89,7 @@ def test_the_workspace_follows_sizes_not_lengths(kernels: Kernels) -> None:
 def test_plans_follow_the_queries(
     kernels: Kernels, dtype: int, head_dim: int, nodes: int, rows: int, tile: int
 ) -> None:
-    """As few query rows a block as hold a tree, and never more shared memory than the smallest device has."""
+    """The fewest query rows a block that hold a tree, and never more shared memory than the smallest device has."""
     sizes = {"dtype": dtype, "head_dim": head_dim, "nodes": nodes, "capacity": 300}
     plan = kernels.plan(AttentionArgs(**{**GOOD, **sizes}))
     assert (plan.rows, plan.tile, plan.threads) == (rows, tile, 128)
@@ -105,7 +105,7 @@ def test_a_field_that_is_not_there(kind: type[AttentionArgs]) -> None:
         kind(batch=1, heads=2, ql=3)
 
 
-def test_structs_are_laid_out_as_the_header_says(tmp_path: Path) -> None:
+def test_structs_have_the_headers_layout(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here to read the header with")

@@ -1,4 +1,4 @@
-"""The TensorRT plugin, where its headers and nvcc are: on the CPU build of the kernels, and in TensorRT's own registry.
+"""The TensorRT plugin, if its headers and nvcc exist: on the CPU build of the kernels, and in TensorRT's own registry.
 
 TENSORRT_ROOT names the folder that has the headers' include/. The registry is that of the wheel `tensorrt-lean-cu13`,
 in this interpreter or in those that REDRAFT_TENSORRT_PYTHON names, separated by colons. None of it needs a GPU.
@@ -19,7 +19,7 @@ import pytest
 from . import cmake
 
 PYTHONS_FROM = "REDRAFT_TENSORRT_PYTHON"
-pytestmark = pytest.mark.slow  # compiling, the first time
+pytestmark = pytest.mark.slow  # the first compilation takes long
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def pythons() -> list[str]:
 
 @pytest.fixture(params=pythons())
 def registry(request: pytest.FixtureRequest, library: Path) -> tuple[dict[str, Any], str, int]:
-    """What one registry made of the library, what was said meanwhile, and the major version it was built for."""
+    """The content of one registry after loading the library, its log, and the major version it was built for."""
     if subprocess.run([request.param, "-c", "import tensorrt_lean"], capture_output=True).returncode != 0:
         pytest.skip(
             f"{request.param} has no tensorrt_lean: pip install tensorrt-lean-cu13, or name a Python in {PYTHONS_FROM}"
@@ -62,7 +62,7 @@ def test_enqueue_and_checks_on_the_cpu(root: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_the_library_exports_what_is_called_and_needs_no_tensorrt(root: Path, library: Path) -> None:
+def test_the_library_exports_the_called_entries_and_needs_no_tensorrt(root: Path, library: Path) -> None:
     def names(kind: str) -> set[str]:
         done = subprocess.run(["nm", "-D", kind, library], capture_output=True, text=True, check=True)
         return {line.split()[-1] for line in done.stdout.splitlines()}
@@ -76,7 +76,7 @@ def test_the_library_exports_what_is_called_and_needs_no_tensorrt(root: Path, li
 
 
 def test_registry_of_the_same_major(registry: tuple[dict[str, Any], str, int]) -> None:
-    found, said, major = registry
+    found, logged, major = registry
     if found.pop("version").split(".")[0] != str(major):
         pytest.skip(f"this registry is not of TensorRT {major}")
     assert found == {
@@ -90,14 +90,14 @@ def test_registry_of_the_same_major(registry: tuple[dict[str, Any], str, int]) -
         "three_kv_heads": False,
         "left": False,
     }
-    assert "q_heads: expected a multiple of kv_heads = 3, found 4" in said
+    assert "q_heads: expected a multiple of kv_heads = 3, found 4" in logged
 
 
 def test_registry_of_another_major_is_refused(registry: tuple[dict[str, Any], str, int]) -> None:
-    found, said, major = registry
+    found, logged, major = registry
     other = found["version"].split(".")[0]
     if other == str(major):
         pytest.skip(f"this registry is of TensorRT {major}, as the library is")
     assert not found["loaded"]
     assert not found["registered"]
-    assert f"expected TensorRT {major}, for which this library was built, found {other}" in said
+    assert f"expected TensorRT {major}, for which this library was built, found {other}" in logged

@@ -1,1 +1,1 @@
-"""Stand-ins of CUDA and TensorRT: one pair, which tests and `experiments.host_time` run on."""
+"""Stand-ins of CUDA and TensorRT: one pair, for tests and for `experiments.host_time`."""

@@ -1,7 +1,7 @@
 """A CUDA runtime over host memory: work runs only when the host waits for its stream, so tests find stale reads.
 
 `FakeCuda` stands for the module cuda.bindings.runtime. Fresh memory is poisoned. Every copy must stay within one
-allocation. What CUDA forbids while a graph is captured is an error here too.
+allocation. Calls that CUDA forbids while a graph is captured are errors here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 Work = Callable[[], None]
 POISON = 0xA5
 ALIGNMENT = 256
-"""Alignment of memory that CUDA allocates, and of every address for TensorRT."""
+"""Alignment of CUDA's allocations, and of every address for TensorRT."""
 
 
 class Status(IntEnum):
@@ -64,7 +64,7 @@ class FakeCuda:
 
     @property
     def launches(self) -> int:
-        """Number of graphs that were launched."""
+        """Return the number of graphs that were launched."""
         return len(self.launched)
 
     def put(self, work: Work) -> None:
@@ -72,7 +72,7 @@ class FakeCuda:
         (self.queued if self.captured is None else self.captured).append(work)
 
     def held(self, kind: str = "device") -> int:
-        """Bytes allocated."""
+        """Return the bytes allocated."""
         return sum(memory.nbytes for where, memory in self._memory.values() if where == kind)
 
     def check(self, kind: str, address: int, size: int) -> None:
@@ -89,7 +89,7 @@ class FakeCuda:
         return (Status.cudaSuccess,)
 
     def cudaGetLastError(self) -> tuple[Status]:
-        """The latest failure, stored until the next read."""
+        """Return the latest failure, stored until the next read."""
         kept, self.kept = self.kept, Status.cudaSuccess
         return (kept,)
 
@@ -132,7 +132,7 @@ class FakeCuda:
 
     def cudaEventRecord(self, event: int, stream: int) -> tuple[Status]:
         assert stream == self.STREAM
-        assert self.captured is None, "the moment of the capture would be kept, not those of its runs"
+        assert self.captured is None, "the graph would keep the moment of the capture, not those of its runs"
         self.put(partial(self._record, event))
         return (Status.cudaSuccess,)
 
@@ -148,7 +148,7 @@ class FakeCuda:
         return Status.cudaSuccess, (self.moments[end] - self.moments[start]) * 1e-6
 
     def cudaFree(self, address: int) -> tuple[Status]:
-        assert self.captured is None, "memory is given back while work is captured"
+        assert self.captured is None, "memory is freed while work is captured"
         self._drain()
         del self._memory[address]
         self._starts.remove(address)

@@ -1,13 +1,14 @@
-"""A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream, or do nothing.
+"""A TensorRT whose engines are a bundle's ONNX graphs, run by ONNX Runtime on the fake CUDA's stream, or idle.
 
-`FakeTensorRt` stands for the module tensorrt. An engine's bytes are JSON: the graph's file, its profiles by input
-(smallest and largest shape, between them the one it is tuned for if that is not the largest), the inputs that it reads
-on the host, and whether it updates buffers where they are: one that does not spoils its outputs before it reads. An
-input on the host is read when work is put on the stream, as TensorRT does; shapes outside the profile, unset addresses
-and a capture without a run before are refused: by False, and by RuntimeError and TypeError where the bindings raise.
+`FakeTensorRt` stands for the module tensorrt. An engine's bytes are JSON. They hold the graph's file, its profiles by
+input, the inputs that it reads on the host, and a flag for updates in place. A profile has the smallest and largest
+shape, and between them the tuned one if it is not the largest. An engine without updates in place overwrites its
+outputs before it reads. An input on the host is read when work is put on the stream, as TensorRT does. Shapes outside
+the profile, unset addresses and a capture without an earlier run are refused: by False, or by RuntimeError and
+TypeError like the bindings.
 
 An idle engine has tensors in place of a graph's file, and computes nothing, so that a step's time is the host's. Only
-the acceptance of a tree must make sense, so that text goes on: `FakeTensorRt.accept` writes it.
+the acceptance of a tree must make sense, so that text continues: `FakeTensorRt.accept` writes it.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ Profile = Mapping[str, tuple[Sequence[int], ...]]
 def write_engine(
     path: Path, graph: Path, profiles: Sequence[Profile] = ({},), host: Sequence[str] = (), updates: bool = False
 ) -> Path:
-    """The file of an engine. An empty profile takes every shape."""
+    """Write the file of an engine. An empty profile takes every shape."""
     path.write_text(json.dumps({"graph": str(graph), "profiles": profiles, "host": list(host), "updates": updates}))
     return path
 
 
 def write_idle_engine(path: Path, record: GraphRecord) -> Path:
-    """The file of an engine that takes every shape and computes nothing."""
+    """Write the file of an engine that takes every shape and computes nothing."""
     tensors = [{spec.name: (_NAMES[spec.dtype], len(spec.shape)) for spec in specs}
                for specs in (record.inputs, record.outputs)]  # fmt: skip
     path.write_text(json.dumps({"tensors": tensors, "profiles": [{}], "host": [], "updates": True}))
@@ -61,7 +62,7 @@ class FakeTensorRt(FakeBuilding):
     """See the module.
 
     cuda:   the stand-in that its engines run on; building needs none.
-    accept: writes what an idle engine of acceptance says, int64[1 + 2 T] of a tree of T nodes.
+    accept: writes the output of an idle engine of acceptance, int64[1 + 2 T] of a tree of T nodes.
     building: options of `FakeBuilding`.
     """
 
@@ -79,7 +80,7 @@ class FakeTensorRt(FakeBuilding):
         self.logger: Any = None
 
     def Runtime(self, logger: ILogger) -> FakeTensorRt:
-        """The runtime; if it is `null`, pybind11's error for that after this line of the log."""
+        """Return the runtime; if it is `null`, raise pybind11's error for that after this line of the log."""
         assert logger.ready
         self.logger = logger
         if self.null:
@@ -198,7 +199,7 @@ class Context:
         return True
 
     def _idle(self, addresses: Mapping[str, int], sizes: Mapping[str, np.ndarray]) -> None:
-        """Compute nothing. What is accepted has as many rows as sequences, as the tree's mask has."""
+        """Compute nothing. The acceptance output has as many rows as sequences, like the tree's mask."""
         if names.ACCEPT_OUTPUT in self.engine.outputs and self.engine.tensorrt.accept:
             batch, nodes, _ = self.shapes[names.TREE_MASK]
             for row in array(addresses[names.ACCEPT_OUTPUT], (batch, 1 + 2 * nodes), "INT64"):
@@ -221,7 +222,7 @@ class Context:
 
 
 def array(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """The memory at an address as an array."""
+    """Return the memory at an address as an array."""
     kind = np.dtype(_NUMPY[dtype])
     size = int(np.prod(shape)) * kind.itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(address), kind).reshape(shape)

@@ -1,7 +1,7 @@
-"""The half of the stand-in for TensorRT that builds engines: it records what is asked of it.
+"""The half of the stand-in for TensorRT that builds engines: it records its calls.
 
-Names and signatures are those of the real bindings, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. What
-they do is not: `tests.standins.tensorrt.FakeTensorRt` is the package.
+Names and signatures are those of the real bindings, as python/src of NVIDIA/TensorRT has them in 10.9 and 11.1. Their
+behaviour is not: `tests.standins.tensorrt.FakeTensorRt` is the package.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class DeviceType(IntEnum):
 
 
 class IProgressMonitor:
-    """What a monitor derives from; one that does not call its __init__ cannot be used."""
+    """Base class of a monitor; one that does not call its __init__ cannot be used."""
 
     def __init__(self) -> None:
         self.ready = True
 
 
 class ILogger:
-    """What a logger derives from; one that does not call its __init__ cannot be used."""
+    """Base class of a logger; one that does not call its __init__ cannot be used."""
 
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
     Severity = Severity
@@ -59,7 +59,7 @@ class ILogger:
 
 
 class OptimizationProfile:
-    """Refuses ranges that are out of order by a RuntimeError, as the bindings do."""
+    """Refuses ranges that are out of order by a RuntimeError, like the bindings."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[Any, Any, Any]] = {}
@@ -99,7 +99,7 @@ class _Bytes(bytes):
 
 
 HostMemory = c_char * 6
-"""A buffer of TensorRT's, which is none of Python's types."""
+"""A buffer of TensorRT's, which has none of Python's types."""
 
 
 class BuilderConfig:
@@ -169,7 +169,7 @@ class Network:
         return len(self._inputs)
 
     def parse(self, model: str) -> None:
-        """Take the inputs of a graph's file, none of which is a shape tensor."""
+        """Take the inputs of a graph's file; none is a shape tensor."""
         for value in onnx.load(model, load_external_data=False).graph.input:
             shape = tuple(dim.dim_value or -1 for dim in value.type.tensor_type.shape.dim)
             self._inputs.append(SimpleNamespace(name=value.name, is_shape_tensor=False, shape=shape, dtype=""))
@@ -185,12 +185,12 @@ class Network:
 
 
 class FakeBuilding:
-    """Builders, networks and parsers. What was asked of them is in `calls`, `configs` and `flags`.
+    """Builders, networks and parsers. Their arguments are in `calls`, `configs` and `flags`.
 
-    inputs:  the network's inputs, and whether each is a shape tensor. None takes those of the graph that is parsed.
-    error:   what the parser says, if it fails.   failure: what the builder logs, if it builds nothing.
-    null:    what is logged if no builder can be made.
-    during:  what happens before each step of the builder but the first.
+    inputs:  the network's inputs, True for shape tensors. None takes those of the graph that is parsed.
+    error:   the parser's message, if it fails.   failure: the builder's log line, if it builds nothing.
+    null:    the log line if no builder can be made.
+    during:  called before each step of the builder but the first.
     """
 
     BuilderFlag = BuilderFlag
@@ -235,7 +235,7 @@ class FakeBuilding:
         return object() if (type, version, plugin_namespace) == ("TreeAttention", "1", "") and self.registered else None
 
     def _load_library(self, plugin_path: str) -> Any:
-        """As TensorRT does: nothing for a library whose plugins are registered already."""
+        """Return nothing for a library with plugins that are registered already, like TensorRT."""
         self.calls.append(("load_library", plugin_path))
         if self.registered or not self.loads:
             return None

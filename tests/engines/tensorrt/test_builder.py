@@ -1,4 +1,4 @@
-"""What is asked of TensorRT through the real Polygraphy; TensorRT itself is a stand-in that records."""
+"""Calls of TensorRT through the real Polygraphy; TensorRT itself is a stand-in that records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Install = Callable[..., FakeTensorRt]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a stand-in where `import tensorrt` finds it."""
+    """Put a stand-in in the place that `import tensorrt` finds."""
 
     def put(version: str = "10.13.3.9", **options: object) -> FakeTensorRt:
         fake = FakeTensorRt(version=version, inputs={"tokens": False, "kv_len": True}, **options)
@@ -52,7 +52,7 @@ def test_a_strongly_typed_network_is_built_with_all_profiles(
     assert ("parse_from_file", str(build.graph)) in fake.calls
     token, tree = fake.configs[0].profiles
     assert tree.shapes == {"tokens": ((1, 2), (1, 8), (2, 8))}
-    assert tree.values == {"kv_len": ((2,), (9,), (64,))}  # an input whose values are sizes
+    assert tree.values == {"kv_len": ((2,), (9,), (64,))}  # an input with sizes as values
     assert token.shapes["tokens"] == ((1, 1), (1, 1), (2, 1))
     assert fake.configs[0].limits == {MemoryPoolType.WORKSPACE: build.workspace_bytes}
     assert fake.configs[0].max_aux_streams == 0  # each of many contexts would make its own
@@ -66,9 +66,9 @@ def test_polygraphys_log_goes_to_pythons_logging(
     with caplog.at_level(logging.INFO, "Polygraphy"), pytest.raises(BackendError):
         build_engine(build)
     assert capfd.readouterr().out == ""
-    said = {record.levelno: record.getMessage() for record in caplog.records if record.name == "Polygraphy"}
+    logged = {record.levelno: record.getMessage() for record in caplog.records if record.name == "Polygraphy"}
     assert "Profile 0:" in "".join(record.getMessage() for record in caplog.records)
-    assert "out of memory" in said[logging.ERROR]
+    assert "out of memory" in logged[logging.ERROR]
     assert "\033" not in caplog.text
 
 
@@ -82,26 +82,26 @@ def test_profiles_that_the_bindings_refuse_are_one_line(install: Install, build:
 
 
 def test_a_builder_that_tensorrt_cannot_make_is_one_line(install: Install, build: EngineBuild) -> None:
-    """As with a driver that is too old for TensorRT's CUDA: pybind11 raises a TypeError for the null object."""
+    """A driver too old for TensorRT's CUDA gives this: pybind11 raises a TypeError for the null object."""
     install(null="CUDA initialization failure with error: 35.")
     with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: CUDA initialization .* error: 35\.; see"):
         build_engine(build)
 
 
 def test_an_engine_is_not_copied(install: Install, build: EngineBuild) -> None:
-    """It is as large as the weights: its buffer is handed on, as TensorRT holds it."""
+    """An engine is as large as the weights: its buffer is passed on, as TensorRT holds it."""
     fake = install()
     assert build_engine(build).obj is fake.engine
 
 
 def test_an_interrupt_ends_the_build_at_its_next_step(install: Install, build: EngineBuild) -> None:
-    """TensorRT drops what Python raises while it is called back."""
+    """TensorRT drops exceptions of Python callbacks."""
 
     def interrupted() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt:
-            pytest.fail("raised where TensorRT would have dropped it")
+            pytest.fail("raised, though TensorRT would have dropped it")
 
     fake = install(during=interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -127,12 +127,12 @@ def test_the_plugin_is_registered_before_the_graph_is_parsed(install: Install, b
     build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
     order = [name for name, _ in fake.calls]
     assert order.index("load_library") < order.index("parse_from_file")
-    assert not fake.configs[0].previews, "TensorRT would copy caches that it is told are one with an output"
+    assert not fake.configs[0].previews, "TensorRT would copy caches that share memory with an output"
     assert not fake.configs[0].plugins_to_serialize
 
 
 def test_engines_built_one_after_the_other_register_the_plugin_once(install: Install, build: EngineBuild) -> None:
-    """TensorRT gives nothing back for a library whose plugins it knows already."""
+    """TensorRT returns nothing for a library with plugins that it already knows."""
     fake = install()
     for _ in range(2):
         build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
@@ -153,7 +153,7 @@ def test_measured_times_are_saved_and_read_by_the_next_build(install: Install, b
     assert build.timing_cache.read_bytes() == b"times"
     fake = install()
     build_engine(build)
-    assert fake.configs[0].loaded_times[0] == b"times"  # what the build itself starts from
+    assert fake.configs[0].loaded_times[0] == b"times"  # the second build starts from these
 
 
 def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBuild) -> None:
@@ -162,7 +162,7 @@ def test_a_plugin_that_does_not_load_is_named(install: Install, build: EngineBui
         build_engine(EngineBuild(build.graph, build.profiles, build.timing_cache, plugin=Path("/p/lib.so")))
 
 
-def test_what_the_parser_says_is_one_line(install: Install, build: EngineBuild) -> None:
+def test_the_parsers_message_is_one_line(install: Install, build: EngineBuild) -> None:
     install(error="node 3:\n unknown")
     with pytest.raises(BackendError, match=r"verifier\.tensorrt\.onnx: ERROR: [^\n]+; see its log") as caught:
         build_engine(build)
@@ -170,7 +170,7 @@ def test_what_the_parser_says_is_one_line(install: Install, build: EngineBuild) 
 
 
 def test_why_an_engine_is_not_built_is_tensorrts_own_line(install: Install, build: EngineBuild) -> None:
-    """Its last error, not what was said when another engine was built; Polygraphy only says that there is none."""
+    """The build's last error, not one from an earlier engine; Polygraphy only reports that it has none."""
     fake = install(failure="Error Code 2: no implementation\nfor node l0.attended")
     with pytest.raises(BackendError, match=r"onnx: Error Code 2: no implementation for node l0\.attended; see its log"):
         build_engine(build)

@@ -1,4 +1,4 @@
-"""Commands of other tools: complete, and of a syntax that Polygraphy itself accepts."""
+"""Commands of other tools: complete, and with a syntax that Polygraphy itself accepts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_reference_runs_on_the_portable_graph(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_polygraphy_takes_the_comparison(native: bool, tmp_path: Path) -> None:
-    """It writes the script that it would run, which is as far as it goes without TensorRT."""
+    """It writes the script that it would run; without TensorRT it stops there."""
     words = list(found(tmp_path, manifest(native))["verifier: compared with ONNX Runtime's outputs"])
     words = words[words.index("polygraphy") + 1 :]
     result = polygraphy([*words, "--gen-script", "script.py"], tmp_path)
@@ -94,16 +94,16 @@ def test_trtexec_has_all_profiles_in_order_with_every_dynamic_input(tmp_path: Pa
     assert f"--onnx={tmp_path / 'verifier.tensorrt.onnx'}" in words
 
 
-def test_every_profile_is_timed_at_what_it_is_tuned_for(tmp_path: Path) -> None:
+def test_every_profile_is_timed_at_its_tuned_sizes(tmp_path: Path) -> None:
     words = found(tmp_path, manifest())["verifier: timed, profile tree"]
     assert "--useProfile=2" in words
     assert any(word.startswith("--shapes=token_ids:1x13,") for word in words)
 
 
-def test_times_of_trtexec_are_said_to_include_copies_of_the_caches(tmp_path: Path) -> None:
+def test_a_note_names_the_cache_copies_in_times_of_trtexec(tmp_path: Path) -> None:
     """It binds past and present apart. TensorRT's own attention needs no such note."""
     (note,) = [purpose for purpose, words in found(tmp_path, manifest()).items() if not words]
-    assert "the plugin then copies each cache in every call" in note
+    assert "the plugin copies each cache in every call" in note
     assert all(found(tmp_path, manifest(native=True)).values())
 
 
@@ -113,7 +113,7 @@ def test_without_a_plugin_none_is_named(tmp_path: Path) -> None:
         assert "--versionCompatible" not in words
 
 
-def test_a_plugin_beside_the_engine_is_registered_and_stays_there(tmp_path: Path) -> None:
+def test_a_plugin_next_to_the_engine_is_registered_and_stays_there(tmp_path: Path) -> None:
     given = f"--dynamicPlugins={tmp_path / LIBRARY}"
     commands = found(tmp_path, manifest())
     assert given in commands["verifier: built by trtexec"]
@@ -126,7 +126,7 @@ def test_a_plugin_beside_the_engine_is_registered_and_stays_there(tmp_path: Path
 def test_a_plugin_inside_the_engine_is_needed_for_building_only(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By trtexec for the parser and for the engine; by Polygraphy, which builds anew. Loading only allows its code."""
+    """trtexec registers it for the parser and the engine; Polygraphy builds again. Loading only allows its code."""
     monkeypatch.delenv(VARIABLE, raising=False)
     library = FOLDER / LIBRARY
     if named:
@@ -140,7 +140,7 @@ def test_a_plugin_inside_the_engine_is_needed_for_building_only(
     assert f"{VARIABLE}={library}" in commands["verifier: compared with ONNX Runtime's outputs"]
 
 
-def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) -> None:
+def test_bfloat16_is_not_compared_with_onnxruntime_on_cpus(tmp_path: Path) -> None:
     bfloat16 = manifest_of(DECODER, precision="bf16", shape=replace(DECODER.shape, dtype="bfloat16"))
     record = replace(bfloat16.graphs[names.VERIFIER], inputs=signatures.verifier_inputs(bfloat16.shape))
     built = replace(bfloat16, graphs={names.VERIFIER: record}, tensorrt=manifest().tensorrt)
@@ -152,7 +152,7 @@ def test_bfloat16_is_not_compared_with_what_cannot_compute_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("native", [False, True])
 def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp_path: Path) -> None:
-    """Every file is there, as large as trtexec will read it, and the graph runs with it at the sizes that are said."""
+    """Every file exists with the size that trtexec reads, and the graph runs with it at the given sizes."""
     portable = save_verifier(DECODER, tmp_path)
     built = manifest(native=native)
     commands = found(tmp_path, built)
@@ -167,8 +167,9 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
         named |= set(files.values())
         feeds = {}
         for spec in signatures.verifier_inputs(DECODER.shape):
-            said = shapes.get(spec.name, "1") if spec.name != names.KV_LEN else "1"  # natively `kv_len` says its value
-            size = list(map(int, said.split("x")))
+            # without the plugin, `kv_len` has its value in place of a size
+            text = shapes.get(spec.name, "1") if spec.name != names.KV_LEN else "1"
+            size = list(map(int, text.split("x")))
             if spec.name in files:
                 raw = (tmp_path / files[spec.name]).read_bytes()
                 feeds[spec.name] = np.frombuffer(raw, spec.dtype).reshape(size)
@@ -205,7 +206,7 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
 
 @pytest.mark.slow
 def test_every_command_of_polygraphy_runs_on_onnx_runtime(tmp_path: Path) -> None:
-    """The drafter's too: draft and resample, whose rows, steps and tokens must fit together."""
+    """The drafter's inputs too: draft and resample need rows, steps and tokens that fit together."""
     (tmp_path / "verifier").mkdir()
     exported = export(tmp_path, make_verifier(tmp_path / "verifier"))
     commands = [words for words in found(exported.bundle.path, exported.bundle.manifest).values() if words]

@@ -1,4 +1,4 @@
-"""Asking the driver: what it answers, and one line for every way in which it does not."""
+"""Queries of the driver: its answers, and one line for every failure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_driver_no_gpu_and_a_broken_driver_are_one_line_each() -> None:
 
 
 def test_this_driver_is_asked_by_its_real_entries() -> None:
-    """Where there is no driver, loading says so; where there is one, every entry exists and answers."""
+    """Without a driver, loading reports that; with one, every entry exists and answers."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

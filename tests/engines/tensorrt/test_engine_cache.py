@@ -1,4 +1,4 @@
-"""The engine cache: any part that an engine depends on changes its key; what is kept comes back."""
+"""The engine cache: any part that an engine depends on changes its key; cached engines come back unchanged."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_every_part_changes_the_key(place: int, other: object) -> None:
     assert engine_key(*changed) != engine_key(*PARTS)  # type: ignore[arg-type]
 
 
-def test_what_builds_and_how_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every setting that the builder is told, also those that are the same for all today, and Polygraphy's version."""
+def test_tools_and_settings_of_a_build_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key has every setting of the builder, also constant ones, and Polygraphy's version."""
     before = engine_key(*PARTS)
     for field in fields(Settings):
         changed = replace(BUILD.settings, **{field.name: not getattr(BUILD.settings, field.name)})
@@ -56,13 +56,13 @@ def test_what_builds_and_how_changes_the_key(monkeypatch: pytest.MonkeyPatch) ->
     assert engine_key(*PARTS) != before
 
 
-def test_free_memory_and_where_files_lie_do_not_change_the_key() -> None:
+def test_free_memory_and_paths_do_not_change_the_key() -> None:
     elsewhere = replace(BUILD, graph=Path("/b/a.onnx"), timing_cache=Path("/c"), plugin=Path("/d.so"))
     busy = Target("10.13.3", replace(GPU, free_bytes=0))
     assert engine_key(b"graph", ("digest",), busy, "plugin", elsewhere) == engine_key(*PARTS)
 
 
-def test_what_is_kept_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
+def test_a_cached_engine_comes_back_and_survives_its_bundle(tmp_path: Path) -> None:
     engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
     engine.write_bytes(b"engine")
     assert not fetch("key", tmp_path / "again", cache)
@@ -75,12 +75,12 @@ def test_what_is_kept_comes_back_and_survives_its_bundle(tmp_path: Path) -> None
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of 250 bytes at most."""
+    """A cache of at most 250 bytes."""
     monkeypatch.setattr(engine_cache, "MOST_BYTES", 250)
 
 
 def kept(key: str, cache: Path, folder: Path, used: int, size: int = 100, linked: bool = False) -> None:
-    """Put an engine that was used last at a time into the cache; unless `linked`, its bundle is gone."""
+    """Put an engine with this time of last use into the cache; unless `linked`, its bundle is gone."""
     engine = folder / key
     engine.write_bytes(bytes(size))
     keep(key, engine, cache)
@@ -97,7 +97,7 @@ def test_the_engines_used_least_recently_are_evicted(tmp_path: Path, small: None
     cache = tmp_path / "cache"
     for used, key in enumerate(("a", "b", "c"), 1):
         kept(key, cache, tmp_path, used)
-    assert names_in(cache) == ["a", "b", "c"]  # the last had a bundle when it came
+    assert names_in(cache) == ["a", "b", "c"]  # the last one had a bundle when it was added
     assert fetch("a", tmp_path / "again", cache)
     (tmp_path / "again").unlink()
     kept("d", cache, tmp_path, 4)
@@ -114,7 +114,7 @@ def test_engines_of_bundles_take_no_space_and_stay(tmp_path: Path, small: None) 
 
 
 def test_a_fetch_leaves_the_time_of_writing(tmp_path: Path) -> None:
-    """Digests of a bundle's files are kept by it, and the file is one with the bundle's."""
+    """A bundle stores digests of its files, and the cached file is the same as the bundle's."""
     kept("a", tmp_path / "cache", tmp_path, 1)
     fetch("a", tmp_path / "again", tmp_path / "cache")
     stat = (tmp_path / "again").stat()
@@ -122,7 +122,7 @@ def test_a_fetch_leaves_the_time_of_writing(tmp_path: Path) -> None:
     assert stat.st_atime > 1
 
 
-def test_on_another_disk_room_is_made_before_an_engine_is_copied(
+def test_on_another_disk_engines_are_evicted_before_one_is_copied(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
@@ -152,10 +152,8 @@ def test_timing_caches_are_kept_apart_by_version_and_gpu(tmp_path: Path) -> None
     assert timing_cache(TARGET, tmp_path) != timing_cache(other, tmp_path)
 
 
-def test_where_there_are_no_links_a_file_is_copied_by_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine is as large as the weights, and does not go through memory."""
+def test_without_hard_links_the_system_copies_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is as large as the weights, and does not pass through memory."""
     engine, cache = tmp_path / "verifier.engine", tmp_path / "cache"
     engine.write_bytes(b"engine")
 

@@ -1,4 +1,4 @@
-"""Chains with the plugin: what a node passes on of a KV buffer is an output, to be bound where the buffer is."""
+"""Chains with the plugin: the KV buffer between two nodes is an output, to be bound to the buffer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_link_is_an_output_of_the_buffers_type_and_sizes(drafter: Exported
 
 
 def test_the_draft_is_the_same(drafter: Exported) -> None:
-    """With the operator's body put back."""
+    """ONNX Runtime runs the graph with the operator's body restored."""
     path = drafter.bundle.path / "chain.onnx"
     model = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT))
     for node in model.graph.node:

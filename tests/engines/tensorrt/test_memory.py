@@ -1,4 +1,4 @@
-"""What engines need, part by part, and the refusal where the GPU has less."""
+"""Memory of engines, part by part, and the refusal if the GPU has less."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_weights_count_by_their_type_and_in_place_outputs_not_at_all() -> None:
     }  # fmt: skip
 
 
-def test_activations_are_what_lies_between_layers_at_one_time() -> None:
-    """Not weights, nor what is computed of them, nor the buffers that are updated in place."""
+def test_activations_are_the_tensors_between_layers_at_one_time() -> None:
+    """Activations leave out weights, values computed from them, and buffers that are updated in place."""
     nodes = [
         helper.make_node("Transpose", ["w"], ["turned"]),
         helper.make_node("MatMul", ["x", "turned"], ["a"]),
@@ -56,7 +56,7 @@ def test_activations_are_what_lies_between_layers_at_one_time() -> None:
     assert activation_bytes(made, {"B": 2, "T": 5}) == (2 * 5 + 2 * 5 * 3) * 2  # a and b, or b and c
 
 
-def test_what_fits_passes_and_what_does_not_says_each_part() -> None:
+def test_engines_that_do_not_fit_are_refused_with_each_part() -> None:
     needs = {
         "verifier": Needs(10 * GIB, {"verifier kv": 3 * GIB}, GIB // 4, GIB),
         "lyanna.draft": Needs(GIB, {"lyanna kv": GIB // 2}, GIB // 4, GIB),
@@ -69,7 +69,7 @@ def test_what_fits_passes_and_what_does_not_says_each_part() -> None:
     assert line.startswith("14.75 GiB of GPU memory needed for building and 15.50 for running, 15.50 free on NVIDIA L4")
     assert "verifier: weights 10.00, buffers 3.00, activations 0.25, workspace 1.00; lyanna.draft: weights 1.00" in line
     assert line.endswith(
-        "lower --max-model-len, --batch or --precision, free memory, or try all the same with --ignore-memory"
+        "lower --max-model-len, --batch or --precision, free memory, or try anyway with --ignore-memory"
     )
 
 
@@ -80,7 +80,7 @@ def test_building_is_of_one_engine_at_a_time() -> None:
         check_memory(needs, 10 * GIB, "NVIDIA L4")
 
 
-def test_what_engines_share_is_there_once() -> None:
+def test_shared_buffers_count_once() -> None:
     needs = {
         "verifier": Needs(GIB, {"verifier kv": 8 * GIB, "verifier logits": GIB}, 0, 0),
         "step.compact_kv": Needs(0, {"verifier kv": 7 * GIB}, 0, 0),
@@ -91,25 +91,25 @@ def test_what_engines_share_is_there_once() -> None:
 
 
 def test_the_host_holds_the_weights_of_a_build_twice() -> None:
-    """The parser's copy of them and the engine, for one engine at a time; what the GPU has does not count."""
+    """The parser's copy of the weights and the engine, one engine at a time; the GPU's memory does not count."""
     needs = {
         "verifier": Needs(int(12.55 * GIB), {"verifier kv": 90 * GIB}),
         "lyanna.draft": Needs(GIB, {"lyanna kv": GIB}),
     }
     check_host(needs, int(25.11 * GIB))
-    check_host(needs, None)  # a system that does not say
+    check_host(needs, None)  # a system that does not report it
     with pytest.raises(BackendError) as caught:
         check_host(needs, 24 * GIB)
     assert str(caught.value) == (
         "building verifier takes at least 25.10 GiB of the host's memory (the parser's weights and the engine, "
-        "12.55 each), 24.00 are free; free memory, build with --precision int8, or try all the same with "
+        "12.55 each), 24.00 are free; free memory, build with --precision int8, or try anyway with "
         "--ignore-memory"
     )
 
 
 @pytest.mark.parametrize("max_model_len", [2048, 4096])
 def test_seven_billion_halves_fit_a_gpu_of_24_gigabytes(max_model_len: int) -> None:
-    """Vicuna-7B: 13.5 GB of weights, which a GPU of 12 GiB does not hold."""
+    """Vicuna-7B: 13.5 GB of weights, too many for a GPU of 12 GiB."""
     shape = VerifierShape(32, 32, 128, 4096, 32000, max_model_len, "float16")
     sizes = [(32000, 4096)] * 2 + [(4096, 4096)] * 4 * 32 + [(4096, 11008)] * 3 * 32 + [(4096,)] * 65
     weights = [TensorProto(name=f"w{i}", data_type=TensorProto.FLOAT16, dims=dims) for i, dims in enumerate(sizes)]

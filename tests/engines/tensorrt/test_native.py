@@ -1,4 +1,4 @@
-"""Chains and kept rows in TensorRT's own operators: ONNX Runtime computes the same of the portable graph and of these.
+"""Chains and kept rows in TensorRT's own operators: they and the portable graph give equal results in ONNX Runtime.
 
 TensorRT's KV update writes to the memory of an input, so a buffer has one: a chain's later rows are not written.
 """
@@ -39,7 +39,7 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9,
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """A chain of three steps, and its graph for TensorRT beside the portable one."""
+    """A chain of three steps, and its graph for TensorRT next to the portable one."""
     folder = tmp_path_factory.mktemp("chain")
     (folder / "verifier").mkdir()
     exported = export(folder, make_verifier(folder / "verifier"))
@@ -48,7 +48,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 
 class Drafting:
-    """A draft graph and the KV buffers that it hands on from call to call."""
+    """A draft graph and the KV buffers that it passes from call to call."""
 
     def __init__(self, exported: Exported, file: str) -> None:
         self._shape, self._tables = exported.shape, exported.tables
@@ -57,7 +57,7 @@ class Drafting:
         self.caches = {name(0): np.full(size, POISON, np.float32) for name in (names.key_cache, names.value_cache)}
 
     def __call__(self, cache_len: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-        """Rows of `seed` behind the first cache_len[b] ones; padding is as garbage as what the buffers began with."""
+        """Rows of `seed` after the first cache_len[b] ones; padding is garbage like the buffers' first content."""
         random = np.random.default_rng(seed)
         features = random.standard_normal((2, WIDTH, self._shape.hidden)).astype(np.float32)
         for sequence, count in enumerate(NUM_PENDING):
@@ -84,7 +84,7 @@ def assert_same_draft(found: dict[str, np.ndarray], expected: dict[str, np.ndarr
 
 
 def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
-    """Also where what lies behind the committed rows is poisoned between calls: nobody reads it."""
+    """Poison after the committed rows between calls changes nothing: nobody reads it."""
     portable, native = Drafting(drafter, f"{LYANNA_DRAFT}.onnx"), Drafting(drafter, graph_file(LYANNA_DRAFT))
     cache_len = np.array([0, 2])
     for cache in names.key_cache(0), names.value_cache(0):
@@ -103,7 +103,7 @@ def test_a_chain_drafts_the_same_call_after_call(drafter: Exported) -> None:
 
 
 def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Exported) -> None:
-    """All that TensorRT's KV update can do."""
+    """TensorRT's KV update can do only this."""
     graph = onnx.load(drafter.bundle.path / graph_file(LYANNA_DRAFT), load_external_data=False).graph
     updates = [node for node in graph.node if node.op_type == "TensorScatter"]
     assert [node.input[0] for node in updates] == [names.key_cache(0), names.value_cache(0)]
@@ -115,7 +115,7 @@ def test_every_buffer_is_updated_once_from_an_input_to_an_output(drafter: Export
 
 
 @pytest.mark.parametrize("change", ["two rows on", "window", "another's row"])
-def test_what_does_not_follow_row_by_row_is_refused(change: str, drafter: Exported) -> None:
+def test_nodes_that_do_not_follow_row_by_row_are_refused(change: str, drafter: Exported) -> None:
     model = ir.load(drafter.bundle.path / f"{LYANNA_DRAFT}.onnx")
     third = [node for node in model.graph if node.op_type == names.TREE_ATTENTION][2]
     if change == "window":
@@ -179,16 +179,16 @@ def test_a_runtime_decodes_and_drafts_the_same_on_these_graphs(tmp_path: Path, m
         files[file] = replace(files[file], size=(native / file).stat().st_size)
     (native / "manifest.json").write_text(dump_manifest(replace(manifest, files=files)))
     prompts = [[3, 4, 5, 6, 7] * 12 + [8], [9, 3], [4] * 66, [5, 7, 11]]
-    said = []
+    results = []
     for folder in (portable, native):
         with Runtime.open(folder, threads=1, max_num_seqs=3, verify=False, device="cpu") as runtime:
-            said.append(
+            results.append(
                 runtime.generate(
                     prompts, SamplingParams(max_tokens=40), SpeculationParams("lyanna", budget=Budget(30, STEPS, 9))
                 )
             )
-    for one, other in zip(*said, strict=True):
+    for one, other in zip(*results, strict=True):
         assert one.token_ids == other.token_ids
         assert one.metrics.acceptance_histogram == other.metrics.acceptance_histogram
         assert one.metrics.size_histogram == other.metrics.size_histogram
-    assert sum(one.metrics.num_accepted_draft_tokens for one in said[1]) > 0
+    assert sum(one.metrics.num_accepted_draft_tokens for one in results[1]) > 0

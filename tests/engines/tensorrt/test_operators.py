@@ -1,4 +1,4 @@
-"""The check of a graph against the parser: what it lacks is named by node and operator, with what mends it."""
+"""The check of a graph against the parser: the error names node, operator and hint."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_parser_does_not_take_is_named(case: str) -> None:
-    found, said = CASES[case]
+def test_nodes_that_the_parser_does_not_take_are_named(case: str) -> None:
+    found, problem = CASES[case]
     lines = list(problems(found, (11, 4)))
     assert len(lines) == 1, lines
-    assert said in lines[0]
+    assert problem in lines[0]
     if case != "opset":
         assert f"node 'node of {found.graph.node[-1].op_type}'" in lines[0]
 
 
-def test_what_it_takes_passes() -> None:
+def test_nodes_that_the_parser_takes_pass() -> None:
     nodes = [
         node("Shape", "x", outputs=("s",)),
         node("ReduceMean", "x", "axes", outputs=("m",)),
@@ -97,7 +97,7 @@ def test_the_table_holds_operators_of_onnx_only() -> None:
     assert set(SINCE) <= set(SUPPORTED)
 
 
-def test_the_error_is_one_line_with_what_mends_it() -> None:
+def test_the_error_is_one_line_with_a_hint() -> None:
     graph = CASES["bytes are looked up"][0]
     with pytest.raises(
         BackendError, match=r"draft: node 'node of Gather' is Gather of uint8.*; build the drafter with token_info=fp16"

@@ -1,4 +1,4 @@
-"""Finding the plugin's library: for the right major version of TensorRT, or one line on what is there instead."""
+"""Finding the plugin's library: for the right major version of TensorRT, or one line that names the found files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_library_of_the_major_version_is_found_with_its_digest(tmp_path: Pat
     assert (found.path, found.digest) == (expected, hashlib.sha256(b"code").hexdigest())
 
 
-def test_a_missing_library_names_what_is_there_and_what_builds_it(tmp_path: Path) -> None:
+def test_a_missing_library_names_found_files_and_the_build_command(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"libredraft_tensorrt_10\.so, found none; build it with `make plugins"):
         find_plugin(10, tmp_path, {})
     library(tmp_path, 11)

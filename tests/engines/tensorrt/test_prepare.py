@@ -1,7 +1,7 @@
-"""Graphs for TensorRT's parser: they compute what the portable graph does, and hold nothing that the parser lacks.
+"""Graphs for TensorRT's parser: they compute the same as the portable graph, with operators that the parser has.
 
-ONNX Runtime runs both: the prepared graph with TensorRT's own operators as it is, the one for the plugin with the
-operator's body put back.
+ONNX Runtime runs both: the prepared graph with TensorRT's own operators unchanged, the one for the plugin with the
+operator's body restored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARENTS = (-1, 0, 0, 1, None)
 
 
 def feeds(decoder: Decoder) -> dict[str, np.ndarray]:
-    """Two sequences of different lengths, a tree each; rows that are not live are poisoned."""
+    """Two sequences of different lengths, a tree each; rows past `kv_len` are poisoned."""
     random = np.random.default_rng(0)
     mask = np.eye(NODES, dtype=bool)
     for node, parent in enumerate(PARENTS[1:], 1):
@@ -70,7 +70,7 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_native_attention_computes_what_the_operator_does(kind: str, tmp_path: Path) -> None:
+def test_native_attention_computes_the_same_as_the_operator(kind: str, tmp_path: Path) -> None:
     decoder = DECODERS[kind]
     portable = save_verifier(decoder, tmp_path)
     prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native")
@@ -80,7 +80,7 @@ def test_native_attention_computes_what_the_operator_does(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", DECODERS)
-def test_what_older_parsers_lack_is_spelled_out(kind: str, tmp_path: Path) -> None:
+def test_operators_that_older_parsers_lack_are_spelled_out(kind: str, tmp_path: Path) -> None:
     decoder = DECODERS[kind]
     portable = save_verifier(decoder, tmp_path)
     model = ir.load(portable)
@@ -89,7 +89,7 @@ def test_what_older_parsers_lack_is_spelled_out(kind: str, tmp_path: Path) -> No
     assert_same(run(ir.to_proto(model).SerializeToString(), decoder), run(portable, decoder))
 
 
-def test_norms_and_rotation_stay_where_the_parser_knows_them(tmp_path: Path) -> None:
+def test_norms_and_rotation_stay_if_the_parser_knows_them(tmp_path: Path) -> None:
     portable = save_verifier(Decoder(), tmp_path)
     kinds = {node.op_type for node in prepare(tmp_path, portable.name, "verifier", (10, 15), "plugin").graph.node}
     assert {"RMSNormalization", "RotaryEmbedding"} <= kinds
@@ -133,7 +133,7 @@ def test_the_plugin_is_named_as_every_parser_looks_it_up(release: tuple[int, int
     assert_same(run(model.SerializeToString(), decoder), run(portable, decoder))
 
 
-def test_weights_stay_where_they_are(tmp_path: Path) -> None:
+def test_weights_stay_in_their_files(tmp_path: Path) -> None:
     stored_outside(Decoder(), tmp_path)
     before = (tmp_path / "weights.bin").read_bytes()
     prepare(tmp_path, "verifier.onnx", names.VERIFIER, (10, 9), "plugin")
@@ -195,7 +195,7 @@ def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> P
 
 
 def weight_readers(model: onnx.ModelProto) -> set[str]:
-    """Operators of nodes that read only tensors with stored values."""
+    """Return the operators of nodes that read only tensors with stored values."""
     stored = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
     return {node.op_type for node in model.graph.node if stored.issuperset(node.input)}
 
@@ -208,7 +208,7 @@ def weight_readers(model: onnx.ModelProto) -> set[str]:
         (Decoder(softcap=20.0), (10, 15), r"verifier: node 'l0\.attended' is TreeAttention with a softcap"),
     ],
 )
-def test_native_attention_is_refused_where_it_would_be_wrong(
+def test_native_attention_is_refused_if_it_would_be_wrong(
     decoder: Decoder, release: tuple[int, int], message: str, tmp_path: Path
 ) -> None:
     portable = save_verifier(decoder, tmp_path)

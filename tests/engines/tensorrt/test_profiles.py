@@ -1,4 +1,4 @@
-"""Profiles: every dynamic input has a range in each, in order; trees that none takes are refused."""
+"""Profiles: every dynamic input has a range in each, in order; trees outside all of them are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_verifier_has_a_profile_for_prefill_one_token_and_trees() -> None:
 
 
 def test_trees_are_tuned_and_taken_as_wide_as_they_are_padded() -> None:
-    """Nine nodes are verified as thirteen, so that thirteen is what the engine is tuned for; of seventeen, 32."""
+    """Nine nodes are padded to thirteen, so the engine is tuned for thirteen; seventeen are padded to 32."""
     assert (LIMITS.tuned, LIMITS.widest) == (13, 16)
     assert CallLimits(1, 17, 32, 64).widest == 32
     assert CallLimits(1, 65, 32, 128).widest == 96  # wider than the widest: in steps of 32
@@ -96,7 +96,7 @@ def test_accepted_rows_are_kept_of_trees_only() -> None:
 
 
 def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
-    """A graph over S nodes in the store, of which a call verifies T."""
+    """A graph over S nodes in the store; a call verifies T of them."""
     inputs = (TensorSpec(names.TREE_PARENTS, "int64", ("B", "S")), TensorSpec(names.POSITIONS, "int64", ("B", "T")))
     one, tree = profiles_of(symbols_of(names.STEP_PREPARE_TREE, LIMITS), inputs, LIMITS, kv_len_is_shape=False)
     assert one.inputs[names.TREE_PARENTS] == tree.inputs[names.TREE_PARENTS] == Range((1, 1), (1, 13), (4, 16))
@@ -104,13 +104,13 @@ def test_a_tree_that_a_drafter_left_has_sizes_of_its_own() -> None:
 
 
 def test_profiles_that_would_be_the_same_are_one() -> None:
-    """Prompts that are computed token by token."""
+    """The prompts are computed token by token."""
     inputs = SIGNATURES[names.VERIFIER]
     found = profiles_of(symbols_of(names.VERIFIER, ONE), inputs, ONE, kv_len_is_shape=False)
     assert [profile.name for profile in found] == ["prefill", "tree"]
 
 
-def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
+def test_values_of_kv_len_have_a_range_if_they_are_sizes() -> None:
     for profile in profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=True
     ):
@@ -119,7 +119,7 @@ def test_values_of_live_have_a_range_where_they_are_sizes() -> None:
         assert kv_len.min <= kv_len.opt <= kv_len.max
 
 
-def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> None:
+def test_calls_larger_than_the_profiles_are_refused_with_a_hint() -> None:
     profiles = profiles_of(
         symbols_of(names.VERIFIER, LIMITS), SIGNATURES[names.VERIFIER], LIMITS, kv_len_is_shape=False
     )
@@ -135,7 +135,7 @@ def test_what_is_larger_than_the_profiles_is_refused_with_what_mends_it() -> Non
 
 @pytest.mark.parametrize("max_model_len", [16, 40, 64, 4096])
 def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: int) -> None:
-    """At the smallest, the tuned and the largest size: a drafter's calls have 16 or 64 rows in any context."""
+    """At the smallest, the tuned and the largest size: a drafter's calls have 16 or 64 rows at any `max_model_len`."""
     limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
     for graph, inputs in SIGNATURES.items():
         symbols = symbols_of(graph, limits)
@@ -149,7 +149,7 @@ def test_kv_buffers_of_every_profile_hold_the_rows_of_its_call(max_model_len: in
 
 
 def test_a_prompts_chunk_is_at_most_the_context() -> None:
-    """No option lowers the chunk, so that a short context must not be refused for it."""
+    """No option lowers the chunk, so a short context must not be refused for it."""
     limits = CallLimits(batch=1, tree=16, prefill=128, max_model_len=40)
     prefill = profiles_of(symbols_of(names.VERIFIER, limits), SIGNATURES[names.VERIFIER], limits, False)[0]
     assert prefill.inputs[names.TOKEN_IDS] == Range((1, 1), (1, 40), (1, 40))
@@ -165,8 +165,8 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         CallLimits(batch=0, tree=16, prefill=32, max_model_len=64)
 
 
-def test_slots_begin_where_tensorrt_takes_an_address() -> None:
-    """Rows of a context that is no multiple of 16, of 16 bytes a row: the next slot would begin between two places."""
+def test_slots_begin_at_addresses_that_tensorrt_takes() -> None:
+    """With a context that is no multiple of 16 and rows of 16 bytes, the next slot would begin between two places."""
     limits = CallLimits(batch=2, tree=4, prefill=8, max_model_len=33)
     symbols = symbols_of(names.VERIFIER, limits)
     tree = profiles_of(symbols, SIGNATURES[names.VERIFIER], limits, kv_len_is_shape=False)[-1]

@@ -1,4 +1,4 @@
-"""A bundle's engines from beginning to end, but for TensorRT's builder, which a stand-in replaces."""
+"""A bundle's engines from beginning to end, with a stand-in for TensorRT's builder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tools(tmp_path: Path) -> Tools:
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Build:
-    """Build a bundle with a cache folder of the test's own; returns its manifest and what was really built."""
+    """Build a bundle with the test's own cache folder; returns its manifest and the graphs of built engines."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(out: str = "bundle", options: TensorRtBuild = OPTIONS, tools: Tools = tools, **changes: object):
@@ -137,7 +137,7 @@ def test_native_attention_needs_no_plugin(build: Build) -> None:
 
 
 def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
-    """Our kernel does it beside the plugin, which is built with it."""
+    """Our kernel does it, which is built with the plugin."""
     decoder = Decoder()
     inputs, outputs = signatures.step_signatures(decoder.shape, gathers=False)[names.STEP_COMPACT_KV]
     keep = {names.STEP_COMPACT_KV: GraphRecord(f"{names.STEP_COMPACT_KV}.onnx", inputs, outputs)}
@@ -180,7 +180,7 @@ def test_too_little_disk_is_found_before_anything_is_built(build: Build, monkeyp
 
 
 def test_a_linked_engine_needs_no_disk_and_no_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the cache; from another file system it is copied."""
+    """The file is the cache's; from another file system it is copied."""
     build("first")
     free(monkeypatch, 1 << 10)
     monkeypatch.setattr(stage, "available_bytes", lambda: 1 << 10)
@@ -200,7 +200,7 @@ def test_too_little_memory_of_the_host_is_found_before_anything_is_built(
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Let the disk have so many bytes free when engines are checked."""
+    """Give the disk this many free bytes when engines are checked."""
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size, total=1 << 40))
 
 
