@@ -1,4 +1,4 @@
-"""Versions of packages that another may replace, and the packages that errors and the README name."""
+"""Versions of packages that another may replace, and the packages that errors and docs/building.md name."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_a_build_for_a_gpu_stands_in(
     assert package_version(name) == expected
 
 
-def test_the_readme_and_errors_name_the_same_packages(root: Path) -> None:
+def test_the_documentation_and_errors_name_the_same_packages(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pin = next(line.partition("==")[2] for line in project["dependencies"] if line.startswith("onnxruntime=="))
-    readme = (root / "README.md").read_text(encoding="utf-8")
+    page = (root / "docs/building.md").read_text(encoding="utf-8")
     for asked in (target.PACKAGE, gpu_requirement("onnxruntime", pin)):
-        assert f"pip install '{asked}'" in readme
+        assert f"pip install '{asked}'" in page
     assert target.PACKAGE in target.INSTALL

@@ -115,8 +115,8 @@ def test_the_standard_output_has_one_json_object_alone(
     assert shown["merged_weight_bytes"] == 0  # of a converted checkpoint, written with the parts in a row
 
 
-def test_help_and_readme_name_the_releases_with_native_attention(root: Path) -> None:
-    assert f"TensorRT {NATIVE_RELEASES}" in " ".join((root / "README.md").read_text(encoding="utf-8").split())
+def test_help_and_documentation_name_the_releases_with_native_attention(root: Path) -> None:
+    assert f"TensorRT {NATIVE_RELEASES}" in " ".join((root / "docs/building.md").read_text(encoding="utf-8").split())
     assert all(".".join(map(str, release)) in NATIVE_RELEASES for release in (NATIVE_FROM, *STALE_RELEASES))
 
 

@@ -1,0 +1,72 @@
+"""Pages for users: links lead somewhere, Python examples run, and the README stays short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.little import Redraft
+
+PAGES = ("*.md", "docs/**/*.md", "plugins/*.md")
+EXAMPLES = ("README.md", "docs/embedding.md")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+README_LINES = 150
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page without a file, or without a heading in it."""
+    broken = []
+    for link in LINK.findall(BLOCK.sub("", page.read_text("utf-8"))):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not link.startswith("http") and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    return broken
+
+
+def test_every_link_of_the_pages_resolves(root: Path) -> None:
+    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
+    assert {"README.md", "CONTRIBUTING.md", "building.md"} <= {page.name for page in pages}
+    assert {str(page.relative_to(root)): broken for page in pages if (broken := broken_links(page))} == {}
+
+
+@pytest.mark.parametrize("link", ["other.md", "page.md#gone", "#gone"])
+def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
+    (tmp_path / "page.md").write_text(f"# Here\n\n[right](#here) [wrong]({link}) [far](https://example.org)\n")
+    assert broken_links(tmp_path / "page.md") == [link]
+
+
+def test_the_readme_is_short_and_links_to_every_page(root: Path) -> None:
+    index = (root / "docs/README.md").read_text("utf-8")
+    assert len((root / "README.md").read_text("utf-8").splitlines()) < README_LINES
+    names = {page.name for page in root.glob("docs/*.md")} - {"README.md"}
+    assert {name for name in names if f"]({name}" not in index} == set()
+
+
+@pytest.mark.slow
+def test_the_python_examples_run(root: Path, redraft: Redraft, cache: Path, tmp_path: Path) -> None:
+    """They open build/engines/tiny, as `make demo` builds it."""
+    options = ("--skip-check", "--eval-text", "none")
+    built = redraft("build", "tiny", "-o", tmp_path / "build/engines/tiny", *options)
+    assert built.returncode == 0, built.stderr
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    for name in EXAMPLES:
+        codes = [code for language, code in BLOCK.findall((root / name).read_text("utf-8")) if language == "python"]
+        assert codes, name
+        for code in codes:
+            done = subprocess.run(
+                [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{name}: {code}\n{done.stderr}"
