@@ -73,6 +73,8 @@ def generate(
     check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
     options = parse_drafter_options(drafter_option)
+    if prompt == STANDARD_INPUT and prediction == Path(STANDARD_INPUT):
+        raise UsageError("--prompt and --prediction both read the standard input", "give one of them as a file")
     predicted = read_prompt(STANDARD_INPUT, None) if prediction == Path(STANDARD_INPUT) else None
     if prediction and predicted is None:
         predicted = read_file(prediction)

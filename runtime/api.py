@@ -18,7 +18,7 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
 from redraft.errors import UsageError
-from redraft.methods import LOOKUPS, NONE
+from redraft.methods import LOOKUPS, NONE, find_method
 from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.adaptive import Adaptive
@@ -32,7 +32,7 @@ from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.offers import Speculation
-from redraft.runtime.params import SamplingParams, SpeculationParams
+from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
 from redraft.runtime.sampler import Sampler, make_sampler, margins_of
 from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
@@ -262,7 +262,11 @@ class Runtime:
                     yield chunk
 
     def forget(self, tenant: str) -> None:
-        """Drop the outputs that methods keep for a tenant. A tenant without outputs changes nothing."""
+        """Drop the outputs that methods keep for a tenant. Requests that end later are kept again.
+
+        Raises UsageError for a key of another type, and while a generation runs.
+        """
+        check_tenant(tenant)
         with self._running():
             for drafter in self._drafters.values():
                 drafter.forget(tenant)
@@ -274,7 +278,11 @@ class Runtime:
         prompt that is empty without a BOS token, fills the context, or has an id past the vocabulary.
         """
         self._check_open()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt) or self.tokenizer.encode("")
+        if isinstance(prompt, str):
+            self._check_length(prompt, "prompt")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = _ids(prompt) or self.tokenizer.encode("")
         if not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
             raise UsageError(
                 f"the prompt has token ids from {min(ids)} to {max(ids)}, the model knows 0 to "
@@ -415,10 +423,19 @@ class Runtime:
             self._predicted.predict(request, self._prediction(asked.prediction))
         return request
 
+    def _check_length(self, text: str, name: str) -> None:
+        """Raise UsageError for a text that is too long for the context whatever its tokens are, before it is encoded."""
+        if len(text) > self.max_model_len * self.tokenizer.longest_token:
+            raise UsageError(
+                f"the {name} has {len(text)} characters and the context holds {self.max_model_len} tokens",
+                f"shorten the {name}",
+            )
+
     def _prediction(self, prediction: Prompt) -> list[int]:
         """Return the token ids of a predicted output, without a BOS token. Raises UsageError."""
         if isinstance(prediction, str):
-            ids = self.tokenizer.encode(prediction, special_tokens=False) if prediction else []
+            self._check_length(prediction, "prediction")
+            ids = self.tokenizer.encode(prediction, False, "prediction") if prediction else []
         else:
             ids = list(prediction)
         if ids and not 0 <= min(ids) <= max(ids) < self.verifier.vocabulary:
@@ -467,13 +484,15 @@ def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> l
 
 
 def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bundle) -> None:
-    """Raise UsageError for options of a drafter that the bundle lacks."""
-    known = (NONE, *LOOKUPS, *bundle.manifest.drafters)
-    for name in options or ():
+    """Raise UsageError for options that a drafter refuses, or of a drafter that the bundle lacks."""
+    known = {name: name for name in (NONE, *LOOKUPS)}
+    known |= {name: drafter.method for name, drafter in bundle.manifest.drafters.items()}
+    for name, values in (options or {}).items():
         if name not in known:
             raise UsageError(
                 f"this bundle has no drafter {name!r} to give options", f"choose one of {', '.join(known)}"
             )
+        find_method(known[name]).parse_options(values)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import index
 
+import numpy as np
+
 from redraft.errors import UsageError
 from redraft.types import Budget, FloatArray
 
@@ -87,15 +89,9 @@ class SpeculationParams:
         if self.method is not None and (not isinstance(self.method, str) or not self.method):
             raise UsageError(f"method must be a word, not {self.method!r}")
         if self.prediction is not None and not isinstance(self.prediction, str):
-            try:
-                if isinstance(self.prediction, bytes):
-                    raise TypeError
-                object.__setattr__(self, "prediction", tuple(map(index, self.prediction)))
-            except TypeError:
-                found = type(self.prediction).__name__
-                raise UsageError(f"a prediction is a text or a list of token ids, not {found}") from None
-        if self.tenant is not None and (not isinstance(self.tenant, str) or not self.tenant):
-            raise UsageError(f"a tenant's key must be a text that is not empty, not {self.tenant!r}")
+            object.__setattr__(self, "prediction", _token_ids(self.prediction))
+        if self.tenant is not None:
+            check_tenant(self.tenant)
         if self.budget is not None and not isinstance(self.budget, Budget):
             raise UsageError(f"budget must be a Budget, not {self.budget!r}")
         if self.controller not in (None, *CONTROLLERS):
@@ -107,3 +103,23 @@ class SpeculationParams:
     def adapts(self) -> bool:
         """True if the adaptive controller chooses the size of trees."""
         return self.budget is None or self.controller == "adaptive"
+
+
+def check_tenant(tenant: object) -> None:
+    """Raise UsageError for a tenant's key that is not a text, or is empty."""
+    if not isinstance(tenant, str) or not tenant:
+        raise UsageError(f"a tenant's key must be a text that is not empty, not {tenant!r}")
+
+
+def _token_ids(prediction: object) -> tuple[int, ...]:
+    """Return a prediction's token ids. Raises UsageError for any value but a list of whole numbers."""
+    if isinstance(prediction, bytes | bytearray) or not isinstance(prediction, Sequence | np.ndarray):
+        found = type(prediction).__name__
+        raise UsageError(f"a prediction is a text or a list of token ids, not {found}")
+    ids = []
+    for token in prediction:
+        try:
+            ids.append(index(token))
+        except TypeError:
+            raise UsageError(f"a prediction's token ids are whole numbers, not {token!r}") from None
+    return tuple(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,8 +66,15 @@ class Tokenizer:
             tokens = {name: tokenizer.id_to_token(i) or "" for name, i in ids.items() if i is not None}
         return cls(tokenizer, ChatTemplates.load(folder, tokens), bos)
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def encode(self, text: str, special_tokens: bool = True, name: str = "prompt") -> list[int]:
         """Return the ids of `text`; with `special_tokens`, with those that the tokenizer itself puts around a text.
+
+        name: of the text, in errors.
 
         An empty text becomes the beginning-of-sequence token. Raises UsageError if the tokenizer has no such token, or
         if the text came from bytes that are not UTF-8.
@@ -74,7 +82,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"the prompt is not UTF-8 (character {error.start})", "convert it first") from None
+            raise UsageError(f"the {name} is not UTF-8 (character {error.start})", "convert it first") from None
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special_tokens).ids
         if ids:
             return ids

@@ -22,7 +22,7 @@ class SuffixOptions:
     suffix_decoding_max_spec_factor: tokens drafted at most for each token of the context.
     suffix_decoding_min_token_prob:  a token is drafted if its path was taken at least this often, by counts.
     suffix_decoding_max_cached_requests: earlier outputs that the store keeps for all tenants; 0 keeps none.
-    suffix_decoding_max_cached_tokens:   their tokens, about 150 bytes each. The oldest outputs go first.
+    suffix_decoding_max_cached_tokens:   their tokens, about 150 bytes each, up to 350 if outputs recur. The oldest outputs go first.
     """
 
     suffix_decoding_max_tree_depth: int = 24
@@ -49,9 +49,10 @@ class SuffixOptions:
                 f"suffix_decoding_max_cached_requests must be 0 (no store) or above, not "
                 f"{self.suffix_decoding_max_cached_requests}"
             )
-        if self.suffix_decoding_max_cached_tokens < 1:
+        if self.suffix_decoding_max_cached_tokens < self.suffix_decoding_max_tree_depth:
             raise UsageError(
-                f"suffix_decoding_max_cached_tokens must be at least 1, not {self.suffix_decoding_max_cached_tokens}",
+                f"suffix_decoding_max_cached_tokens must be at least suffix_decoding_max_tree_depth "
+                f"({self.suffix_decoding_max_tree_depth}), not {self.suffix_decoding_max_cached_tokens}",
                 "turn the store off with suffix_decoding_max_cached_requests=0",
             )
 

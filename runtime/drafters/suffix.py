@@ -101,6 +101,11 @@ class RequestState:
     indexed: int = 1
     drafts: list[Draft] = field(default_factory=list)
 
+    def extend(self, tokens: Several[int]) -> None:
+        """Index the tokens after those of the last call."""
+        self.tree.add(0, tokens, self.indexed)
+        self.indexed = len(tokens)
+
 
 class SuffixDrafter(Drafter):
     """Offers a tree from the request's own text, and one from the outputs of the request's tenant.
@@ -143,7 +148,8 @@ class SuffixDrafter(Drafter):
 
     def begin(self, seq: Sequence) -> None:
         """Create the state of the request."""
-        seq.drafting[self] = RequestState(SuffixTree(self._context))
+        state = seq.drafting[self] = RequestState(SuffixTree(self._context))
+        state.extend(seq.tokens)
 
     def finish(self, seq: Sequence) -> None:
         """Add the output to the store."""
@@ -154,8 +160,7 @@ class SuffixDrafter(Drafter):
         """Return the trees from the request's text and from its tenant's outputs."""
         state: RequestState = seq.drafting[self]
         tokens = seq.tokens
-        state.tree.add(0, tokens, state.indexed)
-        state.indexed = len(tokens)
+        state.extend(tokens)
         state.drafts = [self._best(state.tree, tokens, budget, self._own_rates, repeats=True)]
         if self.store is not None and seq.tenant is not None and (stored := self.store.tree(seq.tenant)):
             state.drafts.append(self._best(stored, tokens, budget, self._stored_rates))

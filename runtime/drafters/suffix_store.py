@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from redraft.runtime.drafters.suffix_tree import SuffixTree
+
+_LOG = logging.getLogger("redraft.suffix")
 
 
 class _Stored(NamedTuple):
@@ -45,25 +50,38 @@ class SuffixStore:
         """
         text = (*prompt_end[-self._depth :], *output)
         if not output or len(text) > self._max_tokens:
+            _LOG.debug("an output of %d tokens is not kept, the limit is %d", len(text), self._max_tokens)
             return
-        start = len(text) - len(output)
-        self._trees.setdefault(tenant, SuffixTree(self._depth)).add(self._next, text, start)
-        self._stored.append(_Stored(tenant, self._next, start, len(text)))
+        new = _Stored(tenant, self._next, len(text) - len(output), len(text))
         self._next += 1
-        self.tokens += len(text)
+        with self._forgotten_on_error(tenant):
+            self._trees.setdefault(tenant, SuffixTree(self._depth)).add(new.number, text, new.start)
+            self._stored.append(new)
+            self.tokens += new.tokens
         while len(self._stored) > self._max_requests or self.tokens > self._max_tokens:
             self._drop_oldest()
 
     def forget(self, tenant: str) -> None:
         """Drop all outputs of a tenant."""
-        if self._trees.pop(tenant, None) is not None:
-            self._stored = deque(one for one in self._stored if one.tenant != tenant)
-            self.tokens = sum(one.tokens for one in self._stored)
+        self._stored = deque(one for one in self._stored if one.tenant != tenant)
+        self.tokens = sum(one.tokens for one in self._stored)
+        self._trees.pop(tenant, None)
+
+    @contextmanager
+    def _forgotten_on_error(self, tenant: str) -> Iterator[None]:
+        """Drop the tenant's outputs if its tree is left half changed, as by an interrupt."""
+        try:
+            yield
+        except BaseException:
+            self.forget(tenant)
+            raise
 
     def _drop_oldest(self) -> None:
-        oldest = self._stored.popleft()
-        self.tokens -= oldest.tokens
-        tree = self._trees[oldest.tenant]
-        tree.remove(oldest.number, oldest.start)
-        if not tree:
-            del self._trees[oldest.tenant]
+        oldest = self._stored[0]
+        with self._forgotten_on_error(oldest.tenant):
+            tree = self._trees[oldest.tenant]
+            tree.remove(oldest.number, oldest.start)
+            if not tree:
+                del self._trees[oldest.tenant]
+            self._stored.popleft()
+            self.tokens -= oldest.tokens

@@ -17,6 +17,8 @@ LEAF_PLACES = 16
 """A node with more places than this is split, unless its context has the largest length."""
 LATEST = 32
 """Most places of a split node, and of a node of the longest context."""
+SPLIT_DEPTH = 8
+"""A longer context does not split a node: its latest places are compared token by token instead."""
 _START = -1
 """Represents the token before the first one of a text."""
 _SHIFT = 32
@@ -130,7 +132,7 @@ class SuffixTree:
             if child is None:
                 child = node.children[before] = _Node()
             node = child
-        if depth >= min(self._depth, index + 1):
+        if depth >= min(self._depth, SPLIT_DEPTH, index + 1):
             _append(node.places, place)
             return
         node.places.append(place)
@@ -153,6 +155,8 @@ class SuffixTree:
         while True:
             if node.places and node.places[0] == place:
                 del node.places[0]
+            if len(node.places) <= LEAF_PLACES // 2:
+                node.children = None  # older places were removed before, so all that it has are here
             if node.children is None:
                 break
             depth += 1

@@ -198,7 +198,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--drafter-option", "ngram.prompt_lookup_max=many"], "must be a whole number, not 'many'"),
         (
             ["--prompt", "a", "--method", "suffix", "--drafter-option", "suffix.suffix_decoding_max_cached_tokens=0"],
-            "suffix_decoding_max_cached_tokens must be at least 1, not 0",
+            "suffix_decoding_max_cached_tokens must be at least suffix_decoding_max_tree_depth (24), not 0",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +14,7 @@ from redraft.runtime.drafters import load_drafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.drafters.suffix import SuffixDrafter
 from redraft.runtime.drafters.suffix_store import SuffixStore
+from redraft.runtime.drafters.suffix_tree import SuffixTree
 from redraft.runtime.sampler import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
@@ -209,6 +211,36 @@ def test_the_store_drops_the_oldest_outputs_of_all_tenants() -> None:
     assert (len(store), store.tokens) == (1, 100)
 
 
+def interrupted(method: str) -> Callable[..., None]:
+    """A method of the tree that is interrupted at its fifth call."""
+    original, calls = getattr(SuffixTree, method), []
+
+    def run(*arguments: object) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["_insert", "_take_out"])
+def test_an_interrupted_store_forgets_the_tenant_and_goes_on(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SuffixStore(max_requests=2, max_tokens=1000, depth=4)
+    for tenant in ("other", "me"):
+        store.add(tenant, [1, 2], [5] * 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(SuffixTree, method, interrupted(method))
+        with pytest.raises(KeyboardInterrupt):
+            store.add("me", [1, 2], [6] * 10)
+    gone = "me" if method == "_insert" else "other"
+    assert store.tree(gone) is None
+    for turn in range(5):
+        store.add(("me", "other")[turn % 2], [1, 2], [7] * 10)
+    assert (len(store), store.tokens) == (2, 24)
+    assert {match.length for match in store.tree("me").matches([7, 7])} == {1, 2}
+
+
 def shared_runtime(max_num_seqs: int = 1) -> Runtime:
     runtime = make_runtime(max_num_seqs=max_num_seqs)
     runtime._drafter_options = OPTIONS
@@ -267,6 +299,12 @@ def test_a_pair_keeps_outputs_as_its_drafters_do(first: bool) -> None:
         Pair(other, load_drafter("none", fake())).check_tenant()
 
 
+@pytest.mark.parametrize("tenant", [b"me", 5, None, "", ["a"]])
+def test_what_is_forgotten_is_named_by_a_text(tenant: object) -> None:
+    with pytest.raises(UsageError, match="a tenant's key must be a text"):
+        make_runtime().forget(tenant)
+
+
 @pytest.mark.parametrize("tenant", [b"me", 7, "", ("a",), True])
 def test_a_tenants_key_is_a_text(tenant: object) -> None:
     with pytest.raises(UsageError, match="a tenant's key must be a text that is not empty"):
@@ -290,7 +328,10 @@ def test_a_tenant_needs_a_store(how: SpeculationParams, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"suffix_decoding_max_cached_tokens": 0}, "must be at least 1, not 0; turn the store off with"),
+        (
+            {"suffix_decoding_max_cached_tokens": 0},
+            "must be at least .* .24., not 0; turn the store off",
+        ),
         ({"suffix_decoding_max_cached_requests": -1}, "must be 0 .no store. or above, not -1"),
         ({"suffix_decoding_max_cached_requests": 2.5}, "must be a whole number"),
         ({"suffix_decoding_max_tree_depth": 1}, "must be from 2 to 256, not 1"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
+from redraft.runtime.drafters.suffix_store import SuffixStore
 from redraft.runtime.drafters.suffix_tree import LATEST, LEAF_PLACES, SuffixTree
 
 
@@ -74,6 +76,22 @@ def test_removed_texts_have_no_matches() -> None:
     assert not tree.matches([0, 1, 2])
     assert not tree._root.places
     assert not tree._root.children
+
+
+def test_memory_a_token_is_bounded_when_texts_recur() -> None:
+    """Nodes that were split for many copies of a text are joined again when most copies are gone."""
+    rng = random.Random(3)
+    texts = [tuple(rng.randrange(50_000) for _ in range(100)) for _ in range(12)]
+    tracemalloc.start()
+    store, before = SuffixStore(10**6, 40 * 101, 23), tracemalloc.get_traced_memory()[0]
+    for recent in range(len(texts)):
+        for text in (*[texts[recent]] * 30, *texts[:recent]):
+            store.add("one", (1,), text)
+        assert (tracemalloc.get_traced_memory()[0] - before) / store.tokens < 350
+    for text in texts * 4:
+        store.add("one", (1,), text)
+    assert (tracemalloc.get_traced_memory()[0] - before) / store.tokens < 200
+    tracemalloc.stop()
 
 
 def test_a_text_of_one_token_does_not_grow_without_bound() -> None:
