@@ -7,7 +7,7 @@
 Sections of the one JSON object, each written when it is complete:
 
     tokens   every method on the device against plain decoding on the host. The host runs the same bundle, or, for
-             TensorRT's engines, --reference: an ONNX Runtime bundle of the same model. Skipped for random weights, since
+             TensorRT's engines, --reference: an ONNX Runtime bundle of the same model. Skipped for random weights:
              their logits are meaningless. A differing token without a near-tie of the host's logits is an error at the
              end.
     curve    milliseconds by nodes verified at once.
