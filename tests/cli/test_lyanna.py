@@ -277,7 +277,7 @@ def test_another_model_of_the_same_shape(refused: Refused, drafter: Path, tmp_pa
 def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: Path, other: Path) -> None:
     change_config(other, lambda values: values.update(method="eagle"))
     line = refused("build", checkpoint, "--drafter", other, "--eval-text", "none", status=2)
-    assert "unknown drafting method 'eagle'; the methods are none, ngram, lyanna" in line
+    assert "unknown drafting method 'eagle'; the methods are none, ngram, suffix, lyanna" in line
 
 
 def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:
