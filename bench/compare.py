@@ -1,8 +1,8 @@
 """Plain and speculative decoding of the same prompts, taking turns in one process.
 
-Every method decodes a prompt before the next prompt. The order flips from prompt to prompt, so a slow minute of the
-machine, and the caches that one method warms for the next, affect all alike. A chat is decoded turn by turn. All
-methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context ends there.
+Every method decodes a prompt before the next prompt. The order flips from prompt to prompt. So slow minutes of the
+machine, and caches that one method warms for the next, affect all equally. A chat is decoded turn by turn. All methods
+continue the same messages: the assistant's are the plain answers. A chat that outgrows the context ends there.
 
 INEXACT is plain decoding by a second runtime, opened with `exact=False`. It measures the cost of exact texts.
 """

@@ -6,9 +6,10 @@
 
 Sections of the one JSON object, each written when it is complete:
 
-    tokens   every method on the device against plain decoding on the host: of the same bundle, or, for TensorRT's
-             engines, of --reference, an ONNX Runtime bundle of the same model. Skipped for random weights, whose logits
-             are meaningless. A differing token without a near-tie of the host's logits is an error at the end.
+    tokens   every method on the device against plain decoding on the host. The host runs the same bundle, or, for
+             TensorRT's engines, --reference: an ONNX Runtime bundle of the same model. Skipped for random weights:
+             their logits are meaningless. A differing token without a near-tie of the host's logits is an error at the
+             end.
     curve    milliseconds by nodes verified at once.
     plain    plain decoding: its step and its verification alone, and the bytes of each over the device's copy speed.
     bound    speculation with forced acceptance against the curve's bound, accepted on the host and on the device.
@@ -55,7 +56,7 @@ _GIB = 1 << 30
 
 
 def main() -> dict[str, Any]:
-    """Take the measurements that the options ask for, and write them where `--out` says."""
+    """Take the measurements that the options ask for, and write them to `--out`."""
     options = _arguments()
     report = Report(options.out)
     try:

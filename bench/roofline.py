@@ -76,9 +76,9 @@ class Traffic:
 def traffic(bundle: Bundle, graph: str, tokens: int, kv_len: int) -> Traffic:
     """Return bytes that one sequence's call moves, with `tokens` tokens (or rows to catch up on) after `kv_len` rows.
 
-    Each byte counts once, as if caches held it until the call ends: a weight that several products share, the weights
-    of a drafter's layer over the steps of its chain, a used KV row. Values passed between layers do not count. So this
-    is the least that any implementation moves between memory and processor, if it begins with cold caches.
+    Each byte counts once, as if caches held it until the call ends. Examples are a weight that several products share,
+    the weights of a drafter's layer over the steps of its chain, and a used KV row. Values passed between layers do not
+    count. So this is the least that any implementation moves between memory and processor, if caches begin cold.
 
     - weights: every initializer; if it is a lookup table, as many rows as there are tokens;
     - tables of a drafter: the rows that the method says a call looks up, other tables whole;
@@ -150,8 +150,8 @@ class Measured:
 class Roofline:
     """The engines of a bundle against the memory of `device`; it is `host` for the CPU's engines over arrays.
 
-    Bandwidths in GB/s, measured over `streamed_bytes`: of reading (None on a device, which only copies), and of
-    copying, which counts both directions; `share_of_bandwidth` is of the larger one. `threads` is None on CUDA.
+    `read` and `copy` are bandwidths in GB/s over `streamed_bytes`. Reading is None on a device, which only copies.
+    Copying counts both directions. `share_of_bandwidth` is of the larger one. `threads` is None on CUDA.
     """
 
     device: str

@@ -2,8 +2,8 @@
 
     python -m experiments.kernels.speed --check
 
-They cover every type and head size with each number of query rows a tile may have, every feature of a call in each
-type, and compaction. The host computes references, so the device runs only the kernels and copies.
+They cover every type and head size with each number of query rows a tile may have. They also cover every feature of a
+call in each type, and compaction. The host computes references, so the device runs only the kernels and copies.
 """
 
 from __future__ import annotations

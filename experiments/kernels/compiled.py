@@ -3,8 +3,8 @@
     make plugins && python -m experiments.kernels.compiled
 
 Registers and spills are those that ptxas reported when the library was built (build/plugins/ptxas). They and the shared
-memory of a block give the blocks that a processor holds at once, and the bytes of K and V that these load at a time.
-Those loads hide the memory's latency. Prints one JSON object.
+memory of a block limit the blocks that a processor holds at once. These give the bytes of K and V in flight, which hide
+the memory's latency. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forms of Lyanna's token information: bytes, time of a draft and a resampling, and each form's loss against fp32.
 
-`redraft build` makes a bundle for each form. Losses are measured in torch, on text that the verifier writes: the
-drafter's hidden states are the same for all forms, and only the token information is read from the bundle.
+`redraft build` makes a bundle for each form. Losses are measured in torch, on text that the verifier writes. The
+drafter's hidden states are the same for all forms; only the token information comes from the bundle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`redraft profile`: the tables, the trace, the arguments and the report of Nsight Systems, and bad usage.
 
-The `nsys` of these tests runs the command with an `nvtx` that notes its ranges, and prints them in the columns that
+The `nsys` of these tests runs the command with an `nvtx` that records its ranges. It prints them in the columns that
 NVIDIA documents for `nvtx_pushpop_trace`.
 """
 

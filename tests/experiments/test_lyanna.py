@@ -388,11 +388,11 @@ def test_traces_give_the_resampled_and_accepted_nodes():
 
 
 def test_variants_take_turns_in_an_order_that_flips(capsys):
-    decoded = []
+    order = []
 
     def decoder(name):
         def decode(prompt):
-            decoded.append((name, prompt.id))
+            order.append((name, prompt.id))
             return generation(1.0)
 
         return decode
@@ -400,7 +400,7 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
     variants = [Variant("fixed", FRESH), Variant("fixed", "other")]
     prompts = [Prompt(str(i), "k", "") for i in range(2)]
     decoded = in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
-    assert decoded[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
+    assert order[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
     assert [len(found) for found in decoded.values()] == [2, 2]
 
 
