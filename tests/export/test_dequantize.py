@@ -21,6 +21,8 @@ from redraft.export.dequantize import LARGEST, Kind, block_of, codes_of, pack, s
 from redraft.export.verifier import VerifierExport, export_verifier
 from tests.export.models import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")
 WEIGHT = np.random.default_rng(0).standard_normal((6, 128)).astype(np.float32)
 WEIGHT[0] = 0

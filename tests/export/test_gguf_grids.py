@@ -21,6 +21,8 @@ from redraft.export.verifier import export_verifier
 from .gguf_files import File, random_blocks, random_file
 from .test_verifier import Graph
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 PARTS = {"q_proj": ("q_proj", "k_proj", "v_proj"), "gate_proj": ("gate_proj", "up_proj")}
 
 

@@ -29,6 +29,10 @@ ROUTED = dict(
     SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=0, n_group=1,
     topk_group=1, n_shared_experts=1,
 )  # fmt: skip
+GEMMA4 = dict(
+    SMALL, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], vocab_size_per_layer_input=97,
+    hidden_size_per_layer_input=8,
+)  # fmt: skip
 
 
 def load(folder: Path, layers: int | None = None) -> LoadedTensors:
@@ -56,7 +60,7 @@ def change(folder: Path, edit) -> Path:
         ("phimoe", dict(SMALL, num_local_experts=4)),
         ("gpt_oss", dict(SMALL, num_local_experts=4)),
         ("gpt_neox", dict(SMALL, head_dim=8)),
-        ("gemma4_text", dict(SMALL, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])),
+        ("gemma4_text", GEMMA4),
     ],
 )
 def test_values_are_those_that_transformers_loads(tmp_path, architecture, changes):

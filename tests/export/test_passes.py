@@ -14,6 +14,8 @@ from redraft.export.verifier import export_verifier
 
 from .models import COMMON, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 LAYERS = COMMON["num_hidden_layers"]
 
 

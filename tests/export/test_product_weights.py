@@ -20,6 +20,8 @@ from redraft.export.verifier import VerifierExport, export_verifier
 from tests.export.models import write_checkpoint
 from tests.export.test_dequantize import logits
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 LAYERS = 2
 Exports = Callable[[Precision, Backend], tuple[VerifierExport, Path]]
 

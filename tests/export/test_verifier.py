@@ -173,11 +173,11 @@ def test_bf16_graph_is_valid_and_bf16_throughout(tmp_path):
     assert floating == {onnx.TensorProto.BFLOAT16}
 
 
-def test_reference_evaluator_agrees(tmp_path):
+@pytest.mark.parametrize("exported", ["gemma2"], indirect=True)
+def test_reference_evaluator_agrees(exported):
     """The function body gives equal results outside ONNX Runtime."""
-    source = write_checkpoint(tmp_path / "model", "gemma2", num_hidden_layers=3)
-    export = export_verifier(Checkpoint.open(source), tmp_path, BuildConfig(hidden_states=("last", "1")))
-    check_against_transformers(source, Graph(tmp_path, export, 2, reference=True), (12, 7), nodes=5)
+    source, out, export = exported
+    check_against_transformers(source, Graph(out, export, 2, reference=True), (12, 7), nodes=5)
 
 
 @pytest.mark.slow

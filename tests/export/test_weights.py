@@ -21,6 +21,8 @@ from redraft.export.verifier import VerifierExport, export_verifier
 
 from .models import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def export(source: Path, out: Path, **config):
     out.mkdir()

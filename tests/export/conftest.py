@@ -1,0 +1,46 @@
+"""A fixture that shares traces, the slow part of an export, between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from redraft.export import tracing
+from redraft.export.tracing import VerifierModule
+from redraft.signatures import VerifierShape
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict[Hashable, ir.Model]:
+    """The graphs of all models that `traced_once` has traced."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def traced_once(traces: dict[Hashable, ir.Model]) -> Any:
+    """Trace equal models once. Weights have no part in a trace, so each export fills a copy of the graph with its own.
+
+    For modules that test the steps after tracing.
+    """
+    trace = tracing.trace
+
+    def shared(module: VerifierModule, shape: VerifierShape) -> ir.Model:
+        key = inputs_of_trace(module, shape)
+        if key not in traces:
+            traces[key] = trace(module, shape)
+        return traces[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "trace", shared)
+        yield
+
+
+def inputs_of_trace(module: VerifierModule, shape: VerifierShape) -> Hashable:
+    """Everything that a trace depends on: the configuration, the attention of each layer and the values of buffers."""
+    network: Any = module.model
+    buffers = tuple((name, values.dtype, repr(values.tolist())) for name, values in network.named_buffers())
+    attention = repr(module.__dict__["recorded"].layers)
+    return network.config.to_json_string(use_diff=False), attention, buffers, module.hidden_states, shape
