@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import time
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from redraft.engines.digests import text_digest
 from redraft.engines.manifest import MANIFEST, Manifest
 from redraft.errors import UsageError
 from redraft.records import from_plain, to_plain
@@ -88,7 +88,8 @@ class CheckRecord:
 
     @property
     def _path(self) -> Path:
-        return user_cache() / "checks" / f"{text_digest(self.bundle)[:32]}.json"
+        place = hashlib.sha256(os.fsencode(self.bundle)).hexdigest()  # a path may have bytes that are not UTF-8
+        return user_cache() / "checks" / f"{place[:32]}.json"
 
     @property
     def _settled(self) -> bool:

@@ -118,6 +118,15 @@ def test_an_unchanged_bundle_is_hashed_once(checked: Path, hashed: list[str]) ->
     assert len(hashed) == 2
 
 
+def test_a_bundle_whose_path_is_not_utf8_is_hashed_once(tmp_path: Path, later: None, hashed: list[str]) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9") / "small"
+    write_bundle(path)
+    open_bundle(path)
+    assert len(hashed) == 2
+    open_bundle(path)
+    assert len(hashed) == 2
+
+
 def test_nothing_is_on_record_before_a_full_check(out: Path, later: None, cache: Path, hashed: list[str]) -> None:
     open_bundle(out, verify=False)
     assert not cache.exists()
