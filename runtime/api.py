@@ -424,7 +424,7 @@ class Runtime:
         return request
 
     def _check_length(self, text: str, name: str) -> None:
-        """Raise UsageError for a text that is too long for the context whatever its tokens are, before it is encoded."""
+        """Raise UsageError, before encoding, for a text that is too long for the context with any tokens."""
         if len(text) > self.max_model_len * self.tokenizer.longest_token:
             raise UsageError(
                 f"the {name} has {len(text)} characters and the context holds {self.max_model_len} tokens",

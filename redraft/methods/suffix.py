@@ -22,7 +22,8 @@ class SuffixOptions:
     suffix_decoding_max_spec_factor: tokens drafted at most for each token of the context.
     suffix_decoding_min_token_prob:  a token is drafted if its path was taken at least this often, by counts.
     suffix_decoding_max_cached_requests: earlier outputs that the store keeps for all tenants; 0 keeps none.
-    suffix_decoding_max_cached_tokens:   their tokens, about 150 bytes each, up to 350 if outputs recur. The oldest outputs go first.
+    suffix_decoding_max_cached_tokens:   their tokens, about 150 bytes each, at most 350 if outputs recur. The
+                                         oldest outputs go first.
     """
 
     suffix_decoding_max_tree_depth: int = 24
