@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +20,7 @@ def traces() -> dict[Hashable, ir.Model]:
 
 
 @pytest.fixture(scope="module")
-def traced_once(traces: dict[Hashable, ir.Model]) -> Any:
+def traced_once(traces: dict[Hashable, ir.Model]) -> Iterator[None]:
     """Trace equal models once. Weights have no part in a trace, so each export fills a copy of the graph with its own.
 
     For modules that test the steps after tracing.
