@@ -22,7 +22,7 @@ from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
 from redraft.export.tree_attention import bodies
-from tests.engines.graphs import Decoder, save_verifier
+from tests.engines.graphs import Decoder, save_verifier, stored_outside
 
 PAST, NODES = (3, 6), 5
 PARENTS = (-1, 0, 0, 1, None)
@@ -225,15 +225,6 @@ def merged_in(model: ir.Model) -> list[np.ndarray]:
     """The merged weights of a graph, in its order."""
     initializers = model.graph.initializers
     return [value.const_value.numpy() for name, value in initializers.items() if name.endswith(".merged")]
-
-
-def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> Path:
-    """The portable graph with its weights in a file, as the exporter writes them, or in the opposite order."""
-    model = onnx.load(save_verifier(decoder, folder))
-    if backwards:
-        model.graph.initializer.reverse()
-    onnx.save(model, folder / "verifier.onnx", save_as_external_data=True, location="weights.bin", size_threshold=64)
-    return folder / "verifier.onnx"
 
 
 def concatenated(model: onnx.ModelProto) -> set[str]:
