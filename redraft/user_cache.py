@@ -12,8 +12,14 @@ from typing import Any
 
 
 def user_cache() -> Path:
-    """Return redraft's folder in the user's cache. It need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft"
+    """Return redraft's folder in the user's cache. It need not exist.
+
+    A user without a home folder gets a path that cannot exist: nothing is read, and writing raises OSError.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redraft"
+    except RuntimeError:
+        return Path(os.devnull) / "redraft"
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -16,6 +16,13 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert user_cache() == Path(expected)
 
 
+def test_without_a_home_folder_nothing_is_read_or_kept(no_home: None) -> None:
+    file = user_cache() / "object.json"
+    assert read_object(file) is None
+    with pytest.raises(NotADirectoryError):
+        write_object(file, {})
+
+
 def test_tests_have_a_cache_of_their_own(cache_of_tests: Path) -> None:
     assert user_cache() == cache_of_tests / "redraft"
     assert Path.home() not in cache_of_tests.parents

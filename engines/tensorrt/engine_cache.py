@@ -23,6 +23,8 @@ from redraft.user_cache import user_cache
 MOST_BYTES = 64 << 30
 DISK_SHARE = 4
 """The cache takes at most one such part of its disk."""
+_LEFTOVER_NS = 24 * 3600 * 10**9
+"""Age of a temporary file, since its last change, at which the process that wrote it is gone."""
 _LOG = logging.getLogger("redraft.tensorrt")
 
 
@@ -66,9 +68,10 @@ def has(key: str, folder: Path | None = None) -> bool:
 def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
     """Put the cached engine of this key at `out`. Returns False if the cache has none."""
     cached = _path(key, folder)
-    if not cached.is_file():
+    try:
+        link_or_copy(cached, out)
+    except (FileNotFoundError, NotADirectoryError):  # another process may evict it at any time
         return False
-    link_or_copy(cached, out)
     with contextlib.suppress(OSError):  # marks the last use; digests need the old modification time
         os.utime(cached, ns=(time.time_ns(), cached.stat().st_mtime_ns))
     return True
@@ -77,25 +80,54 @@ def fetch(key: str, out: Path, folder: Path | None = None) -> bool:
 def keep(key: str, engine: Path, folder: Path | None = None) -> None:
     """Add a built engine, and evict others. If the cache cannot take it, the next build takes longer."""
     cached = _path(key, folder)
-    temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
     added = 0 if same_disk(engine.parent, cached.parent) else engine.stat().st_size
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
-        evict(cached.parent, added)
-        if added > min(limit_bytes(cached.parent), shutil.disk_usage(cached.parent).free):
+        if _make_space(cached.parent, added):
+            _add(engine, cached)
+        else:
             _LOG.warning("%s is not cached: %.1f GB are too many for %s", engine.name, added / 1e9, cached.parent)
-            return
+
+
+def _make_space(folder: Path, added: int) -> bool:
+    """Evict engines until `added` bytes fit. Returns False if they do not fit; above the limit nothing is evicted."""
+    if added > limit_bytes(folder):
+        return False
+    evict(folder, added)
+    return added <= shutil.disk_usage(folder).free
+
+
+def _add(engine: Path, cached: Path) -> None:
+    """Write all of a cached engine or nothing. Raises OSError."""
+    temporary = cached.with_name(f"{cached.name}.{os.getpid()}")
+    try:
         link_or_copy(engine, temporary)
         temporary.replace(cached)
-    temporary.unlink(missing_ok=True)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def evict(folder: Path, added: int = 0) -> None:
-    """Delete the least recently used engines until the others and `added` bytes are within the limit."""
-    for path in sorted(_own(folder), key=lambda path: path.stat().st_atime_ns):
-        if own_bytes(folder) + added <= limit_bytes(folder):
+    """Delete the least recently used engines until the others and `added` bytes are within the limit.
+
+    Also deletes what killed processes left. Other processes may evict at the same time.
+    """
+    _delete_leftovers(folder)
+    own = sorted(_own(folder), key=lambda one: one[1].st_atime_ns)
+    excess = sum(stat.st_size for _, stat in own) + added - limit_bytes(folder)
+    for path, stat in own:
+        if excess <= 0:
             return
         path.unlink(missing_ok=True)
+        excess -= stat.st_size
+
+
+def _delete_leftovers(folder: Path) -> None:
+    """Delete temporary files that no process can be writing any more."""
+    oldest_ns = time.time_ns() - _LEFTOVER_NS
+    for path, stat in _states(folder, "*.engine.*"):
+        if stat.st_ctime_ns < oldest_ns:
+            path.unlink(missing_ok=True)
 
 
 def engine_count(folder: Path) -> int:
@@ -105,7 +137,7 @@ def engine_count(folder: Path) -> int:
 
 def own_bytes(folder: Path) -> int:
     """Return bytes of the engines that only the cache holds. Hard links of a bundle's engines take no space."""
-    return sum(path.stat().st_size for path in _own(folder))
+    return sum(stat.st_size for _, stat in _own(folder))
 
 
 def limit_bytes(folder: Path) -> int:
@@ -113,8 +145,18 @@ def limit_bytes(folder: Path) -> int:
     return min(MOST_BYTES, shutil.disk_usage(folder).total // DISK_SHARE)
 
 
-def _own(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.engine*") if path.stat().st_nlink == 1]
+def _own(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return the engines that only the cache holds."""
+    return [(path, stat) for path, stat in _states(folder, "*.engine") if stat.st_nlink == 1]
+
+
+def _states(folder: Path, pattern: str) -> list[tuple[Path, os.stat_result]]:
+    """Return files with their metadata, without those that another process deletes meanwhile."""
+    found = []
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, path.stat()))
+    return found
 
 
 def _path(key: str, folder: Path | None) -> Path:

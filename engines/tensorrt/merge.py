@@ -18,6 +18,11 @@ from onnx_ir.convenience import replace_all_uses_with
 _BLOCK_BYTES = 1 << 24
 
 
+def copied_bytes(model: ir.Model) -> int:
+    """Return the bytes of the weights that `merge_weights` would copy."""
+    return sum(_bytes(parts) for _, parts in _merges(model) if not _adjacent(parts))
+
+
 def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
     """Replace every Concat of stored weights along their first axis, in place.
 
@@ -25,33 +30,40 @@ def merge_weights(model: ir.Model, folder: Path, file: str) -> int:
     Returns the bytes of the copies. Raises OSError.
     """
     copies: list[ir.ExternalTensor] = []
-    for node in list(model.graph):
-        parts = _parts(node)
-        if not parts:
-            continue
+    for node, parts in _merges(model):
         first = parts[0]
         place = str(first.location), first.offset or 0
         if not _adjacent(parts):
-            place = file, sum(part.nbytes for part in copies)
+            place = file, _bytes(copies)
             copies += parts
         _replace(model.graph, node, ir.ExternalTensor(
-            *place, sum(part.nbytes for part in parts), first.dtype, name=f"{first.name}.merged", base_dir=folder,
+            *place, _bytes(parts), first.dtype, name=f"{node.outputs[0].name}.merged", base_dir=folder,
             shape=ir.Shape([sum(_rows(part) for part in parts), *first.shape[1:]]),
         ))  # fmt: skip
     if copies:
         with (folder / file).open("wb") as out:
             for part in copies:
                 _copy(part, out)
-    return sum(part.nbytes for part in copies)
+    return _bytes(copies)
+
+
+def _merges(model: ir.Model) -> list[tuple[ir.Node, list[ir.ExternalTensor]]]:
+    """Return every node that is replaced, with the weights that it concatenates."""
+    return [(node, parts) for node in model.graph if (parts := _parts(node))]
 
 
 def _parts(node: ir.Node) -> list[ir.ExternalTensor]:
-    """Return the stored weights that a node concatenates along their first axis; none if it does anything else."""
-    if node.op_type != "Concat" or node.attributes["axis"].as_int():
+    """Return the stored weights that a node concatenates along their first axis; none if it does anything else.
+
+    None also for an output of the graph, which must stay the output of a node.
+    """
+    if node.op_type != "Concat" or node.outputs[0].is_graph_output():
         return []
     tensors = [value.const_value for value in node.inputs if value is not None and value.is_initializer()]
     stored = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
-    return stored if len(stored) == len(node.inputs) else []
+    if len(stored) < len(node.inputs):
+        return []
+    return stored if node.attributes["axis"].as_int() in (0, -len(stored[0].shape)) else []
 
 
 def _adjacent(parts: Sequence[ir.ExternalTensor]) -> bool:
@@ -70,6 +82,10 @@ def _copy(part: ir.ExternalTensor, out: BinaryIO) -> None:
                 raise OSError(f"{part.path} ends within {part.name}")
             out.write(block)
             left -= len(block)
+
+
+def _bytes(parts: Sequence[ir.ExternalTensor]) -> int:
+    return sum(part.nbytes for part in parts)
 
 
 def _rows(tensor: ir.ExternalTensor) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 
 from redraft import names
 from redraft.config import TensorRtBuild
@@ -20,6 +21,7 @@ from redraft.engines.tensorrt.builder import EngineBuild, build_engine
 from redraft.engines.tensorrt.disk import check_disk
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.memory import Needs, check_host, check_memory, needs_of
+from redraft.engines.tensorrt.merge import copied_bytes
 from redraft.engines.tensorrt.plugin import Plugin
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.profiles import CallLimits, drafter_symbols, profiles_of, verifier_symbols
@@ -57,8 +59,8 @@ def stage_engines(
 ) -> Manifest:
     """Write `GRAPH.tensorrt.onnx` and `GRAPH.engine` for each graph of the staged bundle `folder`.
 
-    Returns the manifest with its TensorRT record. Graphs, disk and memory are checked before the first is built.
-    Raises BackendError.
+    Returns the manifest with its TensorRT record. Graphs, disk and memory are checked before the first engine is
+    built, and the disk also before merged weights are copied. Raises BackendError and OSError.
     """
     target, plugin = tools.target, tools.plugin
     limits = CallLimits(options.batch, options.tree_nodes, options.prefill, manifest.max_model_len)
@@ -73,6 +75,8 @@ def stage_engines(
             symbols[graph] = drafter_symbols(spec, drafter.method.spare_rows, limits)
     graphs = {graph: manifest.all_graphs[graph] for graph in symbols}
     report("preparing graphs for TensorRT")
+    copies = {graph: copied_bytes(ir.load(folder / record.file)) for graph, record in graphs.items()}
+    check_disk("copies of merged weights", {graph: size for graph, size in copies.items() if size}, folder)
     prepared = {
         graph: prepare(folder, record.file, graph, target.release, options.attention)
         for graph, record in graphs.items()
@@ -128,7 +132,7 @@ def _check_fits(
     """
     built = {graph: need for graph, need in needs.items() if not engine_cache.has(keys[graph])}
     written = built if same_disk(folder, engine_cache.cache_folder()) else needs
-    check_disk({graph: need.weights for graph, need in written.items()}, folder)
+    check_disk("the engines", {graph: need.weights for graph, need in written.items()}, folder)
     if not options.ignore_memory:
         check_host(built, available_bytes())
         check_memory(needs, gpu.free_bytes, gpu.name)

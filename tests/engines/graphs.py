@@ -190,3 +190,12 @@ def save_verifier(decoder: Decoder, folder: Path) -> Path:
     path = folder / "verifier.onnx"
     onnx.save(verifier_model(decoder), path)
     return path
+
+
+def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> Path:
+    """The portable graph with its weights in a file, as the exporter writes them, or in the opposite order."""
+    model = onnx.load(save_verifier(decoder, folder))
+    if backwards:
+        model.graph.initializer.reverse()
+    onnx.save(model, folder / "verifier.onnx", save_as_external_data=True, location="weights.bin", size_threshold=64)
+    return folder / "verifier.onnx"

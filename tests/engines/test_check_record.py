@@ -279,6 +279,14 @@ def test_a_cache_that_cannot_be_written_means_a_full_check_each_time(
         open_bundle(out)
 
 
+def test_without_a_home_folder_every_opening_is_a_full_check(
+    out: Path, later: None, hashed: list[str], no_home: None
+) -> None:
+    for number, verify in enumerate((None, True, None), 1):
+        open_bundle(out, verify)
+        assert len(hashed) == 2 * number
+
+
 def test_records_of_bundles_that_are_gone_are_dropped(checked: Path, cache: Path) -> None:
     """So are records that cannot be read. The others stay."""
     other, gone = checked.parent / "other", checked.parent / "gone"

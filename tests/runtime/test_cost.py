@@ -168,6 +168,13 @@ def test_a_cache_that_cannot_be_written_is_logged_in_a_line(
     assert record.getMessage().startswith(f"cannot save measured figures in {blocked}")
 
 
+def test_without_a_home_folder_costs_are_measured_at_every_opening(verifier: Timed, no_home: None) -> None:
+    for _ in range(2):
+        before = Timed.calls
+        assert load_costs(verifier, {"build": "a"}).largest == 24
+        assert Timed.calls > before
+
+
 def test_a_write_that_fails_leaves_no_file_behind(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

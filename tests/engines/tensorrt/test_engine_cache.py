@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+import time
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.engine_cache import engine_key, fetch, keep, timing_cache
 from redraft.engines.tensorrt.records import Profile, Range
 from redraft.engines.tensorrt.target import Target
+from redraft.files import link_or_copy
 
 GPU = Gpu("NVIDIA H200", (9, 0), 1, 2)
 TARGET = Target("10.13.3", GPU)
@@ -134,8 +136,57 @@ def test_on_another_disk_engines_are_evicted_before_one_is_copied(
     engine = tmp_path / "large"
     engine.write_bytes(bytes(251))
     keep("large", engine, cache)
-    assert names_in(cache) == []
+    assert names_in(cache) == ["b", "c"]
     assert "large is not cached: 0.0 GB are too many for" in caplog.text
+
+
+def test_an_engine_that_vanishes_before_it_is_fetched_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may evict it at any time."""
+
+    def vanished(cached: Path, out: Path) -> None:
+        cached.unlink()
+        link_or_copy(cached, out)
+
+    kept("a", tmp_path / "cache", tmp_path, 1)
+    monkeypatch.setattr(engine_cache, "link_or_copy", vanished)
+    assert not fetch("a", tmp_path / "again", tmp_path / "cache")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("vanishing", ["a", "b", "c"])
+def test_engines_that_vanish_during_an_eviction_do_not_stop_it(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, vanishing: str
+) -> None:
+    cache = tmp_path / "cache"
+    for used, key in enumerate("abc", 1):
+        kept(key, cache, tmp_path, used)
+    glob = Path.glob
+
+    def vanish_when_listed(folder: Path, pattern: str) -> list[Path]:
+        found = sorted(glob(folder, pattern))
+        (folder / f"{vanishing}.engine").unlink(missing_ok=True)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", vanish_when_listed)
+        kept("d", cache, tmp_path, 4)
+    assert names_in(cache) == sorted({*"abcd"} - {vanishing})
+
+
+@pytest.mark.parametrize(("hours", "left"), [(23, ["a", "b", "b.engine"]), (25, ["a", "b"])])
+def test_temporary_files_of_other_processes_are_deleted_after_a_day(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, hours: int, left: list[str]
+) -> None:
+    """Another process renames its file at the end, and has no engine in the cache if the file is gone."""
+    cache, now = tmp_path / "cache", time.time_ns()
+    kept("a", cache, tmp_path, 1)
+    (cache / "b.engine.1").write_bytes(bytes(300))
+    monkeypatch.setattr(engine_cache.time, "time_ns", lambda: now + hours * 3600 * 10**9)
+    kept("b", cache, tmp_path, 2)
+    assert names_in(cache) == left
+    assert engine_cache.own_bytes(cache) == 200
 
 
 def test_a_cache_is_at_most_a_quarter_of_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

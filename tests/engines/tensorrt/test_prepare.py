@@ -6,6 +6,7 @@ operator's body restored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ import pytest
 
 from redraft import names, signatures
 from redraft.engines.tensorrt.expand import expand
-from redraft.engines.tensorrt.merge import merge_weights
+from redraft.engines.tensorrt.merge import copied_bytes, merge_weights
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.engines.tensorrt.records import weights_file
 from redraft.errors import BackendError
 from redraft.export.tree_attention import bodies
-from tests.engines.graphs import Decoder, save_verifier
+from tests.engines.graphs import Decoder, save_verifier, stored_outside
 
 PAST, NODES = (3, 6), 5
 PARENTS = (-1, 0, 0, 1, None)
@@ -148,50 +149,88 @@ def test_merged_projections_are_one_initializer_each(backwards: bool, tmp_path: 
     """A Concat of weights would be a layer of TensorRT's, which might move them at every call."""
     decoder = Decoder()
     portable = stored_outside(decoder, tmp_path, backwards)
-    assert "Concat" in weight_readers(onnx.load(portable, load_external_data=False))
+    parts = concatenated(onnx.load(portable, load_external_data=False))
+    assert parts
     expected = run(portable, decoder)
     prepared = prepare(tmp_path, portable.name, names.VERIFIER, (10, 15), "native")
     assert "Concat" not in weight_readers(prepared)
     assert_same(run(tmp_path / graph_file(names.VERIFIER), decoder), expected)
     merged = {tensor.name for tensor in prepared.graph.initializer if tensor.name.endswith(".merged")}
     assert len(merged) == 2 * decoder.layers  # queries, keys and values; gate and up
-    assert not {name.removesuffix(".merged") for name in merged} & {t.name for t in prepared.graph.initializer}
+    assert not parts & {tensor.name for tensor in prepared.graph.initializer}
     assert (tmp_path / weights_file(names.VERIFIER)).exists() is backwards  # the parts' order in the file
 
 
+@pytest.mark.parametrize("axis", [0, -2])
 @pytest.mark.parametrize("kept", [0, 1])
-def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, tmp_path: Path) -> None:
+def test_weights_that_follow_one_another_in_a_file_are_not_copied(kept: int, axis: int, tmp_path: Path) -> None:
     """So lie the two that a gate multiplies in safetensors. Others are copied, also out of a file with hard links."""
     first, second = (np.full((2, 4), value, np.float16) for value in (1, 2))
-    between = b"" if kept else b"\0\0"
-    (tmp_path / "w.bin").write_bytes(first.tobytes() + between + second.tobytes())
-    node = onnx.helper.make_node
-    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT16, [4, 4])
-    graph = onnx.helper.make_graph([node("Concat", ["a", "b"], ["w"], axis=0), node("Abs", ["w"], ["y"])], "g", [], [y])
-    for name, offset in (("a", 0), ("b", first.nbytes + len(between))):
-        tensor = graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT16, dims=[2, 4])
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (("location", "w.bin"), ("offset", offset), ("length", first.nbytes)):
-            tensor.external_data.add(key=key, value=str(value))
-    onnx.save(onnx.helper.make_model(graph), tmp_path / "g.onnx")
-    model = ir.load(tmp_path / "g.onnx")
+    model = concat_model(tmp_path, [first, second], [("ab", axis)], gap=b"" if kept else b"\0\0")
     (tmp_path / "linked.bin").hardlink_to(tmp_path / "w.bin")  # as a bundle's weights are to a checkpoint's
-    assert merge_weights(model, tmp_path, "merged.bin") == (0 if kept else 2 * first.nbytes)
+    copied = 0 if kept else 2 * first.nbytes
+    assert copied_bytes(model) == copied
+    assert merge_weights(model, tmp_path, "merged.bin") == copied
     (tmp_path / "linked.bin").unlink()  # onnx_ir reads no such file
     assert (tmp_path / "merged.bin").exists() is not bool(kept)
-    (merged,) = [
-        value.const_value for value in model.graph.initializers.values() if value.uses() or value.is_graph_output()
+    (merged,) = merged_in(model)
+    np.testing.assert_array_equal(merged, np.concatenate([first, second]))
+
+
+def test_weights_of_two_merges_are_copied_for_each(tmp_path: Path) -> None:
+    parts = [np.full((2, 4), value, np.float16) for value in (1, 2, 3)]
+    model = concat_model(tmp_path, parts, [("ac", 0), ("acb", 0)])
+    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == 5 * parts[0].nbytes
+    a, b, c = parts
+    for merged, expected in zip(merged_in(model), ([a, c], [a, c, b]), strict=True):
+        np.testing.assert_array_equal(merged, np.concatenate(expected))
+
+
+@pytest.mark.parametrize(("axis", "output"), [(1, False), (-1, False), (0, True)])
+def test_other_concats_stay(axis: int, output: bool, tmp_path: Path) -> None:
+    """Those along another axis, and those that give an output of the graph."""
+    model = concat_model(tmp_path, [np.ones((2, 4), np.float16)] * 2, [("ba", axis)], output)
+    assert copied_bytes(model) == merge_weights(model, tmp_path, "merged.bin") == 0
+    assert "Concat" in {node.op_type for node in model.graph}
+    assert merged_in(model) == []
+
+
+def concat_model(
+    folder: Path, parts: Sequence[np.ndarray], concats: Sequence[tuple[str, int]], output: bool = False,
+    gap: bytes = b"",
+) -> ir.Model:  # fmt: skip
+    """A graph of Concats, each by the letters of its weights and an axis; weights are in one file with gaps.
+
+    output: makes the results outputs of the graph instead of inputs of other nodes.
+    """
+    size = parts[0].nbytes
+    (folder / "w.bin").write_bytes(gap.join(part.tobytes() for part in parts))
+    made = [
+        onnx.helper.make_node("Concat", list(names), [f"{'y' if output else 'w'}{number}"], axis=axis)
+        for number, (names, axis) in enumerate(concats)
     ]
-    np.testing.assert_array_equal(merged.numpy(), np.concatenate([first, second]))
+    readers = [] if output else [onnx.helper.make_node("Abs", [f"w{n}"], [f"y{n}"]) for n in range(len(concats))]
+    outputs = [onnx.helper.make_tensor_value_info(f"y{n}", onnx.TensorProto.FLOAT16, None) for n in range(len(concats))]
+    graph = onnx.helper.make_graph([*made, *readers], "g", [], outputs)
+    for number, (name, part) in enumerate(zip("abc", parts, strict=False)):
+        tensor = graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT16, dims=part.shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", "w.bin"), ("offset", number * (size + len(gap))), ("length", size)):
+            tensor.external_data.add(key=key, value=str(value))
+    onnx.save(onnx.helper.make_model(graph), folder / "g.onnx")
+    return ir.load(folder / "g.onnx")
 
 
-def stored_outside(decoder: Decoder, folder: Path, backwards: bool = False) -> Path:
-    """The portable graph with its weights in a file, as the exporter writes them, or in the opposite order."""
-    model = onnx.load(save_verifier(decoder, folder))
-    if backwards:
-        model.graph.initializer.reverse()
-    onnx.save(model, folder / "verifier.onnx", save_as_external_data=True, location="weights.bin", size_threshold=64)
-    return folder / "verifier.onnx"
+def merged_in(model: ir.Model) -> list[np.ndarray]:
+    """The merged weights of a graph, in its order."""
+    initializers = model.graph.initializers
+    return [value.const_value.numpy() for name, value in initializers.items() if name.endswith(".merged")]
+
+
+def concatenated(model: onnx.ModelProto) -> set[str]:
+    """Names of the weights that Concats read."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return {name for node in model.graph.node if node.op_type == "Concat" for name in node.input} & weights
 
 
 def weight_readers(model: onnx.ModelProto) -> set[str]:

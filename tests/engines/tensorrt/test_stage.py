@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from redraft import names, signatures
@@ -15,11 +18,11 @@ from redraft.config import TensorRtBuild
 from redraft.engines.bundle import BundleWriter, open_bundle
 from redraft.engines.drafters import BuiltDrafter
 from redraft.engines.manifest import GraphRecord, Manifest, dump_manifest
-from redraft.engines.tensorrt import disk, stage
+from redraft.engines.tensorrt import disk, merge, stage
 from redraft.engines.tensorrt.builder import EngineBuild
 from redraft.engines.tensorrt.driver import Gpu
 from redraft.engines.tensorrt.plugin import Plugin
-from redraft.engines.tensorrt.records import Range
+from redraft.engines.tensorrt.records import Range, weights_file
 from redraft.engines.tensorrt.stage import stage_engines
 from redraft.engines.tensorrt.target import Target
 from redraft.engines.tensorrt.tools import Tools
@@ -28,7 +31,7 @@ from redraft.export.step_graphs import export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import lyanna_record
-from tests.engines.graphs import Decoder, save_verifier
+from tests.engines.graphs import Decoder, save_verifier, stored_outside
 
 OPTIONS = TensorRtBuild(batch=2, tree_nodes=16, prefill=32)
 GPU = Gpu("NVIDIA H200", (9, 0), 130 << 30, 140 << 30)
@@ -47,7 +50,13 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Buil
     """Build a bundle with the test's own cache folder; returns its manifest and the graphs of built engines."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def run(out: str = "bundle", options: TensorRtBuild = OPTIONS, tools: Tools = tools, **changes: object):
+    def run(
+        out: str = "bundle",
+        options: TensorRtBuild = OPTIONS,
+        tools: Tools = tools,
+        copies: bool = False,
+        **changes: object,
+    ):
         built: list[EngineBuild] = []
 
         def fake(one: EngineBuild) -> memoryview:
@@ -56,7 +65,10 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tools: Tools) -> Buil
 
         decoder = Decoder()
         with BundleWriter(tmp_path / out, "small") as writer:
-            save_verifier(decoder, writer.staging)
+            if copies:  # the order of the weights in their file does not suit the merged ones
+                stored_outside(decoder, writer.staging, backwards=True)
+            else:
+                save_verifier(decoder, writer.staging)
             export_step_graphs(decoder.shape, writer.staging, gathers=False)
             (writer.staging / "tokenizer.json").write_text("{}")
             manifest = manifest_of(decoder, backend="tensorrt", **changes)
@@ -177,6 +189,36 @@ def test_too_little_disk_is_found_before_anything_is_built(build: Build, monkeyp
     line = str(caught.value)
     assert line.startswith("the engines take at least 0.00 GiB of disk, 0.00 are free in ")
     assert line.endswith("(GiB: verifier 0.00); free some, or build with -o on another disk")
+
+
+def test_too_little_disk_for_merged_weights_is_found_before_they_are_copied(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge, "_copy", lambda part, out: pytest.fail("copied"))
+    free(monkeypatch, 1 << 10)
+    with pytest.raises(BackendError) as caught:
+        build(copies=True)
+    line = str(caught.value)
+    assert line.startswith("copies of merged weights take at least 0.00 GiB of disk, 0.00 are free in ")
+    assert line.endswith("(GiB: verifier 0.00); free some, or build with -o on another disk")
+
+
+def test_merged_weights_are_copied_if_the_disk_has_space(build: Build, tmp_path: Path) -> None:
+    build(copies=True)
+    model = ir.load(tmp_path / "bundle" / "verifier.onnx")
+    assert (tmp_path / "bundle" / weights_file(names.VERIFIER)).stat().st_size == merge.copied_bytes(model) > 0
+
+
+def test_a_disk_that_is_full_while_weights_are_copied_ends_the_build_with_a_line(
+    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(part: ir.ExternalTensor, out: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(merge, "_copy", full)
+    with pytest.raises(BundleError, match=r"^no space for .*bundle: .* MB written, .* MB free; free space, or give"):
+        build(copies=True)
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_a_linked_engine_needs_no_disk_and_no_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
