@@ -104,7 +104,7 @@ def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The real Polygraphy builds here; by default it prints every profile."""
-    tensorrt = FakeTensorRt("10.13.3.9", None)
+    tensorrt = FakeTensorRt(version="10.13.3.9", inputs=None)
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
     for name in [name for name in sys.modules if name.startswith("polygraphy")]:
         monkeypatch.delitem(sys.modules, name)
