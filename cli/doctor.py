@@ -175,7 +175,7 @@ def _machine() -> Iterator[Finding]:
 def _cache_folder() -> Finding:
     folder = user_cache()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if os.access(parent, os.W_OK):
+    if os.access(parent, os.W_OK | os.X_OK):  # a file, as of a user without a home, is no folder
         return Finding("cache folder", "ok", f"{folder}")
     return Finding("cache folder", "warning", f"{folder} is not writable", "set XDG_CACHE_HOME to a folder that is")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from redraft.cli import doctor_engines
+from redraft.cli.doctor import _cache_folder
 from redraft.runtime.exactness import Exactness
 
 
@@ -43,3 +44,9 @@ def test_no_bundle_is_one_line(redraft, tmp_path):
     assert done.returncode == 1
     assert "expected an engine bundle" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_without_a_home_folder_the_cache_is_not_writable(no_home: None) -> None:
+    found = _cache_folder()
+    assert (found.name, found.status) == ("cache folder", "warning")
+    assert found.hint == "set XDG_CACHE_HOME to a folder that is"
