@@ -37,6 +37,7 @@ class LayerConfig:
     draft_logit_scale: factor on the drafter's logits when it builds trees for a greedy verifier, measured after
     training.
     logit_scale:       the verifier multiplies its logits by this.
+    draft_vocab_size:  tokens that the drafter can draft; 0 means the whole vocabulary.
     """
 
     hidden_size: int
@@ -49,8 +50,18 @@ class LayerConfig:
     rms_norm_eps: float = 1e-5
     draft_logit_scale: float = 1.0
     logit_scale: float = 1.0
+    draft_vocab_size: int = 0
+
+    @property
+    def draft_size(self) -> int:
+        """Columns of the drafter's logits."""
+        return self.draft_vocab_size or self.vocab_size
 
     def __post_init__(self) -> None:
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise CheckpointError(
+                f"draft_vocab_size must be from 0 to {self.vocab_size}, the vocabulary, not {self.draft_vocab_size}"
+            )
         if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:
             raise CheckpointError(f"a drafter's sizes must be positive: {self}")
         if not self.logit_scale > 0:

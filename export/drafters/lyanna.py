@@ -7,6 +7,8 @@ its final norm, E its embedding and M its head:
     l_i = M h_i                                                     §4.2, one product for the whole chain
     l'_i = l_i + RMSNorm(E'(t_i)),  E'(t) = W2 W1 E(t)              §4.1 and §5.1
 
+Logits are over the H tokens of the draft vocabulary, which may be all V: M and W2 have their rows only.
+
 The paper does not define ⊕. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ;
 RMSNorm(E(t_1))]. The chain normalizes its states before and after each step, so that h_i has the scale of f.
 """
@@ -27,7 +29,7 @@ from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfi
 class LyannaConfig(LayerConfig):
     """Configuration of a drafter: the layer's shape, and these fields.
 
-    rank:         d of W1 [n, d] and W2 [d, V].   steps: hidden states of a chain, N.
+    rank:         d of W1 [n, d] and W2 [d, H].   steps: hidden states of a chain, N.
     first_token, token_info: False for the ablations of Table 1.
     """
 
@@ -57,12 +59,11 @@ class TokenInfo(nn.Module):
     def __init__(self, config: LyannaConfig) -> None:
         super().__init__()
         self.down = nn.Linear(config.hidden_size, config.rank, bias=False)
-        self.up = nn.Linear(config.rank, config.vocab_size, bias=False)
-        self.norm = nn.RMSNorm(config.vocab_size, eps=config.rms_norm_eps)
-        nn.init.zeros_(self.norm.weight)
+        self.up = nn.Linear(config.rank, config.draft_size, bias=False)
+        self.norm = nn.RMSNorm(config.draft_size, eps=config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., V]."""
+        """Return the numbers that tokens of these embeddings [..., n] add to logits, [..., H]."""
         added: torch.Tensor = self.norm(self.up(self.down(embeddings)))
         return added
 
