@@ -1,4 +1,4 @@
-"""Sources of a module's parameters: a checkpoint, random numbers, or two of these."""
+"""Sources of a module's parameters: a checkpoint, random numbers, rows of another source, or two of these."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import DOWNLOAD_AGAIN, ITEM_BYTES, AnyCheckpoint, TensorEntry, row_slices
+from redraft.export.quantize import Grid
 from redraft.export.stored_grids import Coded, StoredGrid
 from redraft.export.stored_tensor import StoredTensor, entries, evaluate
 from redraft.export.weight_files import FOLDER, NewTensor, Slabs, write
@@ -27,7 +28,7 @@ POOL = ("random.normal", "random.ones", "random.zeros")
 POOL_SHIFT, POOL_SHIFTS = 256, 1024
 """Random matrices begin at one of POOL_SHIFTS multiples of POOL_SHIFT numbers."""
 _POOL_BLOCK = 1 << 20
-AnySource: TypeAlias = "Source | RandomSource | DrafterSource"
+AnySource: TypeAlias = "Source | RandomSource | RowsSource | DrafterSource"
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,58 @@ def _normal(begin: int, end: int) -> NDArray[np.float32]:
     drawn = np.concatenate(blocks)[begin - first * _POOL_BLOCK : end - first * _POOL_BLOCK]
     drawn *= np.float32(RANDOM_STD)
     return drawn
+
+
+@dataclass(frozen=True)
+class RowsSource:
+    """Some rows of a parameter of another source, as the only parameter `name`. They are gathered slab by slab.
+
+    rows: sorted, int64 [R].
+    """
+
+    source: AnySource
+    parameter: str
+    name: str
+    rows: NDArray[np.int64]
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the rows, by name."""
+        return {self.name: (len(self.rows), *self.source.parameters[self.parameter][1:])}
+
+    def stored(self, parameter: str) -> TensorEntry | None:
+        """Return None: no checkpoint has these rows as one tensor."""
+
+    def link(self, parameter: str, folder: Path) -> str:
+        """Raise TypeError: there is no file to put below `folder`."""
+        raise TypeError(f"{parameter} is in no file")
+
+    def grid(self, parameter: str) -> StoredGrid | None:
+        """Return the grid of the source's parameter, for these rows."""
+        grid = self.source.grid(self.parameter)
+        return grid and replace(grid, slabs=partial(self._coded, grid))
+
+    def _coded(self, grid: StoredGrid) -> Iterator[Coded]:
+        begin = 0
+        for codes, found in grid.slabs():
+            here = self._here(begin, len(codes))
+            begin += len(codes)
+            if len(here):
+                yield codes[here], Grid(found.scales[here], found.zeros[here])
+
+    def slabs(self, parameter: str) -> Slabs:
+        """Yield the rows in fp32, a few at a time."""
+        begin = 0
+        for slab in self.source.slabs(self.parameter):
+            here = self._here(begin, len(slab))
+            begin += len(slab)
+            if len(here):
+                yield slab[here]
+
+    def _here(self, begin: int, count: int) -> NDArray[np.int64]:
+        """Return those of the rows `begin` to `begin + count` that are wanted, counted from `begin`."""
+        first, last = np.searchsorted(self.rows, (begin, begin + count))
+        return self.rows[first:last] - begin
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import Protocol
 
+from redraft.methods.base import resampled_nodes
 from redraft.runtime.offers import NO_TREE, Offer, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import cut, merge, root_only
+from redraft.runtime.tree import cut, merge, prune, root_only
 from redraft.types import Budget, Choice, OfferKind, Outcome, Tree
 
 Call = tuple[str, OfferKind]
@@ -64,7 +65,10 @@ class Controller(Protocol):
 
 
 class FixedBudget:
-    """The same budget at every step. It prefers resampling to a fresh draft; NO_SPECULATION is plain decoding."""
+    """The same budget at every step. It prefers resampling to a fresh draft; NO_SPECULATION is plain decoding.
+
+    Nodes of a resampled tree are at most `resampled_nodes` of the budget's.
+    """
 
     weighs = False
 
@@ -99,9 +103,17 @@ class FixedBudget:
     ) -> list[Tree]:
         """Merge each plan's trees, and cut them to the budget."""
         return [
-            cut(_joined(plan.found, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
+            cut(_joined(plan.found, self._kept(plan, tree)), plan.limits, self._budget.nodes)
+            if plan.speculates
+            else plan.found
             for plan, tree in zip(plans, made, strict=True)
         ]
+
+    def _kept(self, plan: Plan, made: Tree | None) -> Tree | None:
+        """Return the tree that was made. Of a resampled one, only as many nodes stay as a resampled tree may have."""
+        if made is None or plan.kind is not OfferKind.RESAMPLE:
+            return made
+        return prune(made, resampled_nodes(self._budget.nodes))
 
     def explain(self, seq: Sequence) -> None:
         """Return None: a fixed budget compares no costs."""

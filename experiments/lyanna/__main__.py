@@ -1,14 +1,13 @@
-"""The ablations of Lyanna's paper (Chen et al., §7.3 to §7.5), measured on a model of ours, whatever their sign.
+"""The ablations of Lyanna's paper (Chen et al., §7.3 and §7.4), measured on a model of ours, whatever their sign.
 
     python -m experiments.lyanna acceptance --verifier assets/tiny --out RUNS --data code=stdlib …       Table 1
-    python -m experiments.lyanna hot        --verifier assets/tiny --out RUNS --data code=stdlib …       Table 2
     python -m experiments.lyanna resampling --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl
     python -m experiments.lyanna latency    --engines build/engines/tiny                                 Figure 13
     python -m experiments.lyanna table      --verifier assets/tiny --drafter DIR --prompts …
 
-Prints tables, or one JSON object with --json. The first two parts train. With the same --out and options they share the
-written text and the full drafter, and only read earlier runs. Resampling is Figure 12; `table` compares the stored
-forms of token information (§5.1, §6.1).
+Prints tables, or one JSON object with --json. The first part trains, and only reads earlier runs with the same --out
+and options. Resampling is Figure 12; `table` compares draft vocabularies (§6.1) and stored forms of token information
+(§5.1).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from redraft.export.quiet import quiet_export
 from redraft.types import Budget
 
 INITS = ("random", "mtp")
-PARTS = ("acceptance", "hot", "resampling", "latency", "table")
+PARTS = ("acceptance", "resampling", "latency", "table")
 """Each is a module of this folder with `measure` and `tables`."""
 
 
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.lyanna", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = found.add_subparsers(dest="part", required=True, metavar="PART")
-    adders = (_acceptance, _hot, _resampling, _latency, _table)
+    adders = (_acceptance, _resampling, _latency, _table)
     for name, add in zip(PARTS, adders, strict=True):
         module = parts.add_parser(name, help=(add.__doc__ or "").rstrip("."))
         add(module)
@@ -75,13 +74,6 @@ def _acceptance(part: argparse.ArgumentParser) -> None:
     part.add_argument("--seed", type=int, help="instead of the recipe's")
 
 
-def _hot(part: argparse.ArgumentParser) -> None:
-    """Token information of hot tokens against that of all tokens, in training and pruned after it."""
-    _acceptance(part)
-    part.add_argument("--share", type=float, default=0.25, help="share of the vocabulary that is hot")
-    part.add_argument("--drafter", type=Path, help="a published drafter to prune as well")
-
-
 def _resampling(part: argparse.ArgumentParser) -> None:
     """Speed with and without resampling."""
     part.add_argument("--engines", type=Path, required=True, help="an engine bundle with a Lyanna drafter")
@@ -101,13 +93,15 @@ def _latency(part: argparse.ArgumentParser) -> None:
 
 
 def _table(part: argparse.ArgumentParser) -> None:
-    """Forms of the token information: bytes, time, and loss."""
+    """Draft vocabularies and forms of the token information: bytes, time, and loss."""
     part.add_argument("--verifier", type=Path, required=True, help="folder of the verifier's checkpoint")
     part.add_argument("--drafter", type=Path, required=True, help="folder of its published drafter")
     part.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     part.add_argument("--limit", type=int, default=8, help="prompts a kind")
     part.add_argument("--new-tokens", type=int, default=128, help="tokens that the verifier writes after a prompt")
-    part.add_argument("--hot", type=sizes, help="numbers of hot tokens; all and a quarter of the vocabulary by default")
+    part.add_argument(
+        "--vocabularies", type=sizes, help="sizes of draft vocabularies; all and a quarter of the vocabulary by default"
+    )
     part.add_argument("--chain", type=int, default=3, help="steps of a draft")
     part.add_argument("--nodes", type=int, default=12, help="largest tree of a draft")
     part.add_argument("--turns", type=int, default=100, help="number of timed drafts, for each form")

@@ -22,7 +22,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     texts = open_texts(options)
     variants = {}
     for name, changes in VARIANTS.items():
-        last = train_variant(texts, name, None, **changes)[0][-1]
+        last = train_variant(texts, name, **changes)[0][-1]
         means = {rule: mean_of_kinds(last["acceptance"], rule) for rule in RULES}
         variants[name] = {"steps": last["step"], "kinds": last["acceptance"], "mean": means}
     return {"environment": environment(options.threads), "recipe": texts.recipe.to_dict(), "variants": variants}

@@ -76,7 +76,7 @@ def logits_times(bundle: Bundle, shape: LyannaShape, threads: int) -> dict[str, 
     found: dict[str, dict[str, dict[str, Times]]] = {}
     draft = bundle.path / bundle.graph(draft_graph(bundle)).file
     with tempfile.TemporaryDirectory() as folder:
-        paths = write_stages(draft, shape.hidden, shape.vocabulary, shape.width, Path(folder))
+        paths = write_stages(draft, shape.hidden, shape.draft_vocabulary, shape.width, Path(folder))
         sessions = {stage: open_session(path, threads) for stage, path in paths.items()}
     for count in range(1, max(STEPS, shape.steps, shape.width) + 1):
         calls: dict[str, Callable[[], None]] = {}
@@ -178,9 +178,9 @@ def _shares(what: str, found: Mapping[str, Times], whole: str) -> list[list[str]
 
 
 def _call(session: Any, stage: str, rows: int, shape: LyannaShape) -> Callable[[], None]:
-    size = shape.hidden if stage in ("head", WHOLE) else shape.vocabulary
+    size = shape.hidden if stage in ("head", WHOLE) else shape.draft_vocabulary
     values = np.random.default_rng(0).standard_normal((1, rows, size), np.float32)
-    return bound_call(session, {"in": values}, outputs_of(stage, rows, shape.vocabulary, shape.width))
+    return bound_call(session, {"in": values}, outputs_of(stage, rows, shape.draft_vocabulary, shape.width))
 
 
 def _repeated(call: Callable[[], None], count: int) -> Callable[[], None]:

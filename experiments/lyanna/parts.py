@@ -132,6 +132,7 @@ def _prepared(engine: Calls, bundle: Bundle, shape: LyannaShape, capacity: int) 
         engine.bind(cache, zeros(1, shape.kv_heads, capacity, shape.head_dim))
     for name, table in bundle.tables(METHOD.id).items():
         engine.bind(name, table)
+    engine.bind(names.DRAFT_LOGIT_SCALE, np.full(1, shape.draft_logit_scale, np.float32))
     batch = {"B": 1} if any("B" in spec.shape for spec in engine.inputs) else {}
     call = engine.prepare(**batch, M=PENDING_COUNT_ROWS)
     call.inputs[names.NUM_PENDING][:] = PENDING_COUNT_ROWS

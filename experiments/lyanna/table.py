@@ -1,7 +1,7 @@
-"""The forms of Lyanna's token information: bytes, time of a draft and a resampling, and each form's loss against fp32.
+"""Draft vocabularies and forms of token information: bytes, time of a draft and a resampling, and loss against fp32.
 
 `redraft build` makes a bundle for each form. Losses are measured in torch, on text that the verifier writes. The
-drafter's hidden states are the same for all forms; only the token information comes from the bundle.
+drafter's hidden states are the same for all; token information and draft vocabulary come from the bundle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.methods.lyanna import METHOD, TokenInfo, token_info_tables
+from redraft.methods.lyanna import METHOD, TokenInfo
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.train.acceptance import WIDTH, acceptance_of
@@ -47,20 +47,20 @@ Text = tuple[NDArray[np.int64], int]
 
 @dataclass(frozen=True)
 class Form:
-    """A form of the token information over its `hot` tokens."""
+    """A form of the token information of a drafter that is built for its `drafted` most frequent tokens."""
 
     token_info: TokenInfo
-    hot: int
+    drafted: int
 
     def __str__(self) -> str:
-        return f"{self.token_info}-{self.hot}"
+        return f"{self.token_info}-{self.drafted}"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Build, time and compare every form over every number of hot tokens."""
+    """Build, time and compare every form over every draft vocabulary."""
     torch.set_num_threads(options.threads)
     verifier = open_verifier(options.verifier, "cpu")
-    sizes = options.hot or (verifier.vocab_size, max(1, verifier.vocab_size // 4))
+    sizes = options.vocabularies or (verifier.vocab_size, max(1, verifier.vocab_size // 4))
     forms = [Form(name, size) for size in dict.fromkeys(min(s, verifier.vocab_size) for s in sizes) for name in FORMS]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
@@ -75,7 +75,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(options.threads),
         "vocabulary": verifier.vocab_size,
         "fp32": {"bytes": 4 * verifier.vocab_size**2, **exact},
-        "forms": [{"token_info": form.token_info, "hot_tokens": form.hot, **values} for form, values in found.items()],
+        "forms": [
+            {"token_info": form.token_info, "draft_vocabulary": form.drafted, **values}
+            for form, values in found.items()
+        ],
     }
 
 
@@ -99,12 +102,12 @@ def recipe_text(form: Form, options: argparse.Namespace) -> str:
     return (
         f'source = {verifier}\n[build]\nhidden_states = ["last"]\n[build.drafters.{METHOD.id}]\n'
         f'source = {drafter}\nmethod = "{METHOD.id}"\nsteps = {options.chain}\n'
-        f'nodes = {options.nodes}\ntoken_info = "{form.token_info}"\nhot_tokens = {form.hot}\nprune_above = 1\n'
+        f'nodes = {options.nodes}\ntoken_info = "{form.token_info}"\ndraft_vocabulary = {form.drafted}\n'
     )
 
 
 def table_bytes(bundle: Bundle) -> int:
-    """Return the bytes of the token information in the bundle."""
+    """Return the bytes of the drafter's tables in the bundle."""
     return bundle.drafter(METHOD.id).record.table_bytes
 
 
@@ -150,9 +153,7 @@ def losses(
     lost = {}
     for form, bundle in bundles.items():
         note(f"choices of {form}")
-        stored_tables = bundle.tables(METHOD.id)
-        tables = [stored_tables[spec.name] for spec in token_info_tables(bundle.drafter(METHOD.id).shape)]
-        stored = TableObjective(verifier.model, config, tables)
+        stored = TableObjective(verifier.model, config, bundle.tables(METHOD.id))
         stored.drafter = exact.drafter
         lost[form] = {**same_choices(exact, stored, texts), "acceptance": asdict(acceptance_of(stored, texts))}
     return {"acceptance": asdict(acceptance_of(exact, texts)), "texts": len(texts)}, lost
@@ -205,7 +206,7 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
             for rule, mean in zip(("top", "wide"), means, strict=True)
             for cell in _pair(float(np.mean(form["acceptance"][rule])), mean)
         ]
-        rows.append([form["token_info"], str(form["hot_tokens"]), str(form["bytes"]), *spent, *same, *kept])
+        rows.append([form["token_info"], str(form["draft_vocabulary"]), str(form["bytes"]), *spent, *same, *kept])
     depths, texts = len(exact["top"]), result["fp32"]["texts"]
     return {f"token information over {texts} texts; acceptance is the mean over {depths} steps": rows}
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.lyanna.objectives import HotObjective
 from redraft.errors import UsageError
 from redraft.methods.lyanna import METHOD
 from redraft.train.acceptance import Acceptance
@@ -37,8 +36,6 @@ from redraft.train.verifier_model import VerifierModel, open_verifier
 
 POINTS = 4
 """Measurements of a run, at equal distances."""
-DEPTHS = 3
-"""Steps that a mean is taken over, as in Table 2."""
 FULL = "both"
 """The variant with token information and first token, the same in every part."""
 _SECONDS_A_LINE = 20.0
@@ -128,11 +125,11 @@ def open_texts(options: argparse.Namespace) -> Texts:
 
 
 def train_variant(
-    texts: Texts, name: str, hot: NDArray[np.int64] | None = None, *, token_info: bool = True, first_token: bool = True
+    texts: Texts, name: str, *, token_info: bool = True, first_token: bool = True
 ) -> tuple[Measured, LyannaObjective]:
     """Train a variant, or read it; return its measurements, at least one, and the final objective.
 
-    hot: the tokens that have token information; all without.   token_info, first_token: as in the recipe.
+    token_info, first_token: as in the recipe.
     """
     recipe = replace(
         texts.recipe, drafter=replace(texts.recipe.drafter, token_info=token_info, first_token=first_token)
@@ -141,34 +138,21 @@ def train_variant(
     folder.mkdir(parents=True, exist_ok=True)
     texts.report.name = name
     torch.manual_seed(recipe.seed)
-    found = _objective(texts, recipe, hot)
+    found = objective(texts.verifier.model, configure(recipe, texts.verifier), recipe, False)
     if recipe.drafter.init == "mtp":
         warm_start(found.drafter, texts.verifier)
     plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
     log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report)
-    identity = texts.identity if hot is None else f"{texts.identity} {len(hot)} hot"
-    train(found, plan, recipe, folder, identity=identity, resume=(folder / NAME).exists(), report=log)
+    train(found, plan, recipe, folder, identity=texts.identity, resume=(folder / NAME).exists(), report=log)
     measured = read_progress(folder / PROGRESS)
     if not measured:
         raise UsageError(f"{folder} has a checkpoint and no {PROGRESS}", "remove the folder; it is trained again")
     return measured, found
 
 
-def _objective(texts: Texts, recipe: LyannaRecipe, hot: NDArray[np.int64] | None) -> LyannaObjective:
-    config, table = configure(recipe, texts.verifier), recipe.drafter
-    if hot is None:
-        return objective(texts.verifier.model, config, recipe, False)
-    return HotObjective(texts.verifier.model, config, hot, table.alpha, table.beta, table.step_weight)
-
-
 def mean_of_kinds(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> list[float]:
     """Return the mean over kinds of the acceptance at every depth by one rule, `top` or `wide`."""
     return [float(np.mean(shares)) for shares in zip(*(found[rule] for found in kinds.values()), strict=True)]
-
-
-def mean_of_depths(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> float:
-    """Return the mean over kinds and over the first DEPTHS depths."""
-    return float(np.mean(mean_of_kinds(kinds, rule)[:DEPTHS]))
 
 
 def percents(shares: Sequence[float]) -> list[str]:

@@ -1,7 +1,8 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
 config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here)
-model.safetensors  the module's parameters, and `token_counts` int64 [V], each token's count in training
+model.safetensors  the module's parameters; `token_counts` int64 [V], each token's count in training; with a draft
+                   vocabulary of H tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their sorted ids
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.sources import AnySource, Source
-from redraft.names import TOKENIZER_FILE
+from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
 from redraft.records import from_plain
 
 CONFIG_FILE = "config.json"
@@ -50,6 +51,17 @@ class Identity:
     def from_digests(cls, verifier: AnyCheckpoint, digests: Mapping[str, str]) -> Identity:
         """Return the identity of a checkpoint from SHA-256 digests of its files, by name."""
         return cls(tuple(digests[name] for name in sorted(verifier.files)), digests.get(TOKENIZER_FILE, ""))
+
+
+class TokenData(NamedTuple):
+    """A drafter's data about tokens.
+
+    counts: each token's count in training, int64 [V].
+    draft_vocabulary: the token of each column of its logits, sorted, int64 [H]; None if they have all V columns.
+    """
+
+    counts: torch.Tensor
+    draft_vocabulary: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,25 +125,26 @@ class DrafterCheckpoint:
                 f"{self.path} was trained for another verifier: expected weights {expected}, found {here}", hint
             )
 
-    def load(self, module: torch.nn.Module) -> torch.Tensor:
-        """Fill `module` in fp32 from the weights. Returns the token counts, int64 [V]. Raises like `open_weights`."""
-        source, counts = self.open_weights({name: tuple(t.shape) for name, t in module.state_dict().items()})
+    def load(self, module: torch.nn.Module) -> TokenData:
+        """Fill `module` in fp32 from the weights. Returns the data about tokens. Raises like `open_weights`."""
+        source, tokens = self.open_weights({name: tuple(t.shape) for name, t in module.state_dict().items()})
         for name, tensor in module.state_dict().items():
             fill(tensor, source, name)
-        return counts
+        return tokens
 
-    def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, torch.Tensor]:
-        """Return a source of parameters of these shapes, with names that begin with `stem`, and token counts [V].
+    def open_weights(self, shapes: dict[str, tuple[int, ...]], stem: str = "") -> tuple[Source, TokenData]:
+        """Return a source of parameters of these shapes, with names that begin with `stem`, and data about tokens.
 
         Reads all weights once, in slabs. Raises CheckpointError listing keys that are missing or surplus, or naming a
-        shape or number that does not fit.
+        shape, number or draft vocabulary that does not fit.
         """
         file = self.path / WEIGHTS_FILE
         try:
             entries = {entry.name: entry for entry in read_header(file)}
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}", "train or download it again") from None
-        expected = {**shapes, TOKEN_COUNTS: (int(self.config["vocab_size"]),)}
+        vocabulary, drafted = int(self.config["vocab_size"]), int(self.config.get("draft_vocab_size", 0))
+        expected = {**shapes, TOKEN_COUNTS: (vocabulary,), **({DRAFT_VOCABULARY: (drafted,)} if drafted else {})}
         problems = list(_differences(entries, expected))
         named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
         parameters = {f"{stem}{name}": shape for name, shape in shapes.items()}
@@ -140,10 +153,14 @@ class DrafterCheckpoint:
         if not problems:
             endless = [name for name in shapes if not source.checkpoint.is_finite(named[f"{stem}{name}"])]
             problems = [f"{name} holds a number that is not finite" for name in endless]
+        tokens = None
+        if drafted and not problems:
+            tokens = torch.from_numpy(np.array(checkpoint.memmap(f"{stem}{DRAFT_VOCABULARY}")))
+            problems = list(_vocabulary_problems(tokens, drafted, vocabulary))
         if problems:
             raise CheckpointError(f"{file}: {'; '.join(problems)}", "give the drafter that its config.json describes")
         counts = torch.from_numpy(np.array(checkpoint.memmap(f"{stem}{TOKEN_COUNTS}")))
-        return source, counts.long()
+        return source, TokenData(counts.long(), tokens)
 
 
 def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
@@ -164,14 +181,36 @@ def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[
             yield f"{name} is {list(found[name].shape)}, expected {list(shape)}"
 
 
+def _vocabulary_problems(tokens: torch.Tensor, size: int, vocabulary: int) -> Iterator[str]:
+    """Yield a description of a draft vocabulary that is not `size` sorted, distinct tokens of `vocabulary`."""
+    if tokens.dtype != torch.int64 or tuple(tokens.shape) != (size,):
+        kind = str(tokens.dtype).removeprefix("torch.")
+        yield f"{DRAFT_VOCABULARY} is {kind}{list(tokens.shape)}, expected int64[{size}]"
+    elif not bool((tokens.diff() > 0).all()) or int(tokens[0]) < 0 or int(tokens[-1]) >= vocabulary:
+        yield f"{DRAFT_VOCABULARY} must be distinct tokens from 0 to {vocabulary - 1} in ascending order"
+
+
 def save_drafter(
     path: Path, method: str, config: LayerConfig, verifier: Identity, module: torch.nn.Module, counts: torch.Tensor,
-    training: Mapping[str, Any],
+    training: Mapping[str, Any], draft_vocabulary: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write a drafter's folder, its weights in bf16 and `training` unchanged."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Write a drafter's folder, its weights in bf16 and `training` unchanged.
+
+    draft_vocabulary: sorted ids, int64 [H], if H = `config.draft_vocab_size` is not 0. Raises CheckpointError if it
+    does not fit the configuration.
+    """
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
-    save_file({**tensors, TOKEN_COUNTS: counts.long().cpu()}, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
+    tensors[TOKEN_COUNTS] = counts.long().cpu()
+    given = torch.empty(0, dtype=torch.long) if draft_vocabulary is None else draft_vocabulary.cpu().contiguous()
+    if config.draft_vocab_size:
+        tensors[DRAFT_VOCABULARY] = given
+        problems = list(_vocabulary_problems(given, config.draft_vocab_size, config.vocab_size))
+    else:
+        problems = [f"{DRAFT_VOCABULARY} has {len(given)} tokens, expected none"] if len(given) else []
+    if problems:
+        raise CheckpointError(f"{path}: {problems[0]}", "set draft_vocab_size to the number of tokens")
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(path / WEIGHTS_FILE), metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(0o644)  # safetensors makes the file readable for its owner only
     values = _ConfigFile(method, asdict(config), verifier, training)
     (path / CONFIG_FILE).write_text(json.dumps(asdict(values), indent=2) + "\n", encoding="utf-8")

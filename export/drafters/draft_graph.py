@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,14 +17,17 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export import modules, passes, tracing
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import Attend, LayerConfig
 from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
-from redraft.export.weight_files import STORED, Progress
+from redraft.export.weight_files import FOLDER, STORED, NewTensor, Progress, write
 from redraft.export.weights import place
 from redraft.names import Dtype, TensorSpec, WeightRef
 
+_TORCH = {"float16": torch.float16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8,
+          "int64": torch.int64}  # fmt: skip
 _TRACED_ROWS = 3
 _TRACED_KV_ROWS = 16
 M = TypeVar("M", bound=nn.Module)
@@ -144,7 +147,7 @@ class ChainAttention:
 
 
 class DraftGraph(nn.Module, Generic[M]):
-    """A drafter with the verifier's embedding and head. A subclass computes the draft.
+    """A drafter with the verifier's embedding and the rows of its head for H tokens. A subclass computes the draft.
 
     It changes the drafter that it wraps: rotation becomes one operator over every position that a draft can reach.
     """
@@ -157,28 +160,32 @@ class DraftGraph(nn.Module, Generic[M]):
         layer.rotary = GraphRotary(layer.rotary, max_positions + names.CATCH_UP_ROWS + shape.steps, dtype)
         modules.replace_rms_norms(drafter)
         self.embedding, self.head = (
-            nn.Parameter(torch.empty(shape.vocabulary, shape.hidden, dtype=dtype), requires_grad=False)
-            for _ in range(2)
+            nn.Parameter(torch.empty(rows, shape.hidden, dtype=dtype), requires_grad=False)
+            for rows in (shape.vocabulary, shape.draft_vocabulary)
         )
-        self._scale = config.logit_scale * config.draft_logit_scale
+        self._scale = config.logit_scale
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embeddings [B, T, n] of tokens [B, T]."""
         return F.embedding(tokens, self.embedding)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Scaled logits [B, T, V] in fp32 of states [B, T, n]."""
+        """Logits [B, T, H] in fp32 of states [B, T, n], times the verifier's own logit scale."""
         return F.linear(states if self._scale == 1.0 else states * self._scale, self.head).float()
 
 
 def write_draft(
-    name: str, graph: nn.Module, own: AnySource, verifier: VerifierExport, shape: Any, out: Path, precision: Precision,
-    progress: Progress, signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]],
-    tables: list[torch.Tensor] | None = None, translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "",
+    name: str, graph: nn.Module, own: AnySource, vocabulary: DraftVocabulary, verifier: VerifierExport, shape: Any,
+    out: Path, precision: Precision, progress: Progress,
+    signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]], tables: tuple[TensorSpec, ...],
+    translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "",
 ) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Trace and write a draft graph, and place its weights. Head and embedding are the verifier's own bytes.
+    """Trace and write a draft graph, and place its weights. The embedding is the verifier's own bytes.
 
-    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value and, if there are any, tables.
+    The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
+    verifier's head.
+
+    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, draft_logit_scale, tables.
     logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     dtype = tracing.TORCH[shape.dtype]
@@ -187,21 +194,34 @@ def write_draft(
     b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
     args: tuple[Any, ...] = (
         torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
-        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
+        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), torch.ones(2), examples(tables),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
-    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of)
-    if tables is not None:
-        args, dynamic = (*args, tables), (*dynamic, [{} for _ in tables])
+    fixed: list[dict[int, Any]] = [{} for _ in tables]
+    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, {0: b}, fixed)
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
-    rename(model, {**own_names, "embedding": verifier.embedding, "head": verifier.head})
-    source = DrafterSource(own, verifier.source)
+    head = vocabulary.head(verifier.source, verifier.head, f"{stem(name)}head")
+    rename(model, {**own_names, "embedding": verifier.embedding, "head": head.name if head else verifier.head})
+    source = DrafterSource(DrafterSource(own, head) if head else own, verifier.source)
     refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
     finish(model)
     ir.save(model, out / graph_file(name, names.DRAFT))
     return refs
+
+
+def examples(tables: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return zeros of the right shapes and types, which take no memory, to trace a graph with."""
+    return [torch.zeros(1, dtype=_TORCH[spec.dtype]).expand([int(dim) for dim in spec.shape]) for spec in tables]
+
+
+def write_tables(name: str, tables: Sequence[NewTensor], folder: Path) -> tuple[WeightRef, ...]:
+    """Write a drafter's tables below `folder`. Returns their places; none if there are no tables."""
+    if not tables:
+        return ()
+    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+    return tuple(write(list(tables), folder, f"{FOLDER}/{stem(name)}tables.safetensors"))
 
 
 def rename(model: ir.Model, new_names: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ weights and all other operations are the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,8 @@ def all_rows(rows: torch.Tensor) -> torch.Tensor:
 class LayerConfig:
     """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's.
 
-    draft_logit_scale: factor on the drafter's logits when it builds trees for a greedy verifier, measured after
-    training.
+    draft_logit_scale: factor on the drafter's logits and token information when it builds trees for a greedy
+    verifier, measured after training.
     logit_scale:       the verifier multiplies its logits by this.
     draft_vocab_size:  tokens that the drafter can draft; 0 means the whole vocabulary.
     """
@@ -57,6 +58,10 @@ class LayerConfig:
         """Columns of the drafter's logits."""
         return self.draft_vocab_size or self.vocab_size
 
+    def limited(self, tokens: int | None) -> int:
+        """Return the size of the draft vocabulary in graphs that can draft at most `tokens` tokens; None: no limit."""
+        return min(tokens or self.draft_size, self.draft_size)
+
     def __post_init__(self) -> None:
         if not 0 <= self.draft_vocab_size <= self.vocab_size:
             raise CheckpointError(
@@ -64,8 +69,9 @@ class LayerConfig:
             )
         if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:
             raise CheckpointError(f"a drafter's sizes must be positive: {self}")
-        if not self.logit_scale > 0:
-            raise CheckpointError(f"logit_scale must be positive, not {self.logit_scale}")
+        for name, scale in (("logit_scale", self.logit_scale), ("draft_logit_scale", self.draft_logit_scale)):
+            if not 0 < scale < math.inf:
+                raise CheckpointError(f"{name} must be positive, not {scale}")
         if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise CheckpointError(
                 f"{self.heads} heads of {self.head_dim} over {self.kv_heads} key/value heads: expected a multiple of "

@@ -4,7 +4,7 @@
     the head in one product, and builds the tree of their logits
     resample         builds a tree of the logits that a verification left unused; its only weights are the table
 
-The head and the embedding are the verifier's own bytes.
+The embedding is the verifier's own bytes, and so is the head if the draft vocabulary is the whole one.
 """
 
 from __future__ import annotations
@@ -21,33 +21,38 @@ from redraft import names
 from redraft.errors import CheckpointError
 from redraft.export import passes, tracing
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
-from redraft.export.drafters import lyanna_token_info as token_info
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, fill
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, fill
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
     DraftGraph,
     check_fit,
     drafter_precision,
     empty_module,
+    examples,
     parameter_shapes,
     random_source,
     stem,
     write_draft,
+    write_tables,
 )
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, drafted_tokens
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
+from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport, finish
 from redraft.export.weight_files import Progress, no_progress
+from redraft.methods.base import resampled_nodes
 from redraft.methods.lyanna import (
+    FREQUENT_TOKENS,
+    LARGE_VOCABULARY,
+    METHOD,
     LyannaBuild,
     LyannaShape,
     draft_inputs,
     draft_outputs,
     resample_inputs,
-    resample_nodes,
     resample_outputs,
-    token_info_tables,
     tree_size,
 )
 from redraft.names import Dtype
@@ -66,18 +71,23 @@ def export_lyanna(
     settings = drafter.configure(LyannaConfig)
     check_fit(drafter, settings, verifier, identity)
     module = empty_drafter(settings, verifier.shape.dtype)
-    source, counts = drafter.open_weights(parameter_shapes(module), stem(name))
-    return _export(name, module, source, counts, verifier, out, options, progress)
+    source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
+    return _export(name, module, source, tokens, verifier, out, options, progress)
 
 
 def export_random_lyanna(
     name: str, settings: LyannaConfig, verifier: VerifierExport, out: Path, options: LyannaBuild,
     progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    """Write the graphs of a drafter with random weights and equal token counts, for latency work."""
+    """Write the graphs of a drafter with random weights and equal token counts, for latency work.
+
+    A draft vocabulary is the tokens with the lowest ids.
+    """
     module = empty_drafter(settings, verifier.shape.dtype)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
-    return _export(name, module, source, torch.ones(settings.vocab_size), verifier, out, options, progress)
+    drafted = torch.arange(settings.draft_vocab_size) if settings.draft_vocab_size else None
+    tokens = TokenData(torch.ones(settings.vocab_size, dtype=torch.long), drafted)
+    return _export(name, module, source, tokens, verifier, out, options, progress)
 
 
 def export_random_for(
@@ -101,7 +111,7 @@ def empty_drafter(settings: LyannaConfig, dtype: Dtype) -> LyannaDrafter:
 
 
 def _export(
-    name: str, module: LyannaDrafter, source: AnySource, counts: torch.Tensor, verifier: VerifierExport, out: Path,
+    name: str, module: LyannaDrafter, source: AnySource, tokens: TokenData, verifier: VerifierExport, out: Path,
     options: LyannaBuild, progress: Progress,
 ) -> ExportedDrafter:  # fmt: skip
     precision = drafter_precision(options.precision, verifier)
@@ -110,15 +120,15 @@ def _export(
         for parameter, tensor in module.token_info.state_dict().items():
             fill(tensor, source, f"{stem(name)}token_info.{parameter}")
     progress("token information", 0, 1)
-    embedding = verifier.source.slabs(verifier.embedding)
-    made = token_info.make_tables(module, embedding, counts, shape)
-    tables = token_info.write(made, out, token_info.token_info_file(name))
+    vocabulary = DraftVocabulary.of(tokens, shape.draft_vocabulary)
+    made = make_tables(module, verifier.source.slabs(verifier.embedding), vocabulary, shape)
+    tables = write_tables(name, (*made, *vocabulary.tables()), out)
     progress("trace drafter", 0, 1)
     module.token_info = None
     graph = _Draft(module, module.config, shape, verifier.shape.max_positions)
     weights = write_draft(
-        name, graph, source, verifier, shape, out, precision, progress, (draft_inputs(shape), draft_outputs(shape)),
-        token_info.examples(shape), _TRANSLATIONS, names.CHAIN_LOGITS,
+        name, graph, source, vocabulary, verifier, shape, out, precision, progress,
+        (draft_inputs(shape), draft_outputs(shape)), METHOD.tables(shape), _TRANSLATIONS, names.CHAIN_LOGITS,
     )  # fmt: skip
     if shape.steps > 1:
         _export_resample(name, shape, out)
@@ -133,7 +143,10 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
             f"the drafter was trained for {config.steps} steps, not {steps}",
             f"build it with at most steps={config.steps}",
         )
-    hot = config.vocab_size if config.vocab_size <= options.prune_above else min(options.hot_tokens, config.vocab_size)
+    nodes = min(options.nodes + 1, tree_size(steps, options.width))
+    resampled = options.resample_nodes or resampled_nodes(nodes - 1)
+    large = not config.draft_vocab_size and config.vocab_size > LARGE_VOCABULARY
+    drafted = options.draft_vocabulary or (FREQUENT_TOKENS if large else None)
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -141,11 +154,31 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         head_dim=config.head_dim,
         steps=steps,
         width=options.width,
-        nodes=min(options.nodes + 1, tree_size(steps, options.width)),
+        nodes=nodes,
+        resample_nodes=min(resampled + 1, nodes, tree_size(steps - 1, options.width)),
         token_info=options.token_info,
-        hot=hot,
+        draft_vocabulary=config.limited(drafted),
         rank=config.rank,
+        draft_logit_scale=config.draft_logit_scale,
     )
+
+
+def _tree(
+    shape: LyannaShape, logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor | None, roots: torch.Tensor,
+    tables: list[torch.Tensor], nodes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return tokens, parents and log probabilities of trees rooted at the tokens `roots` [B].
+
+    used: how many of the last steps to leave out; None for none.   tables: those of `methods.lyanna.tables`.
+    """
+    info, rows, vocabulary = tables, roots, tables[:0]
+    if shape.draft_vocabulary < shape.vocabulary:
+        *info, index, drafted = tables
+        rows, vocabulary = torch.index_select(index, 0, roots), [drafted]
+    left_out = roots if used is None else used
+    columns, parents, log_probs = token_tree(logits, scale, left_out, rows, info, shape.width, nodes, used is None)
+    tokens = torch.cat([roots[:, None], drafted_tokens(columns[:, 1:], vocabulary)], dim=1) if vocabulary else columns
+    return tokens, parents, log_probs
 
 
 class _Draft(DraftGraph[LyannaDrafter]):
@@ -153,7 +186,7 @@ class _Draft(DraftGraph[LyannaDrafter]):
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
@@ -162,9 +195,9 @@ class _Draft(DraftGraph[LyannaDrafter]):
         ]  # [B, 1, n] each
         for _ in range(1, self.shape.steps):
             chain.append(self.drafter.following(chain[-1], *attention.next_step()))
-        logits = self.logits(torch.cat(chain, dim=1))  # [B, N, V], in one product
+        logits = self.logits(torch.cat(chain, dim=1))  # [B, N, H], in one product
         roots = attention.last_token(tokens)[:, 0]
-        tree = token_tree(logits, roots, roots, tables, self.shape.width, self.shape.nodes, True)
+        tree = _tree(self.shape, logits, scale, None, roots, tables, self.shape.nodes)
         return (*tree, logits, *attention.caches)
 
 
@@ -176,13 +209,14 @@ class _Resample(nn.Module):
         self.shape = shape
 
     def forward(
-        self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        steps, nodes = self.shape.steps, resample_nodes(self.shape)
+        self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor,
+        tables: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        steps, nodes = self.shape.steps, self.shape.resample_nodes
         wanted = first_step[:, None] + torch.arange(steps - 1)
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
-        left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, V]
-        tree = token_tree(left, first_step - 1, tokens, tables, self.shape.width, nodes, False)
+        left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, H]
+        tree = _tree(self.shape, left, scale, first_step - 1, tokens, tables, nodes)
         sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
@@ -190,12 +224,12 @@ class _Resample(nn.Module):
 def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     b = torch.export.Dim("B", min=1)
     args = (
-        torch.zeros(2, shape.steps, shape.vocabulary), torch.ones(2, dtype=torch.long),
-        torch.zeros(2, dtype=torch.long), token_info.examples(shape),
+        torch.zeros(2, shape.steps, shape.draft_vocabulary), torch.ones(2, dtype=torch.long),
+        torch.zeros(2, dtype=torch.long), torch.ones(2), examples(METHOD.tables(shape)),
     )  # fmt: skip
-    fixed: list[dict[int, Any]] = [{} for _ in token_info_tables(shape)]
+    fixed: list[dict[int, Any]] = [{} for _ in METHOD.tables(shape)]
     model = tracing.trace_graph(
-        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, fixed), resample_inputs(shape),
+        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, {0: b}, fixed), resample_inputs(shape),
         resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
     passes.simplify(model)

@@ -1,20 +1,24 @@
 """Token-info sampling and resampling (Lyanna, Algorithms 1 and 2): a reference in NumPy, and the ONNX translation.
 
-    tokens, parents, log_probs = token_tree(step_logits, used, roots, tables)
+    columns, parents, log_probs = token_tree(step_logits, scale, used, rows, tables)
 
-    step_logits [B, S, V]     logits of the steps of a tree, without token information
+    step_logits [B, S, H]     logits of the steps of a tree, without token information
+    scale       float32 [B]   factor on the sum of logits and token information
     used        int64 [B]     how many of the last steps to leave out (0 in a fresh draft)
-    roots       int64 [B]     the last verified token
-    tables                    those of `methods.lyanna.token_info_tables`
-    tokens, parents, log_probs [B, K]: the root, then the most probable nodes in order; a node's parent
+    rows        int64 [B]     row of token information of the last verified token
+    tables                    those of `methods.lyanna.token_info_tables`, without the index
+    columns, parents, log_probs [B, K]: the root, then the most probable nodes in order; a node's parent
     comes before it; nodes that do not exist have log probability -inf and come last
+
+A node's token is that of its column in the logits, which is also its row of token information. The root's column is its
+row.
 
 A level has the `width` most probable children of each expanded node. The `width` most probable nodes of a level expand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +29,17 @@ import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
-from redraft.methods.lyanna import tree_size
+from redraft import names
+from redraft.methods.lyanna import TOKEN_INFO_INDEX, tree_size
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
-"""Returns the numbers that a token adds to the next token's logits, [V]."""
+"""Returns the numbers that a token adds to the next token's logits, [H]."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree by node: tokens, parents (-1 for the root) and joint log probabilities."""
+    """A tree by node: tokens or columns, parents (-1 for the root) and joint log probabilities."""
 
     tokens: list[int]
     parents: list[int]
@@ -51,27 +56,38 @@ class Tree:
         )
 
 
-def build_subtree(step_logits: Floats, root: int, added: Added, width: int) -> Tree:
-    """Build the whole tree of Algorithm 1: step_logits [S, V] to `tree_size(S, width)` nodes."""
+def build_subtree(
+    step_logits: Floats, root: int, added: Added, width: int, scale: float = 1.0,
+    vocabulary: NDArray[np.int64] | None = None,
+) -> Tree:  # fmt: skip
+    """Build the whole tree of Algorithm 1: step_logits [S, H] to `tree_size(S, width)` nodes.
+
+    scale: factor on logits and token information.   vocabulary: token of each column [H]; None if they are the same.
+    """
     tree = Tree([root], [-1], [0.0])
     going_on = [0]
     for logits in step_logits:
         level: list[int] = []
         for node in going_on:
-            log_probs = _log_softmax(logits + added(tree.tokens[node]))
-            for token in np.argsort(-log_probs, kind="stable")[:width].tolist():
+            log_probs = _log_softmax((logits + added(tree.tokens[node])) * np.float32(scale))
+            for column in np.argsort(-log_probs, kind="stable")[:width].tolist():
                 level.append(len(tree.tokens))
-                tree.tokens.append(token)
+                tree.tokens.append(column if vocabulary is None else int(vocabulary[column]))
                 tree.parents.append(node)
-                tree.log_probs.append(tree.log_probs[node] + float(log_probs[token]))
+                tree.log_probs.append(tree.log_probs[node] + float(log_probs[column]))
         going_on = sorted(level, key=lambda node: -tree.log_probs[node])[:width]
     return tree
 
 
-def resample(chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int) -> Tree:
-    """Build Algorithm 2's tree of the steps after `first_step` of chain_logits [N, V], or a root if too few remain."""
+def resample(
+    chain_logits: Floats, first_step: int, token: int, added: Added, width: int, threshold: int, scale: float = 1.0,
+    vocabulary: NDArray[np.int64] | None = None,
+) -> Tree:  # fmt: skip
+    """Build Algorithm 2's tree of the steps after `first_step` of chain_logits [N, H], or a root if too few remain."""
     remaining = chain_logits[first_step:]
-    return build_subtree(remaining, token, added, width) if len(remaining) > threshold else Tree([token], [-1], [0.0])
+    if len(remaining) <= threshold:
+        return Tree([token], [-1], [0.0])
+    return build_subtree(remaining, token, added, width, scale, vocabulary)
 
 
 def _log_softmax(logits: Floats) -> Floats:
@@ -79,33 +95,38 @@ def _log_softmax(logits: Floats) -> Floats:
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=np.float32)
 
 
-def lookup(tables: Sequence[Any], token: int) -> Floats:
-    """Return the numbers that `token` adds to all logits. `methods.lyanna.token_info_tables` describes the tables."""
+def lookup(tables: Mapping[str, Any], token: int) -> Floats:
+    """Return the numbers that `token` adds to all logits, [H]. `methods.lyanna.token_info_tables` has the tables."""
+    values = {name: table for name, table in tables.items() if name.startswith(names.TOKEN_INFO)}
+    index = values.pop(TOKEN_INFO_INDEX, None)
+    return token_info(list(values.values()), token if index is None else int(index[token]))
+
+
+def token_info(tables: Sequence[Any], row: int) -> Floats:
+    """Return a row of token information, [H], from tables without the index."""
     tables = [np.asarray(table) for table in tables]
-    index = tables.pop() if tables[-1].ndim == 1 else None
-    row = token if index is None else int(index[token])
     values = tables[0][row]
     if len(tables) == 2 and tables[1].shape[1] > 1:
         values = values @ tables[1]
     elif len(tables) == 2:
         codes = values.view(ml_dtypes.float8_e4m3fn) if values.dtype == np.uint8 else values
         values = codes.astype(np.float32) * tables[1][row]
-    values = values.astype(np.float32)
-    added: Floats = values if index is None else values[index]
+    added: Floats = values.astype(np.float32)
     return added
 
 
 @torch.library.custom_op("redraft::token_tree", mutates_args=())
 def token_tree(
-    step_logits: torch.Tensor, used: torch.Tensor, roots: torch.Tensor, tables: list[torch.Tensor], width: int,
-    nodes: int, whole: bool,
+    step_logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor, rows: torch.Tensor, tables: list[torch.Tensor],
+    width: int, nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the operator by the references above, one sequence at a time. `whole`: all steps count, `used` is 0."""
     trees = []
-    for logits, gone, root in zip(step_logits.numpy(), used.tolist(), roots.tolist(), strict=True):
+    numbers = zip(scale.tolist(), used.tolist(), rows.tolist(), strict=True)
+    for logits, (factor, gone, row) in zip(step_logits.numpy(), numbers, strict=True):
         kept = logits[: len(logits) - gone]
-        tree = build_subtree(kept, root, lambda token: lookup(tables, token), width).top_nodes(nodes)
-        trees.append(tree)
+        tree = build_subtree(kept, row, lambda column: token_info(tables, column), width, factor)
+        trees.append(tree.top_nodes(nodes))
     return (
         torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),
         torch.tensor([_padded(tree.parents, nodes, 0) for tree in trees]),
@@ -119,56 +140,54 @@ def _padded(values: list[Any], size: int, filler: Any) -> list[Any]:
 
 @token_tree.register_fake
 def _(
-    step_logits: torch.Tensor, used: torch.Tensor, roots: torch.Tensor, tables: list[torch.Tensor], width: int,
-    nodes: int, whole: bool,
+    step_logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor, rows: torch.Tensor, tables: list[torch.Tensor],
+    width: int, nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch = step_logits.shape[0]
-    whole_numbers = roots.new_empty(batch, nodes)
-    return whole_numbers, roots.new_empty(batch, nodes), step_logits.new_empty(batch, nodes)
+    whole_numbers = rows.new_empty(batch, nodes)
+    return whole_numbers, rows.new_empty(batch, nodes), step_logits.new_empty(batch, nodes)
 
 
 def emit_token_tree(
-    step_logits: Any, used: Any, roots: Any, tables: Sequence[Any], width: int, nodes: int, whole: bool
+    step_logits: Any, scale: Any, used: Any, rows: Any, tables: Sequence[Any], width: int, nodes: int, whole: bool
 ) -> tuple[Any, Any, Any]:
     """Translate for `torch.onnx.export`: every level unrolled, all sequences at once."""
     steps = int(step_logits.shape[1])
     splits = op.Split(step_logits, axis=1, num_outputs=steps) if steps > 1 else (step_logits,)
-    root_column = op.Unsqueeze(roots, _ints([1]))  # [B, 1]
+    root_column = op.Unsqueeze(rows, _ints([1]))  # [B, 1]
+    factor = op.Unsqueeze(scale, _ints([1, 2]))  # [B, 1, 1]
     zeros = op.Sub(root_column, root_column)
     frontier, joint, places = root_column, op.CastLike(zeros, step_logits), zeros
-    tokens, parents, joints = [root_column], [op.Add(zeros, _ints([tree_size(steps, width)]))], [joint]
+    columns, parents, joints = [root_column], [op.Add(zeros, _ints([tree_size(steps, width)]))], [joint]
     for step, logits in enumerate(splits):
-        log_probs = op.LogSoftmax(op.Add(logits, _emit_lookup(tables, frontier)), axis=-1)  # [B, W, V]
+        log_probs = op.LogSoftmax(op.Mul(op.Add(logits, _emit_lookup(tables, frontier)), factor), axis=-1)  # [B, W, H]
         best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
         reached = op.Reshape(op.Add(op.Unsqueeze(joint, _ints([2])), best), _ints([0, -1]))  # [B, W * k]
         chosen = op.Reshape(chosen, _ints([0, -1]))
         siblings = 1 if step == 0 else width
-        tokens.append(chosen)
+        columns.append(chosen)
         parents.append(op.Gather(places, _ints([node for node in range(siblings) for _ in range(width)]), axis=1))
         joints.append(reached)
         if step + 1 < steps:
             offset = _ints([tree_size(step, width)])
             joint, going_on = op.TopK(reached, _ints([width]))
             frontier, places = op.GatherElements(chosen, going_on, axis=1), op.Add(going_on, offset)
-    every = [op.Concat(*parts, axis=1) for parts in (tokens, parents, joints)]
+    every = [op.Concat(*parts, axis=1) for parts in (columns, parents, joints)]
     if not whole:
         every[2] = op.Add(every[2], _beyond(used, steps, width))
     return _emit_top_nodes(every[0], every[1], every[2], nodes)
 
 
-def _emit_lookup(tables: Sequence[Any], tokens: Any) -> Any:
-    """Return the numbers that tokens [B, W] add to logits: float32 [B, W, V]."""
-    tables = list(tables)
-    index = tables.pop() if len(tables[-1].shape) == 1 else None
-    rows = tokens if index is None else op.Gather(index, tokens)
-    values = op.Gather(tables[0], rows)  # [B, W, V]
+def _emit_lookup(tables: Sequence[Any], rows: Any) -> Any:
+    """Return rows [B, W] of token information: float32 [B, W, H]."""
+    values = op.Gather(tables[0], rows)  # [B, W, H]
     if len(tables) == 1:
         values = op.Cast(values, to=ir.DataType.FLOAT)
     elif tables[1].shape[1] == 1:
         values = op.Mul(_emit_decoded(values, tables[0]), op.Gather(tables[1], rows))
     else:
         values = op.MatMul(values, tables[1])
-    return values if index is None else op.Gather(values, index, axis=2)
+    return values
 
 
 def _emit_decoded(codes: Any, table: Any) -> Any:
@@ -187,16 +206,16 @@ def _beyond(used: Any, steps: int, width: int) -> Any:
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
 
 
-def _emit_top_nodes(tokens: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
+def _emit_top_nodes(columns: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
     """Return the most probable nodes in order. Ties go to lower numbers, so that nodes come before their children."""
     best, order = op.TopK(joints, _ints([nodes]))  # [B, K]
     blank = op.Concat(
-        op.Sub(tokens, tokens), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1
+        op.Sub(columns, columns), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1
     )
     ranks = op.Add(op.Sub(order, order), _ints(list(range(nodes))))
     ranks = op.ScatterElements(blank, order, ranks, axis=1)  # [B, total + 1]: the last is the root's parent, -1
     parents = op.GatherElements(ranks, op.GatherElements(parents, order, axis=1), axis=1)
-    return op.GatherElements(tokens, order, axis=1), parents, best
+    return op.GatherElements(columns, order, axis=1), parents, best
 
 
 def _ints(values: list[int]) -> Any:

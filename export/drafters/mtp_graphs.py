@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from redraft.export.drafters import ExportedDrafter, Exporter
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
     DraftGraph,
@@ -20,13 +19,15 @@ from redraft.export.drafters.draft_graph import (
     random_source,
     stem,
     write_draft,
+    write_tables,
 )
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary, drafted_tokens
 from redraft.export.drafters.layer import LayerConfig, verifier_sizes
 from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
-from redraft.methods.mtp import MtpBuild, MtpShape, draft_inputs, draft_outputs
+from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
 def export_mtp(
@@ -40,8 +41,8 @@ def export_mtp(
     settings = drafter.configure(LayerConfig)
     check_fit(drafter, settings, verifier, identity)
     module = _empty(settings, verifier)
-    source, _ = drafter.open_weights(parameter_shapes(module), stem(name))
-    return _export(name, module, source, verifier, out, options, progress)
+    source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
+    return _export(name, module, source, tokens, verifier, out, options, progress)
 
 
 def export_random(
@@ -51,7 +52,8 @@ def export_random(
     """Write the graph of a module with random weights for a verifier of this transformers configuration."""
     module = _empty(configuration_of(configuration, verifier.shape.vocabulary), verifier)
     source = random_source(name, module, drafter_precision(options.precision, verifier), out)
-    return _export(name, module, source, verifier, out, options, progress)
+    tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
+    return _export(name, module, source, tokens, verifier, out, options, progress)
 
 
 EXPORTER = Exporter(export_mtp, export_random)
@@ -67,18 +69,28 @@ def _empty(settings: LayerConfig, verifier: VerifierExport) -> MtpDrafter:
 
 
 def _export(
-    name: str, module: MtpDrafter, source: AnySource, verifier: VerifierExport, out: Path, options: MtpBuild,
-    progress: Progress,
+    name: str, module: MtpDrafter, source: AnySource, tokens: TokenData, verifier: VerifierExport, out: Path,
+    options: MtpBuild, progress: Progress,
 ) -> ExportedDrafter:  # fmt: skip
     precision, config = drafter_precision(options.precision, verifier), module.config
-    shape = MtpShape(config.hidden_size, config.vocab_size, config.kv_heads, config.head_dim, options.steps)
-    shape = replace(shape, dtype=verifier.shape.dtype)
+    shape = MtpShape(
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        steps=options.steps,
+        draft_vocabulary=config.limited(options.draft_vocabulary),
+        draft_logit_scale=config.draft_logit_scale,
+        dtype=verifier.shape.dtype,
+    )
+    vocabulary = DraftVocabulary.of(tokens, shape.draft_vocabulary)
     progress("trace drafter", 0, 1)
     graph = _Draft(module, config, shape, verifier.shape.max_positions)
     weights = write_draft(
-        name, graph, source, verifier, shape, out, precision, progress, (draft_inputs(shape), draft_outputs(shape))
-    )
-    return ExportedDrafter(shape, precision, weights, ())
+        name, graph, source, vocabulary, verifier, shape, out, precision, progress,
+        (draft_inputs(shape), draft_outputs(shape)), METHOD.tables(shape),
+    )  # fmt: skip
+    return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
 
 class _Draft(DraftGraph[MtpDrafter]):
@@ -86,15 +98,16 @@ class _Draft(DraftGraph[MtpDrafter]):
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor,
+        tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
         hidden = self.drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
         nodes = [attention.last_token(tokens)]
         log_probs = [torch.zeros_like(nodes[0], dtype=torch.float32)]
         for step in range(self.shape.steps):
-            logits = self.logits(hidden)  # [B, 1, V]
-            nodes.append(logits.argmax(-1))  # [B, 1]
+            logits = self.logits(hidden) * scale[:, None, None]  # [B, 1, H]
+            nodes.append(drafted_tokens(logits.argmax(-1), tables))  # [B, 1]
             log_probs.append(log_probs[-1] + logits.amax(-1) - torch.logsumexp(logits, -1))
             if step + 1 < self.shape.steps:
                 hidden = self.drafter(hidden, self.embed(nodes[-1]), *attention.next_step())

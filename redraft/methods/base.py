@@ -73,6 +73,14 @@ class TreeLimits:
     nodes: int
 
 
+def resampled_nodes(nodes: int) -> int:
+    """Return the most nodes of a resampled tree, without its root, if a fresh tree has at most `nodes`: half of them.
+
+    Acceptance in a resampled tree decays faster with depth (Lyanna, §6.2). The graphs and fixed budgets use this rule.
+    """
+    return -(-nodes // 2)
+
+
 @dataclass(frozen=True)
 class NoOptions:
     """Empty options, for a method without any."""

@@ -1,10 +1,14 @@
 """Shared signatures of methods whose draft graph catches up on feature rows and unrolls a causal chain.
 
-A shape here has `hidden`, `kv_heads`, `head_dim` and `dtype`. The drafter's KV has one layer.
+A shape here has the fields of `ChainShape`. The drafter's KV has one layer.
+
+Symbols: V tokens of the verifier's vocabulary, H of the draft vocabulary. Drafters take tokens of the whole vocabulary.
+Their logits have a column for each token of the draft vocabulary, and `draft_vocabulary` [H] names these tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from redraft import names
@@ -21,6 +25,14 @@ class ChainShape(Protocol):
     @property
     def hidden(self) -> int:
         """Columns of a feature row."""
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """H, at most V."""
 
     @property
     def kv_heads(self) -> int:
@@ -40,7 +52,7 @@ def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
     Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `num_pending[b]` on are
     padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest
-    cache_len + M.
+    cache_len + M. Probabilities are those of the logits times `draft_logit_scale[b]`.
     """
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
@@ -50,7 +62,31 @@ def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
         TensorSpec(names.CACHE_LEN, "int64", ("B",)),
         TensorSpec(names.KV_LEN, "int64", (1,)),
         *_caches(shape),
+        draft_logit_scale(),
     )
+
+
+def draft_logit_scale() -> TensorSpec:
+    """Return the input that multiplies a drafter's logits before their softmax."""
+    return TensorSpec(names.DRAFT_LOGIT_SCALE, "float32", ("B",))
+
+
+def draft_vocabulary_tables(shape: ChainShape) -> tuple[TensorSpec, ...]:
+    """Return the table with the token of each column of the logits, in order; none if every token has its column."""
+    if shape.draft_vocabulary == shape.vocabulary:
+        return ()
+    return (TensorSpec(names.DRAFT_VOCABULARY, "int64", (shape.draft_vocabulary,)),)
+
+
+def draft_vocabulary_integers(shape: ChainShape) -> Mapping[str, tuple[int, int]]:
+    """Return the least and largest token of that table."""
+    return {names.DRAFT_VOCABULARY: (0, shape.vocabulary - 1)}
+
+
+def describe_vocabulary(shape: ChainShape) -> str:
+    """Return the draft vocabulary in words, after a comma; nothing if it is the whole vocabulary."""
+    tokens = shape.draft_vocabulary
+    return "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"
 
 
 def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:

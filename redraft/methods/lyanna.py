@@ -4,8 +4,8 @@ Chen et al., "Make Every Draft Count: Hidden State based Speculative Decoding". 
 since the last draft, unrolls the chain and builds the tree (Algorithm 1). The resample graph builds a new tree from the
 unused logits (Algorithm 2).
 
-Symbols: N steps of the chain, k children of a node, K nodes of the tree with its root, H hot tokens, d rank of the
-token information. `redraft.signatures` and `redraft.methods.base` have the others.
+Symbols: N steps of the chain, k children of a node, K nodes of the tree with its root, H tokens of the draft
+vocabulary, d rank of the token information. `redraft.signatures`, `redraft.methods.base` and `.chains` have the others.
 """
 
 from __future__ import annotations
@@ -16,33 +16,48 @@ from typing import Annotated, Literal
 
 from redraft import names
 from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
-from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
+from redraft.methods.chains import (
+    DRAFT_PROFILES,
+    chain_inputs,
+    chain_state,
+    chain_updates,
+    describe_vocabulary,
+    draft_logit_scale,
+    draft_vocabulary_integers,
+    draft_vocabulary_tables,
+    tree_outputs,
+)
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
 TokenInfo = Literal["fp16", "int8", "fp8", "lowrank"]
 """Form of token information: a normalized table of E·W1·W2 in one of three types, or its two factors."""
+TOKEN_INFO_INDEX = f"{names.TOKEN_INFO}index"
 MOST_STEPS = 64
 """Largest number of steps of a chain. While a draft runs, their rows are beyond the context."""
+LARGE_VOCABULARY, FREQUENT_TOKENS = 40_000, 32_768
+"""A drafter with a larger whole vocabulary is built with a draft vocabulary of so many tokens by default."""
 
 
 @dataclass(frozen=True)
 class LyannaBuild(BuildOptions):
     """Options for building a drafter.
 
-    steps:       hidden states of a chain; None takes the number that the drafter was trained for.
-    width:       children of a node, and nodes expanded at each level.
-    nodes:       largest tree of a draft, without its root.
-    token_info:  a table in fp16, int8 or fp8, or its two low-rank factors.
-    hot_tokens:  tokens that have token information if the vocabulary is larger than `prune_above` (§6.1).
+    steps:            hidden states of a chain; None takes the number that the drafter was trained for.
+    width:            children of a node, and nodes expanded at each level.
+    nodes:            largest tree of a draft, without its root.
+    resample_nodes:   largest resampled tree, without its root; None takes `redraft.methods.base.resampled_nodes`.
+    token_info:       a table in fp16, int8 or fp8, or its two low-rank factors.
+    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
+                      on, but FREQUENT_TOKENS of a whole vocabulary of more than LARGE_VOCABULARY tokens (§6.1).
     """
 
     steps: PositiveInt | None = None
     width: PositiveInt = 4
     nodes: PositiveInt = 32
+    resample_nodes: PositiveInt | None = None
     token_info: TokenInfo = "fp16"
-    hot_tokens: PositiveInt = 32_768
-    prune_above: PositiveInt = 40_000
+    draft_vocabulary: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +77,9 @@ class LyannaShape:
     """Sizes of the drafter's graphs and buffers.
 
     steps: N.   width: k, children of a node and nodes expanded at each level.   nodes: K, root included.
-    hot:   H, the most frequent tokens, which have token information; the vocabulary's size if all have.
-    rank:  d, of the low-rank form.   dtype: of features and KV, the verifier's.
+    resample_nodes: largest number of nodes of a resampled tree, root included.
+    draft_vocabulary: H.   rank: d, of the low-rank form.   draft_logit_scale: factor on the logits.
+    dtype: of features and KV, the verifier's.
     """
 
     hidden: PositiveInt
@@ -73,51 +89,59 @@ class LyannaShape:
     steps: PositiveInt
     width: PositiveInt
     nodes: PositiveInt
+    resample_nodes: PositiveInt
     token_info: TokenInfo
-    hot: PositiveInt
+    draft_vocabulary: PositiveInt
     rank: PositiveInt
+    draft_logit_scale: float = 1.0
     dtype: Dtype = "float32"
 
 
 def token_info_tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return the inputs that hold token information, bound once from a file.
 
-    Hot token i adds `table[i, j]` to the logit of hot token j, times `scales[i]` if the table is int8 or fp8. An fp8
-    table holds float8 E4M3 as bytes, since ONNX's Gather does not take that type. If not every token is hot, row H and
-    column H of the table are zero, and `index[t]` is token t's row, or H for a cold token. The factors of the low-rank
+    The token of column i of the logits adds `table[i, j]` to column j, times `scales[i]` if the table is int8 or fp8.
+    An fp8 table holds float8 E4M3 as bytes, since ONNX's Gather does not take that type. The factors of the low-rank
     form include the normalization: row i of `left` times column j of `right` is `table[i, j]`.
+
+    If the draft vocabulary is not the whole one, row H is for all other tokens: the mean of their rows. `index[t]` is
+    the row of token t then.
     """
-    rows = shape.hot if shape.hot == shape.vocabulary else shape.hot + 1
+    columns = shape.draft_vocabulary
+    pruned = columns < shape.vocabulary
+    rows = columns + pruned
     specs: tuple[TensorSpec, ...]
     if shape.token_info == "lowrank":
         specs = (
             TensorSpec(f"{names.TOKEN_INFO}left", "float32", (rows, shape.rank)),
-            TensorSpec(f"{names.TOKEN_INFO}right", "float32", (shape.rank, rows)),
+            TensorSpec(f"{names.TOKEN_INFO}right", "float32", (shape.rank, columns)),
         )
     elif shape.token_info == "fp16":
-        specs = (TensorSpec(f"{names.TOKEN_INFO}table", "float16", (rows, rows)),)
+        specs = (TensorSpec(f"{names.TOKEN_INFO}table", "float16", (rows, columns)),)
     else:
         dtype: Dtype = "int8" if shape.token_info == "int8" else "uint8"
         specs = (
-            TensorSpec(f"{names.TOKEN_INFO}table", dtype, (rows, rows)),
+            TensorSpec(f"{names.TOKEN_INFO}table", dtype, (rows, columns)),
             TensorSpec(f"{names.TOKEN_INFO}scales", "float32", (rows, 1)),
         )
-    pruned = (
-        () if shape.hot == shape.vocabulary else (TensorSpec(f"{names.TOKEN_INFO}index", "int64", (shape.vocabulary,)),)
-    )
-    return (*specs, *pruned)
+    return (*specs, TensorSpec(TOKEN_INFO_INDEX, "int64", (shape.vocabulary,))) if pruned else specs
+
+
+def tables(shape: LyannaShape) -> tuple[TensorSpec, ...]:
+    """Return all inputs that are bound once from a file."""
+    return (*token_info_tables(shape), *draft_vocabulary_tables(shape))
 
 
 def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return inputs of the draft graph, in order: see `chain_inputs`."""
-    return (*chain_inputs(shape), *token_info_tables(shape))
+    return (*chain_inputs(shape), *tables(shape))
 
 
 def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the draft graph, in order.
 
-    `chain_logits[b, i]` are the logits of step i + 1 before token information, times the draft logit scale.
-    Resampling reads them.
+    `chain_logits[b, i]` are the logits of step i + 1, before token information and draft logit scale. Resampling reads
+    them.
     """
     return (*tree_outputs(shape.nodes), _chain_logits(shape), *chain_updates(shape))
 
@@ -128,13 +152,14 @@ def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
         _chain_logits(shape),
         TensorSpec(names.FIRST_STEP, "int64", ("B",)),
         TensorSpec(names.TOKENS, "int64", ("B",)),
-        *token_info_tables(shape),
+        draft_logit_scale(),
+        *tables(shape),
     )
 
 
 def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the resample graph; `tree.count[b]` nodes are real, fewer the later the first step."""
-    return (*tree_outputs(resample_nodes(shape)), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
+    return (*tree_outputs(shape.resample_nodes), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
 
 
 def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
@@ -144,7 +169,7 @@ def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 
 
 def _chain_logits(shape: LyannaShape) -> TensorSpec:
-    return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.vocabulary))
+    return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.draft_vocabulary))
 
 
 def tree_size(steps: int, width: int) -> int:
@@ -157,19 +182,22 @@ def level_width(shape: LyannaShape) -> int:
     return min(shape.width if shape.steps == 1 else shape.width**2, max(shape.nodes - 1, 1))
 
 
-def resample_nodes(shape: LyannaShape) -> int:
-    """Return the largest number of nodes of a resampled tree, which has at least one step fewer than a fresh one."""
-    return min(shape.nodes, tree_size(shape.steps - 1, shape.width))
-
-
 def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
-    return {names.FIRST_STEP: (1, max(1, shape.steps - 1)), f"{names.TOKEN_INFO}index": (0, shape.hot)}
+    return {
+        names.FIRST_STEP: (1, max(1, shape.steps - 1)),
+        TOKEN_INFO_INDEX: (0, shape.draft_vocabulary),
+        **draft_vocabulary_integers(shape),
+    }
 
 
-def _looked_up(shape: LyannaShape, levels: int) -> Mapping[str, int]:
-    """Return rows of token information that a tree of `levels` levels reads: the root's, and k for each later level."""
+def _looked_up(shape: LyannaShape, levels: int, nodes: int) -> Mapping[str, int]:
+    """Return rows of tables that a tree reads.
+
+    Token information: the root's row, and k for each later level. Tokens: of all nodes but the root.
+    """
     rows = 1 + (levels - 1) * shape.width
-    return {f"{names.TOKEN_INFO}{name}": rows for name in ("table", "scales", "left")}
+    info = {f"{names.TOKEN_INFO}{name}": rows for name in ("table", "scales", "left")}
+    return {**info, TOKEN_INFO_INDEX: 1, names.DRAFT_VOCABULARY: nodes - 1}
 
 
 METHOD: Method[LyannaShape] = Method(
@@ -183,7 +211,7 @@ METHOD: Method[LyannaShape] = Method(
             draft_outputs,
             profiles=DRAFT_PROFILES,
             integers=_integers,
-            looked_up=lambda shape: _looked_up(shape, shape.steps),
+            looked_up=lambda shape: _looked_up(shape, shape.steps, shape.nodes),
             chain_steps=lambda shape: shape.steps,
         ),
         RESAMPLE: GraphSpec(
@@ -191,17 +219,17 @@ METHOD: Method[LyannaShape] = Method(
             resample_outputs,
             exists=lambda shape: shape.steps > 1,
             integers=_integers,
-            looked_up=lambda shape: _looked_up(shape, shape.steps - 1),
+            looked_up=lambda shape: _looked_up(shape, shape.steps - 1, shape.resample_nodes),
         ),
     },
     shape=LyannaShape,
     state=slot_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
-    tables=token_info_tables,
+    tables=tables,
     limits=lambda shape: TreeLimits(shape.steps, level_width(shape), shape.nodes - 1),
     describe=lambda shape: (
-        f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, "
-        f"token information of {shape.hot} tokens in {shape.token_info}"
+        f"{shape.steps} steps, {shape.width} wide, {shape.nodes - 1} nodes, {shape.resample_nodes - 1} resampled, "
+        f"token information in {shape.token_info}{describe_vocabulary(shape)}"
     ),
     options=LyannaOptions,
     build_options=LyannaBuild,

@@ -4,7 +4,7 @@ DeepSeek-V3, section 2.2, equations 21 to 23, defines a module of depth 1, which
 state of step i - 1 and the embedding of its most probable token, and its logits choose the next token. One engine call
 unrolls the chain; the tree is that chain.
 
-Symbols: N steps, K = N + 1 nodes. `redraft.signatures` and `redraft.methods.base` have the others.
+Symbols: N steps, K = N + 1 nodes. `redraft.signatures`, `redraft.methods.base` and `.chains` have the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from redraft import names
 from redraft.errors import UsageError
 from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
-from redraft.methods.chains import DRAFT_PROFILES, chain_inputs, chain_state, chain_updates, tree_outputs
+from redraft.methods.chains import (
+    DRAFT_PROFILES,
+    chain_inputs,
+    chain_state,
+    chain_updates,
+    describe_vocabulary,
+    draft_vocabulary_integers,
+    draft_vocabulary_tables,
+    tree_outputs,
+)
 from redraft.names import DRAFT, Dtype, TensorSpec
 from redraft.records import PositiveInt
 
@@ -24,9 +33,15 @@ MOST_STEPS = 16
 
 @dataclass(frozen=True)
 class MtpBuild(BuildOptions):
-    """Options for building a drafter. steps: tokens of a draft."""
+    """Options for building a drafter.
+
+    steps:            tokens of a draft.
+    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
+                      on.
+    """
 
     steps: int = 4
+    draft_vocabulary: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MOST_STEPS:
@@ -35,13 +50,19 @@ class MtpBuild(BuildOptions):
 
 @dataclass(frozen=True)
 class MtpShape:
-    """Sizes of the drafter's graph and buffers. steps: N.   dtype: of features and KV, the verifier's."""
+    """Sizes of the drafter's graph and buffers.
+
+    steps: N.   draft_vocabulary: H.   draft_logit_scale: factor on the logits.
+    dtype: of features and KV, the verifier's.
+    """
 
     hidden: PositiveInt
     vocabulary: PositiveInt
     kv_heads: PositiveInt
     head_dim: PositiveInt
     steps: PositiveInt
+    draft_vocabulary: PositiveInt
+    draft_logit_scale: float = 1.0
     dtype: Dtype = "float32"
 
     @property
@@ -52,7 +73,7 @@ class MtpShape:
 
 def draft_inputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
     """Return inputs of the draft graph, in order: see `chain_inputs`."""
-    return chain_inputs(shape)
+    return (*chain_inputs(shape), *draft_vocabulary_tables(shape))
 
 
 def draft_outputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
@@ -70,13 +91,16 @@ METHOD: Method[MtpShape] = Method(
             draft_inputs,
             draft_outputs,
             profiles=DRAFT_PROFILES,
+            integers=draft_vocabulary_integers,
+            looked_up=lambda shape: {names.DRAFT_VOCABULARY: shape.steps},
             chain_steps=lambda shape: shape.steps,
         )
     },
     shape=MtpShape,
     state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
+    tables=draft_vocabulary_tables,
     limits=lambda shape: TreeLimits(shape.steps, 1, shape.steps),
-    describe=lambda shape: f"{shape.steps} steps",
+    describe=lambda shape: f"{shape.steps} steps{describe_vocabulary(shape)}",
     build_options=MtpBuild,
 )

@@ -96,6 +96,8 @@ class HiddenStateDrafter(TreeMaker):
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
+        # a factor for each sequence: the drafter's own, which was measured for greedy verifiers
+        self._logit_scales = _placed(device, np.full(sizes["B"], shape.draft_logit_scale, np.float32))
         self._positions = np.arange(sizes["C"])
         most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
         self._calls: Recent[tuple[str, int, int], _Call] = Recent(
@@ -343,8 +345,9 @@ class HiddenStateDrafter(TreeMaker):
             if names.CHAIN_LOGITS in given:
                 chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
                 given[names.CHAIN_LOGITS] = chain
+        given |= {names.DRAFT_LOGIT_SCALE: slots_of(self._logit_scales, slots), **self._tables}
         sizes = {"B": len(slots), "M": width}
-        return _Call(self._device, program, self._step_programs, sizes, {**given, **self._tables}, pending, store)
+        return _Call(self._device, program, self._step_programs, sizes, given, pending, store)
 
 
 class _Call:

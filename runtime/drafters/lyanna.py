@@ -10,7 +10,7 @@ from collections.abc import Sequence as Several
 from functools import cached_property
 
 from redraft import names
-from redraft.methods.lyanna import METHOD, resample_nodes, tree_size
+from redraft.methods.lyanna import METHOD, tree_size
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
 from redraft.runtime.sequence import Sequence
@@ -26,7 +26,7 @@ class LyannaDrafter(HiddenStateDrafter):
     def _left(self) -> list[int]:
         """Nodes of a resampled tree by the number of used steps."""
         steps, width = self.shape.steps, self.shape.width
-        return [min(tree_size(steps - used, width), resample_nodes(self.shape)) for used in range(steps + 1)]
+        return [min(tree_size(steps - used, width), self.shape.resample_nodes) for used in range(steps + 1)]
 
     def remaining(self, seq: Sequence) -> int:
         """Return the unused steps of the last draft of `seq`."""

@@ -24,22 +24,21 @@ from experiments.lyanna import latency, resampling, training
 from experiments.lyanna.acceptance import VARIANTS
 from experiments.lyanna.acceptance import tables as acceptance_tables
 from experiments.lyanna.head import WHOLE, find_head, needed, outputs_of, write_stages
-from experiments.lyanna.hot import points
-from experiments.lyanna.hot import tables as hot_tables
-from experiments.lyanna.objectives import HotObjective, TableObjective
+from experiments.lyanna.objectives import TableObjective
 from experiments.lyanna.parts import cuts, split_runs
 from experiments.lyanna.resampling import FRESH, Variant, drafter_settings, in_turns, sources, speed
 from experiments.lyanna.table import Form, recipe_text, same_choices
 from experiments.lyanna.text import render
-from experiments.lyanna.training import FULL, Lines, Texts, mean_of_depths, open_texts, recipe_of, train_variant
+from experiments.lyanna.training import FULL, Lines, Texts, open_texts, recipe_of, train_variant
 from redraft import names
 from redraft.bench.prompts import Prompt
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.recipes import load_recipe
 from redraft.errors import TrainingError, UsageError
-from redraft.export.drafters.checkpoint import Identity
+from redraft.export.drafters.checkpoint import Identity, TokenData
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables
+from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime import Generation
@@ -113,62 +112,54 @@ def drafts(objective, tokens):
         return torch.stack(list(objective.drafts(tokens)[1]))
 
 
-def tables_of(exact, counts, **shape):
+def tables_of(exact, counts, size, form="lowrank"):
     sizes = dict(hidden=HIDDEN, vocabulary=VOCABULARY, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, rank=3)
-    made = LyannaShape(**sizes, **shape)
-    embedding = exact.verifier.embed.weight.detach().numpy()
-    return list(arrays(make_tables(exact.drafter, iter([embedding]), counts, made)).values())
+    shape = LyannaShape(**sizes, resample_nodes=3, token_info=form, draft_vocabulary=size)
+    embedding, vocabulary = exact.verifier.embed.weight.detach().numpy(), DraftVocabulary.of(TokenData(counts), size)
+    return arrays((*make_tables(exact.drafter, iter([embedding]), vocabulary, shape), *vocabulary.tables()))
 
 
-def test_all_tokens_hot_is_the_drafter_itself(verifier, exact, tokens):
-    hot = filled(HotObjective(verifier, CONFIG, np.arange(VOCABULARY)))
-    torch.testing.assert_close(drafts(hot, tokens), drafts(exact, tokens))
-
-
-def test_cold_tokens_add_nothing_and_get_nothing(verifier, exact):
-    hot = filled(HotObjective(verifier, CONFIG, np.array([2, 5])))
-    distinct = torch.arange(VOCABULARY)
-    added, own = hot.added(distinct), exact.drafter.token_info(verifier.embed(distinct))
-    torch.testing.assert_close(added[[2, 5]][:, [2, 5]], own[[2, 5]][:, [2, 5]])
-    assert int((added != 0).sum()) == 4
-
-
-def test_a_restricted_drafter_equals_engines_with_a_pruned_table(verifier, exact, tokens):
-    counts = torch.arange(VOCABULARY)
-    hot = filled(HotObjective(verifier, CONFIG, hot_tokens(counts, 6)))
-    stored = TableObjective(verifier, CONFIG, tables_of(exact, counts, token_info="lowrank", hot=6))
+def stored_of(exact, tables):
+    """The objective over tables, with the same drafter."""
+    stored = TableObjective(exact.verifier, exact.drafter.config, tables)
     stored.drafter = exact.drafter
-    torch.testing.assert_close(drafts(stored, tokens), drafts(hot, tokens), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(drafts(hot, tokens), drafts(exact, tokens), atol=1e-2)
+    return stored
 
 
-def test_a_table_with_another_logit_scale_gives_the_same(verifier, tokens):
+def test_only_tokens_of_the_draft_vocabulary_are_drafted(exact, tokens):
+    """After such a token their logits are the drafter's own. After another token they have its mean row."""
+    stored, drafted = stored_of(exact, tables_of(exact, torch.arange(VOCABULARY), 6)), np.arange(18, 24)
+    logits = drafts(stored, tokens)
+    others = np.delete(np.arange(VOCABULARY), drafted)
+    assert (logits[..., others] == -torch.inf).all()
+    known = torch.isin(tokens, torch.from_numpy(drafted))
+    own = drafts(exact, tokens)
+    for step in range(CONFIG.steps):
+        before = known[:, step + 1 : logits.shape[2] + step + 1]
+        assert before.any()
+        assert not before.all()
+        gap = (logits - own)[step][..., drafted].abs().amax(-1)
+        assert (gap[before] < 1e-4).all()
+        assert (gap[~before] > 1e-3).all()
+
+
+def test_a_table_of_a_drafter_with_a_logit_scale_is_the_same(verifier, tokens):
     sharp = LyannaConfig(**{**vars(CONFIG), "draft_logit_scale": 4.0})
     exact = filled(LyannaObjective(verifier, sharp))
-    tables = tables_of(exact, torch.ones(VOCABULARY), token_info="lowrank", hot=VOCABULARY)
-    stored = TableObjective(verifier, sharp, tables)
-    stored.drafter = exact.drafter
+    stored = stored_of(exact, tables_of(exact, torch.ones(VOCABULARY), VOCABULARY))
     torch.testing.assert_close(drafts(stored, tokens), drafts(exact, tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_stored_forms_choose_nearly_as_fp32_does(verifier, exact, tokens):
+def test_stored_forms_choose_nearly_as_fp32_does(exact, tokens):
     texts = [(tokens[:1].numpy(), 1)]
-    counts = torch.ones(VOCABULARY)
-    shares = {}
-    for form in ("lowrank", "fp16", "fp8"):
-        stored = TableObjective(verifier, CONFIG, tables_of(exact, counts, token_info=form, hot=VOCABULARY))
-        stored.drafter = exact.drafter
-        shares[form] = same_choices(exact, stored, texts)
+    shares = {
+        form: same_choices(exact, stored_of(exact, tables_of(exact, torch.ones(VOCABULARY), VOCABULARY, form)), texts)
+        for form in ("lowrank", "fp16", "fp8")
+    }
     assert shares["lowrank"] == {"same_likeliest": 1.0, "same_of_widest": 1.0}
     assert shares["fp16"]["same_of_widest"] > 0.9
-    nothing = TableObjective(verifier, CONFIG, [np.zeros((VOCABULARY, VOCABULARY), np.float16)])
-    nothing.drafter = exact.drafter
+    nothing = stored_of(exact, {f"{names.TOKEN_INFO}table": np.zeros((VOCABULARY, VOCABULARY), np.float16)})
     assert same_choices(exact, nothing, texts)["same_of_widest"] < shares["fp8"]["same_of_widest"]
-
-
-def test_a_drafter_without_token_information_has_none_to_restrict(verifier):
-    with pytest.raises(UsageError, match="no token information"):
-        HotObjective(verifier, LyannaConfig(**{**vars(CONFIG), "token_info": False}), np.arange(3))
 
 
 @pytest.fixture
@@ -196,14 +187,6 @@ def test_variants_train_alike_and_are_read_again(texts, capsys):
     assert ablated.drafter.token_info is None
     assert set(other[-1]["acceptance"]["a"]) == {"top", "wide", "starts"}
     assert "without: step 8" in capsys.readouterr().err
-
-
-def test_training_with_few_hot_tokens_leaves_the_gain_of_cold_ones_alone(texts, capsys):
-    hot = np.array([1, 4, 7])
-    _, objective = train_variant(texts, "hot", hot=hot)
-    moved = objective.drafter.token_info.norm.weight.detach().numpy() != 0
-    assert moved[hot].all()
-    assert not np.delete(moved, hot).any()
 
 
 def options(out, **changes):
@@ -242,21 +225,12 @@ def accepted(*top):
     return {"top": list(top), "wide": [1.0] * len(top), "starts": [9] * len(top)}
 
 
-def test_means_over_kinds_and_the_first_three_depths():
-    kinds = {"a": accepted(0.9, 0.6, 0.3, 0.0), "b": accepted(0.7, 0.4, 0.1, 0.0)}
-    assert mean_of_depths(kinds, "top") == pytest.approx(0.5)
-    assert points([{"step": 2, "acceptance": kinds}]) == {"2": {"top": pytest.approx(0.5), "wide": 1.0}}
-
-
 def test_tables_of_training_name_every_variant_and_show_signs():
     kinds = {"a": accepted(0.9, 0.6), "b": accepted(0.7, 0.4)}
     figures = {"steps": 8, "kinds": kinds, "mean": {"top": [0.8, 0.5], "wide": [1.0, 1.0]}}
     first = next(iter(acceptance_tables({"variants": dict.fromkeys(VARIANTS, figures)}).values()))
     assert ["mean", "without-token-info", "80.0 %", "50.0 %", ""] in first
     assert len(first) == 1 + 3 * len(VARIANTS)
-    training = {"hot": {"4": {"top": 0.5, "wide": 0.9}}, "all": {"4": {"top": 0.52, "wide": 0.9}}}
-    result = {"training": training, "hot_tokens": 6, "occurrences_covered": 0.8, "depths": 3, "pruned": None}
-    assert ["4", "likeliest token", "50.00 %", "52.00 %", "-2.00"] in next(iter(hot_tables(result).values()))
 
 
 def draft_model(path):

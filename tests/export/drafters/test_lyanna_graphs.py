@@ -17,11 +17,12 @@ from redraft import names
 from redraft.engines import open_calls
 from redraft.engines.bundle import Bundle
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_lyanna, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
-from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_nodes, resample_outputs
+from redraft.export.drafters.lyanna_token_tree import Tree, lookup, resample
+from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_outputs
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_DRAFT_SINGLE, LYANNA_RESAMPLE
 
 from .tiny import (
@@ -73,6 +74,7 @@ class Draft:
         self.engine.bind(names.value_cache(0), self.caches[1])
         for name, table in exported.tables.items():
             self.engine.bind(name, table)
+        self.engine.bind(names.DRAFT_LOGIT_SCALE, np.full(batch, shape.draft_logit_scale, np.float32))
         self.past = np.zeros(batch, np.int64)
         self.sizes = {"B": batch} if graph == LYANNA_DRAFT else {}
 
@@ -96,10 +98,6 @@ class Draft:
         return {name: array.copy() for name, array in call.outputs.items()}
 
 
-def added(exported: Exported, token: int) -> np.ndarray:
-    return lookup(list(exported.tables.values()), token)
-
-
 def same_tree(found: dict[str, np.ndarray], b: int, expected: Tree, count: int | None = None) -> None:
     count = len(expected.tokens) if count is None else count
     assert len(expected.tokens) == count
@@ -118,11 +116,10 @@ def check_draft(
         logits = exported.chain_logits(sequence.features[:end], sequence.tokens[: end + 1])
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][b], logits, atol=tolerance, rtol=tolerance)
         root = int(sequence.tokens[end])
-        tree = build_subtree(found[names.CHAIN_LOGITS][b], root, lambda t: added(exported, t), shape.width)
-        same_tree(found, b, tree.top_nodes(shape.nodes))
+        same_tree(found, b, exported.subtree(found[names.CHAIN_LOGITS][b], root).top_nodes(shape.nodes))
 
 
-@pytest.fixture(params=["whole", "pruned"])
+@pytest.fixture(params=["whole", "pruned", "trained"])
 def exported(request) -> Exported:
     return request.getfixturevalue(request.param)
 
@@ -166,6 +163,23 @@ def test_bf16_weights_of_a_drafter_are_its_own_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "graphs/weights/lyanna.model.safetensors").read_bytes() == stored
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_head_of_a_draft_vocabulary_is_rows_of_the_verifiers(
+    little_verifier: Verifier, tmp_path: Path, precision: str
+) -> None:
+    """It is the drafter's own weight, in the drafter's precision."""
+    exported = export(tmp_path, little_verifier, replace(CONFIG, draft_vocab_size=23), precision=precision)
+    heads = {ref.initializer: ref for ref in exported.lyanna.weights if ref.initializer.startswith("lyanna.head")}
+    kinds = {"fp32": {"": (23, 32)}, "int8": {".codes": (23, 1, 32), ".scales": (23, 1), ".zeros": (23, 1)}}
+    assert {name: ref.shape for name, ref in heads.items()} == {
+        f"lyanna.head{part}": shape for part, shape in kinds[precision].items()
+    }
+    if precision == "fp32":
+        (ref,) = heads.values()
+        stored = (exported.bundle.path / ref.file).read_bytes()[ref.offset : ref.offset + ref.length]
+        assert stored == exported.head.numpy()[exported.vocabulary].tobytes()
+
+
 def test_a_random_drafter_runs(little_verifier: Verifier, tmp_path: Path) -> None:
     """The table changes logits, and the bundle has only the pool of random weights."""
     shutil.copytree(little_verifier.folder, tmp_path / "graphs")
@@ -202,11 +216,20 @@ def test_catching_up_in_two_goes_is_catching_up_in_one(exported: Exported, graph
         np.testing.assert_allclose(a[:, :, :5], b[:, :, :5], atol=1e-5)
 
 
-def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None:
-    """A node's probability is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16."""
+@pytest.mark.parametrize("drafter", ["whole", "trained"])
+def test_probabilities_are_those_of_the_trained_drafter(drafter: str, request: pytest.FixtureRequest) -> None:
+    """A node's probability is softmax(s (M h + RMSNorm(W2 W1 E(t)))) along its path, to fp16.
+
+    With a draft vocabulary, M and W2 have the rows of its tokens.
+    """
+    exported: Exported = request.getfixturevalue(drafter)
+    ids = np.arange(VOCABULARY) if exported.vocabulary is None else exported.vocabulary
+    column = {token: place for place, token in enumerate(ids.tolist())}
     sequence = history(6, seed=7)
-    found = Draft(whole, LYANNA_DRAFT, 1).call([sequence], [6], 6)
-    logits = torch.from_numpy(whole.chain_logits(sequence.features, sequence.tokens))
+    if drafter == "trained":
+        sequence.tokens[6] = int(ids[2])
+    found = Draft(exported, LYANNA_DRAFT, 1).call([sequence], [6], 6)
+    logits = torch.from_numpy(exported.chain_logits(sequence.features, sequence.tokens))
     tokens, parents, log_probs = (found[name][0].tolist() for name in (names.TREE_TOKENS, names.TREE_PARENTS,
                                                                        names.TREE_LOG_PROBS))  # fmt: skip
     assert tokens[0] == int(sequence.tokens[6])
@@ -214,8 +237,9 @@ def test_probabilities_are_those_of_the_trained_drafter(whole: Exported) -> None
     for node in range(1, len(tokens)):
         parent = parents[node]
         depths.append(depths[parent] + 1)
-        step = (logits[depths[parent]] + torch.from_numpy(whole.added(tokens[parent]))).log_softmax(-1)
-        assert log_probs[node] == pytest.approx(log_probs[parent] + step[tokens[node]].item(), abs=5e-3)
+        scores = logits[depths[parent]] + torch.from_numpy(exported.added(tokens[parent]))
+        step = (scores * CONFIG.draft_logit_scale).log_softmax(-1)
+        assert log_probs[node] == pytest.approx(log_probs[parent] + step[column[tokens[node]]].item(), abs=5e-3)
     assert max(depths) > 1
 
 
@@ -230,7 +254,7 @@ def test_a_chain_may_be_shorter_than_it_was_trained_and_of_one_step(little_verif
     for graph in (LYANNA_DRAFT, LYANNA_DRAFT_SINGLE):
         found = Draft(exported, graph, 1).call([sequence], [4], 4)
         np.testing.assert_allclose(found[names.CHAIN_LOGITS][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
-        tree = build_subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]), lambda t: added(exported, t), 4)
+        tree = exported.subtree(found[names.CHAIN_LOGITS][0], int(sequence.tokens[4]))
         same_tree(found, 0, tree.top_nodes(4))
 
 
@@ -280,15 +304,21 @@ def test_embedding_and_head_are_the_verifiers_bytes(whole: Exported, little_veri
 
 
 def check_resample(run, logits: np.ndarray, shape: LyannaShape, tables: dict[str, np.ndarray]) -> None:
-    """Compares every first step, in one batch and one at a time, with the reference on the same tables."""
-    steps, values = list(range(1, shape.steps)), list(tables.values())
+    """Compares every first step, in one batch and one at a time, with the reference on the same tables.
+
+    Each sequence of a batch has another draft logit scale.
+    """
+    steps, vocabulary = list(range(1, shape.steps)), tables.get(names.DRAFT_VOCABULARY)
     for firsts in (steps, steps[::-1], *([step] for step in steps)):
         batch = logits[: len(firsts)]
         tokens = np.arange(7, 7 + len(firsts)) * 3 % VOCABULARY
-        found = run(batch, np.array(firsts), tokens)
+        scales = np.linspace(0.5, 1.5, len(firsts), dtype=np.float32)
+        found = run(batch, np.array(firsts), tokens, scales)
         for b, (first, token) in enumerate(zip(firsts, tokens.tolist(), strict=True)):
-            full = resample(batch[b], first, token, lambda t: lookup(values, t), shape.width, 0)
-            tree, count = full.top_nodes(resample_nodes(shape)), int(found[names.TREE_COUNT][b])
+            full = resample(
+                batch[b], first, token, lambda t: lookup(tables, t), shape.width, 0, float(scales[b]), vocabulary
+            )
+            tree, count = full.top_nodes(shape.resample_nodes), int(found[names.TREE_COUNT][b])
             same_tree(found, b, tree, count)
             assert np.isneginf(found[names.TREE_LOG_PROBS][b, count:]).all()
 
@@ -299,39 +329,54 @@ def test_resampling_is_algorithm_2_for_every_first_step(exported: Exported) -> N
     for name, table in exported.tables.items():
         engine.bind(name, table)
 
-    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
         call = engine.prepare(B=len(firsts))
         call.inputs[names.CHAIN_LOGITS][:] = logits
         call.inputs[names.FIRST_STEP][:] = firsts
         call.inputs[names.TOKENS][:] = tokens
+        call.inputs[names.DRAFT_LOGIT_SCALE][:] = scales
         call.run()
         return {name: array.copy() for name, array in call.outputs.items()}
 
-    logits = np.random.default_rng(3).normal(scale=2, size=(3, shape.steps, VOCABULARY)).astype(np.float32)
+    size = (3, shape.steps, shape.draft_vocabulary)
+    logits = np.random.default_rng(3).normal(scale=2, size=size).astype(np.float32)
     check_resample(run, logits, shape, exported.tables)
 
 
-@pytest.mark.parametrize("hot", [VOCABULARY, 20], ids=["whole", "pruned"])
+@pytest.mark.parametrize("drafted", [VOCABULARY, 20], ids=["whole", "pruned"])
 @pytest.mark.parametrize("form", ["fp16", "int8", "fp8", "lowrank"])
-def test_every_form_of_token_information_is_read_in_the_graph(form: str, hot: int, tmp_path: Path) -> None:
-    options = LyannaBuild(token_info=form, width=3, nodes=9, prune_above=hot - 1 if hot < VOCABULARY else 99,
-                          hot_tokens=hot)  # fmt: skip
+def test_every_form_of_token_information_is_read_in_the_graph(form: str, drafted: int, tmp_path: Path) -> None:
+    options = LyannaBuild(token_info=form, width=3, nodes=9, draft_vocabulary=drafted)
     shape = lyanna_shape(replace(CONFIG, steps=3), options)
-    assert shape.hot == hot
+    assert shape.draft_vocabulary == drafted
     embedding = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1)).numpy()
-    tables = arrays(make_tables(random_drafter(), iter([embedding]), counts(), shape))
+    vocabulary = DraftVocabulary.of(TokenData(counts()), drafted)
+    made = make_tables(random_drafter(), iter([embedding]), vocabulary, shape)
+    tables = arrays((*made, *vocabulary.tables()))
     _export_resample(METHOD.id, shape, tmp_path)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(tmp_path / f"{LYANNA_RESAMPLE}.onnx"), settings)
     outputs = [spec.name for spec in resample_outputs(shape)]
 
-    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        feeds = {names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens, **tables}
+    def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
+        feeds = {
+            names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens,
+            names.DRAFT_LOGIT_SCALE: scales, **tables,
+        }  # fmt: skip
         return dict(zip(outputs, session.run(outputs, feeds), strict=True))
 
-    logits = np.random.default_rng(3).normal(size=(2, 3, VOCABULARY)).astype(np.float32)
+    logits = np.random.default_rng(3).normal(size=(2, 3, drafted)).astype(np.float32)
     check_resample(run, logits, shape, tables)
+
+
+def test_resampled_trees_have_half_of_the_nodes_of_a_draft_by_default() -> None:
+    for nodes, asked, resampled in ((8, None, 4), (7, None, 4), (1, None, 1), (8, 3, 3), (8, 100, 6), (30, None, 6)):
+        shape = lyanna_shape(CONFIG, LyannaBuild(width=2, nodes=nodes, resample_nodes=asked))
+        assert shape.resample_nodes - 1 == resampled
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ from redraft.engines.lowering import lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters import ExportedDrafter, graph_file
-from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, save_drafter
+from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import export_lyanna
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup
 from redraft.export.verifier import VerifierExport, export_verifier
 from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
@@ -67,10 +69,17 @@ def random_drafter(config: LyannaConfig = CONFIG, seed: int = 0) -> LyannaDrafte
 
 
 def write_drafter(folder: Path, verifier: Checkpoint, config: LyannaConfig = CONFIG, seed: int = 0) -> Path:
-    """A drafter's folder for `verifier`."""
+    """A drafter's folder for `verifier`. A draft vocabulary has tokens at random."""
     module = random_drafter(config, seed)
-    save_drafter(folder, "lyanna", config, Identity.of(verifier), module, counts(config.vocab_size), {})
+    data = token_data(config)
+    save_drafter(folder, "lyanna", config, Identity.of(verifier), module, data.counts, {}, data.draft_vocabulary)
     return folder
+
+
+def token_data(config: LayerConfig) -> TokenData:
+    """Counts, and a draft vocabulary if the configuration has one, neither the lowest ids nor the most frequent."""
+    drawn = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(4))[: config.draft_vocab_size]
+    return TokenData(counts(config.vocab_size), drawn.sort().values if config.draft_vocab_size else None)
 
 
 @dataclass
@@ -93,19 +102,31 @@ class Exported:
         return self.bundle.tables(METHOD.id)
 
     def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
-        """Logits [N, V] of the chain after features [T, n] and tokens [T + 1], as in training."""
-        config = self.module.config
+        """Logits [N, H] of the chain after features [T, n] and tokens [T + 1], as in training."""
         states = [h[0, -1] for h in chains(self.module, features[None], tokens[None], self.embed)]
-        return (F.linear(torch.stack(states), self.head) * config.logit_scale * config.draft_logit_scale).numpy()
+        head = self.head if self.vocabulary is None else self.head[torch.from_numpy(self.vocabulary)]
+        return (F.linear(torch.stack(states), head) * self.module.config.logit_scale).numpy()
+
+    @property
+    def vocabulary(self) -> np.ndarray | None:
+        """The token of each column of the logits; None if all tokens have columns."""
+        return self.tables.get(names.DRAFT_VOCABULARY)
+
+    def subtree(self, logits: np.ndarray, root: int) -> Tree:
+        """The whole tree of Algorithm 1 for logits [S, H], with the drafter's tables, scale and vocabulary."""
+        tables, shape = self.tables, self.shape
+        return build_subtree(
+            logits, root, lambda t: lookup(tables, t), shape.width, shape.draft_logit_scale, self.vocabulary
+        )
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The verifier's embedding."""
         return F.embedding(tokens, self.embedding)
 
     def added(self, token: int) -> np.ndarray:
-        """RMSNorm(W2 W1 E(token)), [V], which the next token's logits gain."""
+        """RMSNorm(W2 W1 E(token)), [H], which the next token's logits gain."""
         assert self.module.token_info is not None
-        return (self.module.token_info(self.embed(torch.tensor(token))) * self.module.config.draft_logit_scale).numpy()
+        return self.module.token_info(self.embed(torch.tensor(token))).numpy()
 
 
 @dataclass(frozen=True)
