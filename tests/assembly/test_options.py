@@ -17,7 +17,7 @@ from redraft.errors import RedraftError, UsageError
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are hot_tokens, nodes"),
+        ("mine,method=lyanna,depth=3", "--drafter lyanna: unknown key depth; known keys are draft_vocabulary, nodes"),
         ("mine,method=lyanna,source=x", "--drafter lyanna: unknown key source"),
         ("mine,method=lyanna,nodes", "'nodes' is not KEY=VALUE, or is repeated"),
         ("mine,method=lyanna,nodes=", "'nodes=' is not KEY=VALUE, or is repeated"),

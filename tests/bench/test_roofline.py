@@ -41,8 +41,8 @@ from redraft.runtime.cost import VerifyCosts
 DECODER = Decoder()
 TOKENS, KV_LEN = 3, 40
 KV_ROW = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size of a head, float32
-LYANNA = LyannaShape(hidden=32, vocabulary=61, kv_heads=2, head_dim=16, steps=4, width=3, nodes=13, token_info="int8",
-                     hot=20, rank=5)  # fmt: skip
+LYANNA = LyannaShape(hidden=32, vocabulary=61, kv_heads=2, head_dim=16, steps=4, width=3, nodes=13, resample_nodes=7,
+                     token_info="int8", draft_vocabulary=20, rank=5)  # fmt: skip
 
 
 def test_a_verifiers_call(tmp_path: Path) -> None:
@@ -69,23 +69,24 @@ def write_graph(folder: Path, *uses: tuple[str, int]) -> Bundle:
 
 
 def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_path: Path) -> None:
+    """It also reads the row's number of the root, and the token of every other node."""
     found = traffic(write_graph(tmp_path, ("MatMul", 1)), LYANNA_DRAFT, 2, KV_LEN)
-    token_info = (1 + 3 * 3) * (21 + 4) + 61 * 8
+    token_info = (1 + 3 * 3) * (20 + 4) + 8
     cache_row = 2 * 2 * 16 * 4
     assert found == Traffic(
-        weights=280 + token_info,
+        weights=280 + token_info + 12 * 8,
         kv_read=KV_LEN * cache_row,
         kv_written=(2 + 3) * cache_row,
-        inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1),
-        outputs=13 * (8 + 8 + 4) + 4 * 61 * 4,
+        inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1) + 4,
+        outputs=13 * (8 + 8 + 4) + 4 * 20 * 4,
     )
 
 
 def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
     found = traffic(write_graph(tmp_path, ("Identity", 0)), LYANNA_RESAMPLE, 1, KV_LEN)
-    assert found.weights == 280 + (1 + 2 * 3) * (21 + 4) + 61 * 8
+    assert found.weights == 280 + (1 + 2 * 3) * (20 + 4) + 8 + 6 * 8
     assert (found.kv_read, found.kv_written) == (0, 0)
-    assert found.inputs == 4 * 61 * 4 + 8 + 8
+    assert found.inputs == 4 * 20 * 4 + 8 + 8 + 4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_table_is_read_by_rows_and_a_product_s_weight_once(
     tmp_path: Path, uses: tuple[tuple[str, int], ...], size: int
 ) -> None:
     bundle = write_graph(tmp_path, *uses)
-    rest = (1 + 2 * 3) * (21 + 4) + 61 * 8
+    rest = (1 + 2 * 3) * (20 + 4) + 8 + 6 * 8
     assert traffic(bundle, LYANNA_RESAMPLE, 3, KV_LEN).weights - rest == size
 
 

@@ -86,7 +86,7 @@ def test_default_method_is_the_bundles_own_and_writes_the_plain_text(
 
 def test_inspect_tells_of_the_drafter(redraft: Redraft, drafted: Path) -> None:
     shown = redraft("inspect", drafted).stdout
-    assert "drafter    lyanna: lyanna, 3 steps, 4 wide, 31 nodes, token information of 32 tokens in int8" in shown
+    assert "drafter    lyanna: lyanna, 3 steps, 4 wide, 31 nodes, 16 resampled, token information in int8" in shown
     assert "drafters   lyanna" in shown
     assert "graph      lyanna.draft.single" in shown
 
@@ -133,12 +133,12 @@ def own(values: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter: Path, copy: Path) -> None:
     """The whole file is the table: only the digest detects damage. The hint's command builds the same file again."""
-    file = copy / "weights" / "lyanna.token_info.safetensors"
+    file = copy / "weights" / "lyanna.tables.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     line = refused("generate", "--engines", copy, "--prompt", "a", status=1)
-    assert "lyanna.token_info.safetensors: expected SHA-256" in line
+    assert "lyanna.tables.safetensors: expected SHA-256" in line
     options = f"--drafter lyanna={drafter},{OPTIONS} --force`"
     assert line.endswith(f"run `redraft build {checkpoint} -o {copy} {options}")
 
@@ -153,7 +153,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: ref(m, "token_info.scales").update(shape=[32]), "table token_info.scales: expected 128 bytes"),
         (lambda m: own(m)["tables"].remove(ref(m)), "expected a table token_info.table, found none"),
         (lambda m: ref(m).update(dtype="F16"), "token_info.table"),
-        (lambda m: own(m)["shape"].update(hot=31), "expected a table token_info.index, found none"),
+        (lambda m: own(m)["shape"].update(draft_vocabulary=31), "expected a table token_info.index, found none"),
         (lambda m: own(m)["shape"].update(token_info="fp16"), "token_info.table"),
         (
             lambda m: own(m)["shape"].update(token_info="fp3"),
@@ -164,7 +164,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
             lambda m: own(m)["shape"].update(nodes=20),
             "drafter lyanna: expected limits TreeLimits(depth=3, width=16, nodes=19)",
         ),
-        (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.token_info.safetensors"),
+        (lambda m: m["files"].pop(ref(m)["file"]), "manifest has no digest of weights/lyanna.tables.safetensors"),
         (lambda m: own(m)["graphs"].pop("draft"), "expected a graph 'lyanna.draft'"),
         (lambda m: own(m)["graphs"].pop("resample"), "expected a graph 'lyanna.resample'"),
         (
@@ -261,7 +261,7 @@ def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, 
     recipe = tmp_path / "mine.toml"
     recipe.write_text(f'source = "{checkpoint}"\n[build.drafters.a]\nsource = "x"\nmethod = "lyanna"\ndepth = 3\n')
     line = refused("build", recipe, "-o", tmp_path / "out", status=2)
-    assert "build.drafters.a: unknown key depth; known keys are hot_tokens" in line
+    assert "build.drafters.a: unknown key depth; known keys are draft_vocabulary" in line
 
 
 @pytest.mark.slow

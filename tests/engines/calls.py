@@ -109,7 +109,7 @@ class Calls:
                     names.TOKENS: self._random.integers(0, shape.vocabulary, (batch, rows)),
                     names.POSITIONS: np.array(past)[:, None] + np.arange(rows),
                     names.NUM_PENDING: np.array(pending[:batch]), names.CACHE_LEN: np.array(past),
-                    names.KV_LEN: np.array([kv_len]),
+                    names.KV_LEN: np.array([kv_len]), names.DRAFT_LOGIT_SCALE: _scales(batch),
                 }  # fmt: skip
                 state = [spec for spec in slot_state(shape) if spec.name.startswith(_CACHES)]
                 poisoned, clean = self._caches(state, capacity, past, kv_len + shape.steps - 1)
@@ -126,9 +126,10 @@ class Calls:
         for batch in batches:
             for used in (1, shape.steps - 1):
                 yield Call(f"{used} used", {"B": batch}, {
-                    names.CHAIN_LOGITS: self._floats("float32", batch, shape.steps, shape.vocabulary),
+                    names.CHAIN_LOGITS: self._floats("float32", batch, shape.steps, shape.draft_vocabulary),
                     names.FIRST_STEP: np.full(batch, used), **self._tables(),
                     names.TOKENS: self._random.integers(0, shape.vocabulary, batch),
+                    names.DRAFT_LOGIT_SCALE: _scales(batch),
                 })  # fmt: skip
 
     def _prepare_tree(self, batches: Sequence[int]) -> Iterator[Call]:
@@ -239,6 +240,11 @@ class Calls:
             numbers[len(past) :] = 0
             poisoned[spec.name], clean[spec.name] = from_float(bad, spec.dtype), from_float(numbers, spec.dtype)
         return poisoned, clean
+
+
+def _scales(batch: int) -> Array:
+    """Another draft logit scale for each sequence."""
+    return np.linspace(1.0, 1.5, batch, dtype=np.float32)
 
 
 def sized(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -85,12 +85,12 @@ OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
             "nodes must be a positive number",
         ),
         (
-            f'source = "x"\n{OWN}hot_tokens = 1.5\n',
-            "hot_tokens must be a positive",
+            f'source = "x"\n{OWN}draft_vocabulary = 1.5\n',
+            "draft_vocabulary must be a positive",
         ),
         (
-            f'source = "x"\n{OWN}prune_above = -1\n',
-            "prune_above must be a positive",
+            f'source = "x"\n{OWN}resample_nodes = 0\n',
+            "resample_nodes must be a positive",
         ),
         ('source = "x"\n[build.drafters.a]\nmethod = "eagle"\n', "unknown drafting method 'eagle'; the methods are"),
         ('source = "x"\n[build.drafters.a]\nmethod = 3\n', "build.drafters.a: method must be text, not 3"),
@@ -142,15 +142,15 @@ def test_a_recipes_shape_has_the_published_number_of_parameters(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_budget_and_hot_tokens_are_the_papers(name):
-    """Depth three, width four, twelve nodes; with more than 40 K tokens, the 32 K most frequent are hot."""
+def test_budget_and_draft_vocabulary_are_the_papers(name):
+    """Depth three, width four, twelve nodes; of more than 40 K tokens, the 32 K most frequent can be drafted."""
     recipe = load_recipe(name)
     config = CONFIG_MAPPING[recipe.shape["model_type"]].from_dict(dict(recipe.shape))
     (drafter,) = recipe.build.drafters
     options = METHOD.parse_build(drafter.options, name)
     shape = lyanna_shape(configuration_of(config, config.vocab_size, steps=options.steps), options)
     assert (shape.steps, shape.width, shape.nodes - 1) == (3, 4, 12)
-    assert shape.hot == options.hot_tokens == {32000: 32000}.get(config.vocab_size, 32768)
+    assert shape.draft_vocabulary == {32000: 32000}.get(config.vocab_size, 32768)
     assert drafter.source is None
 
 

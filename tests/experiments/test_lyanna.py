@@ -34,7 +34,7 @@ from redraft import names
 from redraft.bench.prompts import Prompt
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.recipes import load_recipe
-from redraft.errors import TrainingError, UsageError
+from redraft.errors import TrainingError
 from redraft.export.drafters.checkpoint import Identity, TokenData
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig
@@ -436,17 +436,16 @@ def test_every_part_has_options():
     common = ["--verifier", "v", "--data", "code=stdlib", "--data", "prose=p.txt", "--out", "o"]
     parser = lyanna.parser()
     assert parser.parse_args(["acceptance", *common]).data == ["code=stdlib", "prose=p.txt"]
-    assert parser.parse_args(["hot", *common, "--share", "0.5"]).share == 0.5
     assert parser.parse_args(["latency", "--engines", "e"]).turns == 100
-    table = ["table", "--verifier", "v", "--drafter", "d", "--prompts", "a", "b", "--hot", "9,3"]
-    assert parser.parse_args(table).hot == (9, 3)
+    table = ["table", "--verifier", "v", "--drafter", "d", "--prompts", "a", "b", "--vocabularies", "9,3"]
+    assert parser.parse_args(table).vocabularies == (9, 3)
 
 
 def test_a_form_is_a_recipe_that_builds_it(tmp_path):
     wanted = Namespace(verifier=tmp_path, drafter=tmp_path, chain=3, nodes=12)
     (tmp_path / "form.toml").write_text(recipe_text(Form("fp8", 7), wanted), encoding="utf-8")
     built = load_recipe(str(tmp_path / "form.toml")).build.drafters[0]
-    expected = {"steps": 3, "nodes": 12, "token_info": "fp8", "hot_tokens": 7, "prune_above": 1}
+    expected = {"steps": 3, "nodes": 12, "token_info": "fp8", "draft_vocabulary": 7}
     assert (built.options, built.source) == (expected, str(tmp_path))
 
 

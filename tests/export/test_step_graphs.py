@@ -24,8 +24,9 @@ SHAPE = VerifierShape(layers=2, kv_heads=2, head_dim=8, hidden=12, vocabulary=9,
 
 
 LYANNA = LyannaShape(
-    hidden=12, vocabulary=9, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, token_info="fp16", hot=9, rank=2
-)
+    hidden=12, vocabulary=9, kv_heads=1, head_dim=4, steps=3, width=2, nodes=5, resample_nodes=3, token_info="fp16",
+    draft_vocabulary=9, rank=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from redraft.methods.mtp import MtpShape
 
 SHAPES = {
     "lyanna": [
-        LyannaShape(32, 61, 2, 16, steps, 3, 7, form, hot, 8)
+        LyannaShape(32, 61, 2, 16, steps, 3, 7, 4, form, drafted, 8)
         for steps in (1, 4)
         for form in ("fp16", "int8", "fp8", "lowrank")
-        for hot in (20, 61)
+        for drafted in (20, 61)
     ],
-    "mtp": [MtpShape(32, 61, 2, 16, steps) for steps in (1, 4)],
+    "mtp": [MtpShape(32, 61, 2, 16, steps, drafted) for steps in (1, 4) for drafted in (20, 61)],
 }
 """Shapes of each method that is built."""
 CASES = [(find_method(name), shape) for name in built_methods() for shape in SHAPES[name]]

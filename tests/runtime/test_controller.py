@@ -220,6 +220,19 @@ def test_a_fixed_budget_resamples_if_possible(fresh: bool, steps: int, expected:
     assert planned(FixedBudget(Budget(4, 2, 2)), sequence(), chain(0.5), steps, fresh).kind is expected
 
 
+def test_a_fixed_budget_verifies_half_as_many_nodes_of_a_resampled_tree() -> None:
+    """Rounded up. Nodes of a lookup's tree come on top, up to the budget."""
+    made, nothing = chain(*[0.9] * 5), make_tree([0], [-1], [1.0])
+    for nodes, resampled in ((4, 2), (3, 2), (1, 1)):
+        controller = FixedBudget(Budget(nodes, 5, 5))
+        for kind, expected in ((OfferKind.RESAMPLE, resampled), (OfferKind.FRESH, nodes)):
+            (tree,) = controller.cut([sequence()], [plan(kind, nothing)], [made])
+            assert len(tree) - 1 == expected
+    found = make_tree([0, 7], [-1, 0], [1.0, 0.6])
+    (tree,) = FixedBudget(Budget(3, 5, 5)).cut([sequence()], [plan(OfferKind.RESAMPLE, found)], [made])
+    assert (len(tree) - 1, 7 in tree.tokens) == (3, True)
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from redraft.runtime.trace import replay
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
 
 from .fakes import CURVE
-from .lyanna_bundle import CONTEXT, STEPS, VOCABULARY, WIDTH
+from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH
 
 Open = Callable[..., Runtime]
 FULL = Budget(nodes=30, depth=STEPS, width=9)
@@ -299,14 +299,14 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
             scheduler.admit(cycle, batch, seq)
         cycle.step(batch)
         assert all(drafter.remaining(seq) for seq in batch)
-        tables = list(bundle_tables(runtime).values())
+        tables = bundle_tables(runtime)
         trees = drafter.resample(batch, [FULL, FULL])
         for slot, seq in enumerate(batch):
             whole = resample(
                 chains(drafter)[slot], seq.drafting[drafter].used, seq.tokens[-1],
-                lambda token: lookup(tables, token), WIDTH, threshold=0,
+                lambda token: lookup(tables, token), WIDTH, 0, SCALE, tables.get(names.DRAFT_VOCABULARY),
             )  # fmt: skip
-            expected = whole.top_nodes(drafter.shape.nodes)
+            expected = whole.top_nodes(drafter.shape.resample_nodes)
             assert trees[slot].tokens.tolist() == expected.tokens
             assert trees[slot].parents.tolist() == expected.parents
             np.testing.assert_allclose(trees[slot].log_probs, expected.log_probs, atol=1e-4)

@@ -187,7 +187,7 @@ def test_calls_are_timed_with_integers_that_are_sound_together(native: bool, tmp
 
 def test_integers_of_a_drafters_calls_are_sound() -> None:
     """All rows of a call are new, and of a chain the first step is used up."""
-    lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, "fp16", 20, 5)
+    lyanna = LyannaShape(32, 61, 2, 16, 3, 2, 8, 5, "fp16", 20, 5)
     manifest = manifest_of(DECODER, drafters={METHOD.id: lyanna_record(lyanna)})
     made, limits = {}, CallLimits(2, 16, 32, 64)
     for graph, role in ((LYANNA_DRAFT, names.DRAFT), (LYANNA_RESAMPLE, names.RESAMPLE)):
@@ -200,6 +200,7 @@ def test_integers_of_a_drafters_calls_are_sound() -> None:
     assert (draft[names.CACHE_LEN].tolist(), draft[names.KV_LEN].tolist()) == ([32], [48])
     assert resample[names.FIRST_STEP].tolist() == [1]
     assert set(draft[f"{names.TOKEN_INFO}index"].tolist()) == set(range(21))
+    assert all(0 <= token < 61 for token in draft[names.DRAFT_VOCABULARY])
     assert all(0 <= token < 61 for token in (*draft[names.TOKENS].ravel(), *resample[names.TOKENS]))
     assert all(values.dtype == np.int64 for call in made.values() for values in call.values())
 

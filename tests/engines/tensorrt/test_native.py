@@ -68,7 +68,7 @@ class Drafting:
             names.POSITIONS: cache_len[:, None] + np.arange(WIDTH),
             names.NUM_PENDING: np.array(NUM_PENDING), names.CACHE_LEN: cache_len,
             names.KV_LEN: np.array([cache_len.max() + WIDTH]),
-            **self.caches, **self._tables,
+            names.DRAFT_LOGIT_SCALE: np.array([1.3, 0.7], np.float32), **self.caches, **self._tables,
         }  # fmt: skip
         outputs = [output.name for output in self._session.get_outputs()]
         found = dict(zip(outputs, self._session.run(outputs, feeds), strict=True))

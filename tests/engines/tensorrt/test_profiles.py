@@ -20,7 +20,7 @@ from redraft.signatures import VerifierShape
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE, symbols_of
 
 SHAPE = VerifierShape(2, 2, 16, 32, 61, 64)
-LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, "fp16", 61, 8)
+LYANNA = LyannaShape(32, 61, 2, 16, 3, 4, 12, 7, "fp16", 61, 8)
 LIMITS = CallLimits(batch=4, tree=16, prefill=32, max_model_len=64, usual=9)
 SIGNATURES = {
     names.VERIFIER: signatures.verifier_inputs(SHAPE),

@@ -165,7 +165,7 @@ def test_without_a_plugin_kept_rows_have_an_engine(build: Build) -> None:
 
 
 def test_the_tree_that_is_tuned_for_is_the_drafters(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    lyanna = LyannaShape(32, 61, 2, 16, 3, 3, 7, "fp16", 61, 8)
+    lyanna = LyannaShape(32, 61, 2, 16, 3, 3, 7, 4, "fp16", 61, 8)
     monkeypatch.setattr(BuiltDrafter, "engine_graphs", {})
     manifest, _ = build(drafters={METHOD.id: lyanna_record(lyanna, "verifier.onnx")})
     assert manifest.tensorrt is not None

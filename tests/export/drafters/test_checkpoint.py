@@ -55,8 +55,9 @@ def test_round_trip_equals_the_saved_values_in_bf16(folder, verifier):
     assert checkpoint.method == "lyanna"
     assert checkpoint.configure(LyannaConfig) == CONFIG
     assert checkpoint.verifier == Identity.of(verifier)
-    module, counts = load(folder)
-    assert torch.equal(counts, torch.arange(97))
+    module, data = load(folder)
+    assert torch.equal(data.counts, torch.arange(97))
+    assert data.draft_vocabulary is None
     torch.manual_seed(0)
     for name, tensor in LyannaDrafter(CONFIG).state_dict().items():
         assert torch.equal(module.state_dict()[name], tensor.bfloat16().float())
@@ -85,6 +86,54 @@ def test_missing_and_surplus_tensors_are_listed(folder):
 def test_shapes_and_numbers_that_do_not_fit_are_named(folder, name, tensor, message):
     change(folder, lambda tensors: tensors.update({name: tensor}))
     with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+DRAFTED = replace(CONFIG, draft_vocab_size=4)
+TOKENS = torch.tensor([0, 3, 7, 96])
+
+
+def test_a_draft_vocabulary_is_kept_with_the_weights(verifier, tmp_path):
+    module = LyannaDrafter(DRAFTED)
+    save_drafter(tmp_path, "lyanna", DRAFTED, Identity.of(verifier), module, torch.arange(97), {}, TOKENS)
+    found, data = load(tmp_path)
+    assert torch.equal(data.draft_vocabulary, TOKENS)
+    assert found.config.draft_size == found.token_info.up.out_features == 4
+    change(tmp_path, lambda tensors: tensors.pop("draft_vocabulary"))
+    with pytest.raises(CheckpointError, match="missing draft_vocabulary"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([0, 3, 7]), r"draft_vocabulary is .*\[3\], expected .*\[4\]"),
+        (TOKENS.int(), r"draft_vocabulary is int32\[4\], expected int64\[4\]"),
+        (torch.tensor([0, 7, 3, 96]), "distinct tokens from 0 to 96 in ascending order"),
+        (torch.tensor([0, 3, 3, 96]), "distinct tokens from 0 to 96 in ascending order"),
+        (torch.tensor([0, 3, 7, 97]), "distinct tokens from 0 to 96 in ascending order"),
+        (torch.tensor([-1, 3, 7, 96]), "distinct tokens from 0 to 96 in ascending order"),
+    ],
+)
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(verifier, tmp_path, tokens, message):
+    """It is neither saved nor read."""
+    module, identity = LyannaDrafter(DRAFTED), Identity.of(verifier)
+    with pytest.raises(CheckpointError, match=message):
+        save_drafter(tmp_path, "lyanna", DRAFTED, identity, module, torch.arange(97), {}, tokens)
+    assert not (tmp_path / "config.json").exists()
+    save_drafter(tmp_path, "lyanna", DRAFTED, identity, module, torch.arange(97), {}, TOKENS)
+    change(tmp_path, lambda tensors: tensors.update(draft_vocabulary=tokens))
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_drafter_of_the_whole_vocabulary_has_no_draft_vocabulary(verifier, folder):
+    with pytest.raises(CheckpointError, match="draft_vocabulary has 4 tokens, expected none"):
+        save_drafter(
+            folder, "lyanna", CONFIG, Identity.of(verifier), LyannaDrafter(CONFIG), torch.arange(97), {}, TOKENS
+        )
+    change(folder, lambda tensors: tensors.update(draft_vocabulary=TOKENS))
+    with pytest.raises(CheckpointError, match="surplus draft_vocabulary"):
         load(folder)
 
 

@@ -10,28 +10,35 @@ import numpy as np
 import pytest
 import torch
 
-from redraft import names
 from redraft.errors import CheckpointError
 from redraft.export.drafters import lyanna_token_info as token_info
-from redraft.export.drafters.lyanna import LyannaDrafter
+from redraft.export.drafters.checkpoint import TokenData
+from redraft.export.drafters.draft_graph import write_tables
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
+from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
-from redraft.export.drafters.lyanna_token_info import hot_tokens, make_tables, write
+from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.lyanna_token_tree import lookup
 from redraft.export.weight_files import NewTensor
-from redraft.methods.lyanna import LyannaBuild, LyannaShape, token_info_tables
+from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
 
-from .tiny import CONFIG, VOCABULARY, arrays, counts, random_drafter
+from .tiny import CONFIG, VOCABULARY, arrays, random_drafter, token_data
 
 FORMS = ["fp16", "int8", "fp8", "lowrank"]
-HOT = 20
-FILE = "weights/lyanna.token_info.safetensors"
+DRAFTED = 20
 EMBEDDING = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(1))
 
 
-def shape_of(form: str, hot: int) -> LyannaShape:
-    """Choose hot tokens like a build: only if the vocabulary is larger than `prune_above`."""
-    options = LyannaBuild(token_info=form, hot_tokens=hot, prune_above=VOCABULARY - (hot < VOCABULARY))
-    return lyanna_shape(CONFIG, options)
+TRAINED = replace(CONFIG, draft_vocab_size=23)
+"""A drafter that was trained with a draft vocabulary."""
+
+
+def shape_of(form: str, drafted: int, config: LyannaConfig = CONFIG) -> LyannaShape:
+    return lyanna_shape(config, LyannaBuild(token_info=form, draft_vocabulary=drafted))
+
+
+def vocabulary_of(shape: LyannaShape, config: LyannaConfig = CONFIG) -> DraftVocabulary:
+    return DraftVocabulary.of(token_data(config), shape.draft_vocabulary)
 
 
 def made_of(
@@ -39,7 +46,8 @@ def made_of(
 ) -> tuple[NewTensor, ...]:
     """Tables of the given or a random drafter, with the embedding in two slabs."""
     slabs = np.split(EMBEDDING.numpy() if embedding is None else embedding, [17])
-    return make_tables(drafter or random_drafter(), iter(slabs), counts(), shape)
+    drafter = drafter or random_drafter()
+    return make_tables(drafter, iter(slabs), vocabulary_of(shape, drafter.config), shape)
 
 
 def tables_of(
@@ -49,14 +57,13 @@ def tables_of(
     return arrays(made_of(shape, embedding, drafter))
 
 
-def formula() -> np.ndarray:
-    """Numbers that token t adds to the logit of token u, [V, V], computed in float64."""
-    module = random_drafter()
+def formula(module: LyannaDrafter) -> np.ndarray:
+    """Numbers that token t adds to each column of the trained logits, [V, columns], computed in float64."""
     assert module.token_info is not None
     info = module.token_info
     x = EMBEDDING.double() @ info.down.weight.T.double() @ info.up.weight.T.double()
     normalized = x / (x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt()
-    return (normalized * info.norm.weight.double() * CONFIG.draft_logit_scale).numpy()
+    return (normalized * info.norm.weight.double()).numpy()
 
 
 def error_bound(form: str, row: np.ndarray) -> np.ndarray:
@@ -70,42 +77,51 @@ def error_bound(form: str, row: np.ndarray) -> np.ndarray:
     }[form]
 
 
-@pytest.mark.parametrize("hot", [VOCABULARY, HOT], ids=["whole", "pruned"])
+@pytest.mark.parametrize(
+    ("config", "drafted"),
+    [(CONFIG, VOCABULARY), (CONFIG, DRAFTED), (TRAINED, 23), (TRAINED, 9)],
+    ids=["whole", "pruned", "trained", "trained and pruned"],
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_tables_hold_the_formula_to_their_precision_and_cold_tokens_add_nothing(form: str, hot: int) -> None:
-    """The root mean square covers the whole vocabulary, even if most columns are dropped."""
-    shape = shape_of(form, hot)
-    tables = tables_of(shape)
-    exact, warm = formula(), np.zeros(VOCABULARY, bool)
-    warm[hot_tokens(counts(), hot)] = True
-    assert warm.sum() == hot
+def test_tables_hold_the_formula_to_their_precision(form: str, config: LyannaConfig, drafted: int) -> None:
+    """The root mean square covers all columns that were trained, even if most of them are dropped.
+
+    All tokens outside of the draft vocabulary have one row: the mean of theirs, weighted by count plus 1.
+    """
+    shape, module = shape_of(form, drafted, config), random_drafter(config)
+    vocabulary = vocabulary_of(shape, config)
+    assert len(vocabulary.tokens) == drafted
+    tables, exact = tables_of(shape, drafter=module), formula(module)[:, vocabulary.columns]
+    others = np.delete(np.arange(VOCABULARY), vocabulary.tokens)
+    if len(others):
+        weights = vocabulary.counts[others] + 1.0
+        exact[others] = (weights[:, None] * exact[others]).sum(0) / weights.sum()
     for token in range(VOCABULARY):
-        found = lookup(list(tables.values()), token)
-        expected = np.where(warm & warm[token], exact[token], 0.0)
-        assert (np.abs(found - expected) <= error_bound(form, expected)).all()
-        assert not found[~warm].any()
+        found = lookup(tables, token)
+        assert (np.abs(found - exact[token]) <= error_bound(form, exact[token])).all()
 
 
-@pytest.mark.parametrize("hot", [VOCABULARY, HOT], ids=["whole", "pruned"])
+@pytest.mark.parametrize("drafted", [VOCABULARY, DRAFTED], ids=["whole", "pruned"])
 @pytest.mark.parametrize(
     ("form", "expected"),
     [
-        ("fp16", lambda rows: 2 * rows * rows),
-        ("int8", lambda rows: rows * rows + 4 * rows),
-        ("fp8", lambda rows: rows * rows + 4 * rows),
-        ("lowrank", lambda rows: 2 * 4 * rows * CONFIG.rank),
+        ("fp16", lambda rows, columns: 2 * rows * columns),
+        ("int8", lambda rows, columns: rows * columns + 4 * rows),
+        ("fp8", lambda rows, columns: rows * columns + 4 * rows),
+        ("lowrank", lambda rows, columns: 4 * (rows + columns) * CONFIG.rank),
     ],
 )
-def test_sizes_are_those_of_the_contract(form: str, expected, hot: int, tmp_path: Path) -> None:
-    """If not every token is hot, tables have one more row and column, and an index of all tokens."""
-    shape = shape_of(form, hot)
+def test_sizes_are_those_of_the_contract(form: str, expected, drafted: int, tmp_path: Path) -> None:
+    """Without columns for all tokens, tables have a row for the others, and an index of all tokens."""
+    shape = shape_of(form, drafted)
     tables = tables_of(shape)
     specs = token_info_tables(shape)
     assert [(name, str(t.dtype), t.shape) for name, t in tables.items()] == [(s.name, s.dtype, s.shape) for s in specs]
-    pruned = hot < VOCABULARY
-    size = expected(hot + pruned) + (8 * VOCABULARY if pruned else 0)
+    pruned = drafted < VOCABULARY
+    size = expected(drafted + pruned, drafted) + (8 * VOCABULARY if pruned else 0)
     assert sum(table.nbytes for table in tables.values()) == size
-    refs = write(made_of(shape), tmp_path, FILE)
+    refs = write_tables("lyanna", made_of(shape), tmp_path)
+    assert {ref.file for ref in refs} == {"weights/lyanna.tables.safetensors"}
     assert sum(ref.length for ref in refs) == size
     for ref in refs:
         stored = (tmp_path / ref.file).read_bytes()[ref.offset : ref.offset + ref.length]
@@ -122,15 +138,15 @@ def test_slabs_do_not_change_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_follows_neither_the_embedding_nor_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 128 K tokens, 4096 wide and 32 K of them hot, each is 2 GB."""
+    """For 128 K tokens, 4096 wide and 32 K of them drafted, each is 2 GB."""
     monkeypatch.setattr(token_info, "_SLAB_TOKENS", 64)
     config = replace(CONFIG, vocab_size=20_000)
-    shape = lyanna_shape(config, LyannaBuild(hot_tokens=3000, prune_above=1))
-    drafter, seen = random_drafter(config), torch.arange(20_000)
-    embedding_bytes, table_bytes = 4 * 20_000 * 32, 2 * 3001 * 3001
+    shape = lyanna_shape(config, LyannaBuild(draft_vocabulary=3000))
+    drafter, vocabulary = random_drafter(config), DraftVocabulary.of(TokenData(torch.arange(20_000)), 3000)
+    embedding_bytes, table_bytes = 4 * 20_000 * 32, 2 * 3001 * 3000
     tracemalloc.start()
     slabs = (np.zeros((1000, 32), np.float32) for _ in range(20))
-    write(make_tables(drafter, slabs, seen, shape), tmp_path, FILE)
+    write_tables("lyanna", make_tables(drafter, slabs, vocabulary, shape), tmp_path)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < min(embedding_bytes, table_bytes / 4)
@@ -142,36 +158,32 @@ def test_a_token_without_embedding_adds_nothing(form: str) -> None:
     embedding = EMBEDDING.numpy().copy()
     embedding[3] = 0
     tables = tables_of(shape_of(form, VOCABULARY), embedding)
-    assert not lookup(list(tables.values()), 3).any()
+    assert not lookup(tables, 3).any()
     assert all(np.isfinite(table).all() for table in tables.values() if table.dtype.kind == "f")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_drafter_without_token_information_adds_nothing(form: str) -> None:
     drafter = random_drafter(replace(CONFIG, token_info=False))
-    tables = tables_of(shape_of(form, HOT), drafter=drafter)
-    assert not any(lookup(list(tables.values()), token).any() for token in range(VOCABULARY))
+    tables = tables_of(shape_of(form, DRAFTED), drafter=drafter)
+    assert not any(lookup(tables, token).any() for token in range(VOCABULARY))
 
 
-def test_hot_tokens_are_the_most_frequent_and_of_equals_those_of_lower_id() -> None:
-    seen = torch.tensor([5, 0, 7, 5, 5, 9, 0])
-    assert [hot_tokens(seen, hot).tolist() for hot in (1, 2, 3, 4, 6, 7)] == [
-        [5], [2, 5], [0, 2, 5], [0, 2, 3, 5], [0, 1, 2, 3, 4, 5], list(range(7)),
-    ]  # fmt: skip
+def test_the_index_maps_drafted_tokens_to_rows_and_all_others_to_the_last() -> None:
+    shape = shape_of("fp16", DRAFTED)
+    index, drafted = tables_of(shape)[TOKEN_INFO_INDEX], vocabulary_of(shape).tokens
+    assert index[drafted].tolist() == list(range(DRAFTED))
+    assert (np.delete(index, drafted) == DRAFTED).all()
 
 
-def test_the_index_maps_hot_tokens_to_rows_and_cold_ones_to_the_last(tmp_path: Path) -> None:
-    tables = tables_of(shape_of("fp16", HOT))
-    index, hot = tables[f"{names.TOKEN_INFO}index"], hot_tokens(counts(), HOT)
-    assert index[hot].tolist() == list(range(HOT))
-    assert (np.delete(index, hot) == HOT).all()
-
-
-def test_pruning_begins_above_its_limit() -> None:
-    for limit, hot in ((VOCABULARY, VOCABULARY), (VOCABULARY - 1, HOT)):
-        shape = lyanna_shape(CONFIG, LyannaBuild(hot_tokens=HOT, prune_above=limit))
-        assert shape.hot == hot
-    assert lyanna_shape(CONFIG, LyannaBuild(hot_tokens=10**6, prune_above=1)).hot == VOCABULARY
+def test_a_large_whole_vocabulary_is_pruned_by_default() -> None:
+    """More than 40 K tokens to 32 K (§6.1). A draft vocabulary that was trained stays as it is."""
+    for vocab_size, trained, asked, drafted in (
+        (40_000, 0, None, 40_000), (40_001, 0, None, 32_768), (40_001, 0, 39_000, 39_000), (40_001, 0, 10**6, 40_001),
+        (61, 0, 20, 20), (90_000, 39_000, None, 39_000), (90_000, 39_000, 50_000, 39_000), (90_000, 39_000, 9, 9),
+    ):  # fmt: skip
+        config = replace(CONFIG, vocab_size=vocab_size, draft_vocab_size=trained)
+        assert lyanna_shape(config, LyannaBuild(draft_vocabulary=asked)).draft_vocabulary == drafted
 
 
 def test_no_more_steps_are_built_than_were_trained() -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from redraft import names
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
 from redraft.methods.lyanna import tree_size
 
@@ -110,15 +111,27 @@ def test_of_equally_likely_nodes_the_earlier_comes_first() -> None:
     assert even.top_nodes(3).tokens == [ROOT, 0, 1]
 
 
+def test_a_scale_and_a_vocabulary_apply_to_every_level() -> None:
+    """The scale multiplies logits and token information. Information of a node is that of its token, not its column."""
+    logits, info = numbers(2)
+    vocabulary = np.array([1, 2, 4])
+    tree = build_subtree(logits[:, vocabulary], ROOT, lambda token: info[token, vocabulary], WIDTH, 0.5, vocabulary)
+    masked = np.full_like(logits, -np.inf)
+    masked[:, vocabulary] = logits[:, vocabulary] * 0.5
+    check(tree, joint_log_probs(masked, info * 0.5, ROOT), STEPS, WIDTH)
+
+
 def test_tables_are_read_in_their_form() -> None:
-    """Dense values, scaled codes and factors, with the whole vocabulary hot or with a cold row and column."""
-    table = np.arange(9, dtype=np.float16).reshape(3, 3)
-    assert lookup([table], 1).tolist() == [3, 4, 5]
+    """Dense values, scaled codes and factors, for the whole vocabulary or with a row for the tokens outside of it."""
+
+    def found(token: int, **tables: np.ndarray) -> list[float]:
+        named = {f"{names.TOKEN_INFO}{name}": table for name, table in tables.items()}
+        return lookup({**named, names.DRAFT_VOCABULARY: np.array([7])}, token).tolist()
+
+    assert found(1, table=np.arange(9, dtype=np.float16).reshape(3, 3)) == [3, 4, 5]
     codes, scales = np.array([[1, -2], [3, 4]], np.int8), np.array([[0.5], [2.0]], np.float32)
-    assert lookup([codes, scales], 0).tolist() == [0.5, -1.0]
+    assert found(0, table=codes, scales=scales) == [0.5, -1.0]
     left, right = np.array([[1, 2], [3, 4]], np.float32), np.array([[1, 0], [0, 10]], np.float32)
-    assert lookup([left, right], 1).tolist() == [3, 40]
-    pruned, index = np.array([[1, 2, 0], [3, 4, 0], [0, 0, 0]], np.float16), np.array([1, 2, 2, 0])
-    assert [lookup([pruned, index], token).tolist() for token in range(4)] == [
-        [4, 0, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0], [2, 0, 0, 1],
-    ]  # fmt: skip
+    assert found(1, left=left, right=right) == [3, 40]
+    pruned, index = np.array([[1, 2], [3, 4], [5, 6]], np.float16), np.array([1, 2, 2, 0])
+    assert [found(token, table=pruned, index=index) for token in range(4)] == [[3, 4], [5, 6], [5, 6], [1, 2]]
