@@ -47,11 +47,28 @@ def emit_gather_rows(x: Any, rows: Any) -> Any:
     return op.GatherND(x, op.Unsqueeze(rows, op.Constant(value_ints=[-1])), batch_dims=1)
 
 
+@torch.library.custom_op("redraft::take", mutates_args=())
+def take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the entries of values [N] at indices of any shape, in that shape."""
+    return values[indices]
+
+
+@take.register_fake
+def _(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(indices.shape)
+
+
+def emit_take(values: Any, indices: Any) -> Any:
+    """Translate for `torch.onnx.export`: one node, whatever the shape of the indices."""
+    return op.Gather(values, indices)
+
+
 TRANSLATIONS = {
     torch.ops.redraft.tree_attention.default: tree_attention.emit,
     torch.ops.redraft.rms_norm.default: modules.emit_rms_norm,
     torch.ops.redraft.rotary.default: modules.emit_rotary,
     torch.ops.redraft.gather_rows.default: emit_gather_rows,
+    torch.ops.redraft.take.default: emit_take,
 }
 
 

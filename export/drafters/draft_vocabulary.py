@@ -6,7 +6,6 @@ it when it is built. Head, softmax, token information and top-k of the graphs ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,10 +59,3 @@ def most_frequent(counts: torch.Tensor, size: int) -> NDArray[np.int64]:
     """Return the indices of the `size` largest counts, sorted. Of equal counts, lower indices come first."""
     order = torch.argsort(counts, descending=True, stable=True)[:size]
     return np.asarray(order.sort().values.numpy(), dtype=np.int64)
-
-
-def drafted_tokens(columns: torch.Tensor, vocabulary: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tokens of columns [B, K] in a graph. vocabulary: the table [H]; empty if all tokens have columns."""
-    if not vocabulary:
-        return columns
-    return torch.index_select(vocabulary[0], 0, columns.flatten()).reshape(columns.shape)

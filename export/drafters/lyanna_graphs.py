@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from redraft import names
-from redraft.errors import CheckpointError
+from redraft.errors import CheckpointError, UsageError
 from redraft.export import passes, tracing
 from redraft.export.drafters import ExportedDrafter, Exporter, graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData, fill
@@ -35,7 +35,7 @@ from redraft.export.drafters.draft_graph import (
     write_draft,
     write_tables,
 )
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary, drafted_tokens
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.export.drafters.lyanna_token_info import make_tables
 from redraft.export.drafters.lyanna_token_tree import emit_token_tree, token_tree
@@ -136,7 +136,11 @@ def _export(
 
 
 def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
-    """Return the sizes of the graphs. Raises CheckpointError for more steps than the drafter was trained for."""
+    """Return the sizes of the graphs.
+
+    Raises CheckpointError for more steps than the drafter was trained for, and UsageError for a node with more children
+    than tokens.
+    """
     steps = options.steps or config.steps
     if steps > config.steps:
         raise CheckpointError(
@@ -146,7 +150,11 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
     nodes = min(options.nodes + 1, tree_size(steps, options.width))
     resampled = options.resample_nodes or resampled_nodes(nodes - 1)
     large = not config.draft_vocab_size and config.vocab_size > LARGE_VOCABULARY
-    drafted = options.draft_vocabulary or (FREQUENT_TOKENS if large else None)
+    drafted = config.limited(options.draft_vocabulary or (FREQUENT_TOKENS if large else None))
+    if options.width > drafted:
+        raise UsageError(
+            f"a node cannot have {options.width} children of {drafted} tokens", "lower width, or raise draft_vocabulary"
+        )
     return LyannaShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -157,7 +165,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
         nodes=nodes,
         resample_nodes=min(resampled + 1, nodes, tree_size(steps - 1, options.width)),
         token_info=options.token_info,
-        draft_vocabulary=config.limited(drafted),
+        draft_vocabulary=drafted,
         rank=config.rank,
         draft_logit_scale=config.draft_logit_scale,
     )
@@ -171,14 +179,12 @@ def _tree(
 
     used: how many of the last steps to leave out; None for none.   tables: those of `methods.lyanna.tables`.
     """
-    info, rows, vocabulary = tables, roots, tables[:0]
-    if shape.draft_vocabulary < shape.vocabulary:
-        *info, index, drafted = tables
-        rows, vocabulary = torch.index_select(index, 0, roots), [drafted]
-    left_out = roots if used is None else used
+    pruned, left_out = shape.draft_vocabulary < shape.vocabulary, roots if used is None else used
+    info, rows = (tables[:-2], tracing.take(tables[-2], roots)) if pruned else (tables, roots)
     columns, parents, log_probs = token_tree(logits, scale, left_out, rows, info, shape.width, nodes, used is None)
-    tokens = torch.cat([roots[:, None], drafted_tokens(columns[:, 1:], vocabulary)], dim=1) if vocabulary else columns
-    return tokens, parents, log_probs
+    if not pruned:
+        return columns, parents, log_probs
+    return torch.cat([roots[:, None], tracing.take(tables[-1], columns[:, 1:])], dim=1), parents, log_probs
 
 
 class _Draft(DraftGraph[LyannaDrafter]):

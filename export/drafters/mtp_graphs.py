@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from redraft.export import tracing
 from redraft.export.drafters import ExportedDrafter, Exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
@@ -21,7 +22,7 @@ from redraft.export.drafters.draft_graph import (
     write_draft,
     write_tables,
 )
-from redraft.export.drafters.draft_vocabulary import DraftVocabulary, drafted_tokens
+from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import LayerConfig, verifier_sizes
 from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.sources import AnySource
@@ -103,11 +104,12 @@ class _Draft(DraftGraph[MtpDrafter]):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
         hidden = self.drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        nodes = [attention.last_token(tokens)]
+        nodes, factor = [attention.last_token(tokens)], scale[:, None, None]
         log_probs = [torch.zeros_like(nodes[0], dtype=torch.float32)]
         for step in range(self.shape.steps):
-            logits = self.logits(hidden) * scale[:, None, None]  # [B, 1, H]
-            nodes.append(drafted_tokens(logits.argmax(-1), tables))  # [B, 1]
+            logits = self.logits(hidden) * factor  # [B, 1, H]
+            best = logits.argmax(-1)  # [B, 1]
+            nodes.append(tracing.take(tables[0], best) if tables else best)
             log_probs.append(log_probs[-1] + logits.amax(-1) - torch.logsumexp(logits, -1))
             if step + 1 < self.shape.steps:
                 hidden = self.drafter(hidden, self.embed(nodes[-1]), *attention.next_step())

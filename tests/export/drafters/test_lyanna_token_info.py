@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from redraft.errors import CheckpointError
+from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters import lyanna_token_info as token_info
 from redraft.export.drafters.checkpoint import TokenData
 from redraft.export.drafters.draft_graph import write_tables
@@ -184,6 +184,12 @@ def test_a_large_whole_vocabulary_is_pruned_by_default() -> None:
     ):  # fmt: skip
         config = replace(CONFIG, vocab_size=vocab_size, draft_vocab_size=trained)
         assert lyanna_shape(config, LyannaBuild(draft_vocabulary=asked)).draft_vocabulary == drafted
+
+
+def test_a_node_has_no_more_children_than_there_are_tokens() -> None:
+    assert lyanna_shape(CONFIG, LyannaBuild(width=4, draft_vocabulary=4)).width == 4
+    with pytest.raises(UsageError, match="a node cannot have 4 children of 3 tokens; lower width"):
+        lyanna_shape(CONFIG, LyannaBuild(width=4, draft_vocabulary=3))
 
 
 def test_no_more_steps_are_built_than_were_trained() -> None:

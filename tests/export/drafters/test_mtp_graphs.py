@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,16 @@ from redraft.export.drafters.mtp_graphs import export_mtp
 from redraft.methods.mtp import METHOD, MtpBuild, draft_inputs, draft_outputs
 from tests.engines.sessions import session_of
 
-from .tiny import HIDDEN, VOCABULARY, Verifier, counts
+from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
 
 STEPS, CAPACITY = 3, 40
 CONFIG = LayerConfig(
     hidden_size=HIDDEN, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=8, logit_scale=0.6,
     draft_logit_scale=1.3,
 )  # fmt: skip
+
+
+DRAFTED = replace(CONFIG, draft_vocab_size=9)
 
 
 def random_module() -> MtpDrafter:
@@ -40,20 +44,37 @@ def random_module() -> MtpDrafter:
     return module.bfloat16().float()
 
 
-@pytest.fixture(scope="module")
-def exported(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ExportedDrafter]:
-    folder = tmp_path_factory.mktemp("mtp")
-    identity = Identity.of(little_verifier.checkpoint)
-    save_drafter(folder / "drafter", METHOD.id, CONFIG, identity, random_module(), counts(), {})
+@pytest.fixture(scope="module", params=["whole", "pruned", "trained"])
+def exported(
+    little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, ExportedDrafter]:
+    """A drafter of all tokens, one that is built for the eight most frequent, and one that was trained on nine."""
+    folder, config = tmp_path_factory.mktemp("mtp"), DRAFTED if request.param == "trained" else CONFIG
+    identity, data = Identity.of(little_verifier.checkpoint), token_data(config)
+    save_drafter(
+        folder / "drafter", METHOD.id, config, identity, random_module(), data.counts, {}, data.draft_vocabulary
+    )
     shutil.copytree(little_verifier.folder, folder / "graphs")
     opened = DrafterCheckpoint.open(folder / "drafter")
-    options = MtpBuild(precision="fp32", steps=STEPS)
-    return folder / "graphs", export_mtp("m", opened, little_verifier.export, identity, folder / "graphs", options)
+    options = MtpBuild(precision="fp32", steps=STEPS, draft_vocabulary=8 if request.param == "pruned" else None)
+    drafter = export_mtp("m", opened, little_verifier.export, identity, folder / "graphs", options)
+    assert drafter.shape.draft_vocabulary == {"whole": VOCABULARY, "pruned": 8, "trained": 9}[request.param]
+    return folder / "graphs", drafter
+
+
+def vocabulary_of(folder: Path, drafter: ExportedDrafter) -> np.ndarray:
+    """The token of each column of the logits."""
+    if not drafter.tables:
+        return np.arange(VOCABULARY)
+    (ref,) = drafter.tables
+    assert (ref.initializer, ref.file) == (names.DRAFT_VOCABULARY, "weights/m.tables.safetensors")
+    return np.fromfile(folder / ref.file, np.int64, ref.shape[0], offset=ref.offset)
 
 
 def expected_chain(
-    embedding: torch.Tensor, head: torch.Tensor, features: torch.Tensor, tokens: list[int]
-) -> tuple[list[int], list[float]]:
+    embedding: torch.Tensor, head: torch.Tensor, features: torch.Tensor, tokens: list[int], scale: float,
+    vocabulary: np.ndarray,
+) -> tuple[list[int], list[float]]:  # fmt: skip
     """Tokens and joint log-probabilities, from features [T, n] of T rows and the T + 1 tokens of the text."""
     module = random_module()
     hidden, drafted, log_probs = features, list(tokens), [0.0]
@@ -70,17 +91,21 @@ def expected_chain(
 
         embeddings = F.embedding(torch.tensor(drafted[1:]), embedding)[None]
         state = module(hidden[None], embeddings, positions, attend)[0, -1]
-        logits = (state @ head.T) * CONFIG.logit_scale * CONFIG.draft_logit_scale
+        logits = (state @ head[torch.from_numpy(vocabulary)].T) * CONFIG.logit_scale * scale
         best = int(logits.argmax())
         log_probs.append(log_probs[-1] + float(logits.log_softmax(-1)[best]))
-        drafted.append(best)
+        drafted.append(int(vocabulary[best]))
         hidden = torch.cat([hidden, state[None]])
     return drafted[len(tokens) - 1 :], log_probs
 
 
 def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafter], little_verifier: Verifier) -> None:
-    """Two sequences of different lengths catch up in two calls; the second call is padded."""
+    """Two sequences of different lengths catch up in two calls; the second call is padded.
+
+    Each has another draft logit scale.
+    """
     folder, drafter = exported
+    vocabulary, scales = vocabulary_of(folder, drafter), (CONFIG.draft_logit_scale, 0.7)
     stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
     embedding, head = (torch.from_numpy(stored[key]) for key in ("model.embed_tokens.weight", "lm_head.weight"))
     shape = drafter.shape
@@ -88,6 +113,9 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
     calls = Calls(OnnxRuntimeProgram(session_of(folder / record.file), record))
     for cache in (names.key_cache(0), names.value_cache(0)):
         calls.bind(cache, np.full((2, shape.kv_heads, CAPACITY, shape.head_dim), 7.0, np.float32))
+    if drafter.tables:
+        calls.bind(names.DRAFT_VOCABULARY, vocabulary)
+    calls.bind(names.DRAFT_LOGIT_SCALE, np.array(scales, np.float32))
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(0, VOCABULARY, (length + 1,), generator=generator).tolist() for length in (9, 6)]
     features = [torch.randn(len(text) - 1, HIDDEN, generator=generator) for text in texts]
@@ -107,7 +135,9 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
         call.inputs[names.KV_LEN][0] = max(call.inputs[names.CACHE_LEN]) + width
         call.run()
         for slot, end in enumerate(past):
-            tokens, log_probs = expected_chain(embedding, head, features[slot][:end], texts[slot][: end + 1])
+            tokens, log_probs = expected_chain(
+                embedding, head, features[slot][:end], texts[slot][: end + 1], scales[slot], vocabulary
+            )
             assert call.outputs[names.TREE_TOKENS][slot].tolist() == tokens
             assert call.outputs[names.TREE_PARENTS][slot].tolist() == list(range(-1, STEPS))
             np.testing.assert_allclose(call.outputs[names.TREE_LOG_PROBS][slot], log_probs, atol=1e-4)
