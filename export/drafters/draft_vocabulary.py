@@ -1,7 +1,7 @@
 """The draft vocabulary: the tokens that a drafter's logits have columns for.
 
-It is the verifier's whole vocabulary, or its most frequent tokens. A drafter is trained with it (EAGLE-3's d2t), or gets
-it when it is built. Head, softmax, token information and top-k of the graphs have columns for these tokens only.
+It is the whole vocabulary of the verifier, or its most frequent tokens. A drafter is trained with it (EAGLE-3's d2t) or
+built with it. Head, softmax, token information and top-k of the graphs have columns for these tokens only.
 """
 
 from __future__ import annotations
