@@ -206,6 +206,7 @@ def acceptance(
     prompts: Annotated[list[Path], typer.Option(help="A .jsonl file of prompts with turns; may be given again.")],
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the verifier's chat template.")] = False,
     device: DeviceOption = Device.cpu,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -214,7 +215,7 @@ def acceptance(
     from redraft.train.drafter_evaluate import evaluate_drafter
 
     _use_threads(threads)
-    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, device.value)
+    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, chat, device.value)
     if as_json:
         typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
         return

@@ -6,6 +6,7 @@ attention itself. With one query row, the query heads of a key head are rows of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,12 +34,19 @@ class _Layer(DynamicLayer):
             self._length = 0
         end = self._length + key_states.shape[2]
         if end > self._buffers[0].shape[2]:
-            self._buffers = tuple(self._grown(buffer, end + _SPARE) for buffer in self._buffers)
+            keys, values = self._buffers
+            self._buffers = self._grown(keys, end + _SPARE), self._grown(values, end + _SPARE)
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._length : end] = states
         self._length = end
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
+        self.keys, self.values = self.held
+        return self.held
+
+    @property
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all positions."""
+        keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        return keys, values
 
     def _grown(self, buffer: torch.Tensor, positions: int) -> torch.Tensor:
         rows, heads, _, width = buffer.shape
@@ -48,20 +56,28 @@ class _Layer(DynamicLayer):
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows."""
-        self._buffers = tuple(buffer.index_select(0, rows) for buffer in self._buffers)
-        self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        keys, values = self._buffers
+        self._buffers = keys.index_select(0, rows), values.index_select(0, rows)
+        self.keys, self.values = self.held
 
 
 class BatchedCache(Cache):
     """A cache for full attention in every layer."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[_Layer() for _ in range(layers)])
+        self.growing = [_Layer() for _ in range(layers)]  # type: ignore[no-untyped-call]
+        super().__init__(layers=[*self.growing])
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch."""
-        for layer in self.layers:
+        for layer in self.growing:
             layer.select(rows)
+
+    def join(self, parts: Sequence[BatchedCache]) -> None:
+        """Take the rows of several caches, in order. This cache must be empty."""
+        for index, layer in enumerate(self.growing):
+            held = [part.growing[index].held for part in parts]
+            layer.update(torch.cat([keys for keys, _ in held]), torch.cat([values for _, values in held]))
 
 
 def _attention(

@@ -7,7 +7,6 @@ draft cheaper; the verifier's other tokens are never drafted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,11 @@ class DraftVocabulary:
     def whole(cls, size: int) -> DraftVocabulary:
         """Return a vocabulary of all tokens."""
         return cls(torch.arange(size), size)
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor | None, size: int) -> DraftVocabulary:
+        """Return a drafter's vocabulary, all tokens if it has none of its own."""
+        return cls.whole(size) if tokens is None else cls(tokens, size)
 
     @classmethod
     def most_frequent(cls, counts: NDArray[np.int64], size: int) -> DraftVocabulary:
@@ -69,8 +73,3 @@ def coverage(counts: NDArray[np.int64], sizes: tuple[int, ...] = SIZES) -> dict[
     """Return the share of all occurrences that the most frequent tokens have, by size of the vocabulary."""
     falling = np.sort(counts)[::-1]
     return {size: float(falling[:size].sum() / max(1, falling.sum())) for size in sizes if size <= len(counts)}
-
-
-def report(counts: NDArray[np.int64]) -> dict[str, Any]:
-    """Return counts' size and coverage, for JSON."""
-    return {"tokens": int(counts.sum()), "coverage": {str(k): v for k, v in coverage(counts).items()}}

@@ -18,7 +18,7 @@ from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts
+from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts, draft_vocabulary
 from redraft.train.objectives import find_method
 from redraft.train.run import data_facts
 
@@ -46,7 +46,12 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
         "measured": {key: measured[key] for key in ("step", "acceptance")},
     }
     config = replace(config, draft_logit_scale=measured["draft_logit_scale"])
-    save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
+    counts = _counts(run)
+    vocabulary = draft_vocabulary(config, counts)
+    save_drafter(
+        out, facts.method, config, facts.verifier, module, torch.from_numpy(counts), training,
+        None if vocabulary.is_whole else vocabulary.tokens,
+    )  # fmt: skip
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
     (out / "README.md").write_text(card, encoding="utf-8")
     return training

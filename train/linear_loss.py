@@ -36,7 +36,8 @@ def linear_cross_entropy(
     l = states · headᵀ + own_states · own_headᵀ. `head` [H, n] is frozen; gradients are for states [M, n],
     own_states [M, d] and own_head [H, d], all of one type. columns: int64 [M, K].   weights: float [M, K].
     """
-    return LinearLoss(*_LinearLoss.apply(states, head, own_states, own_head, columns, weights))
+    found = _LinearLoss.apply(states, head, own_states, own_head, columns, weights)  # type: ignore[no-untyped-call]
+    return LinearLoss(*found)
 
 
 class _LinearLoss(torch.autograd.Function):

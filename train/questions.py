@@ -59,7 +59,7 @@ class ChatTurns:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
         )
-        before, mark, after = text.partition(_MARK)
+        before, mark, after = str(text).partition(_MARK)
         if not mark:
             raise CheckpointError(f"the chat template of {checkpoint} does not show the user's message")
         ids = [tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)]

@@ -23,7 +23,7 @@ from redraft.train.batches import Batch
 from redraft.train.config import Recipe
 from redraft.train.data import is_held_out
 from redraft.train.states import States
-from redraft.train.text_shards import HIDDEN, TOP, Shard, Shards
+from redraft.train.text_shards import HIDDEN, TOP, Arrays, Shard, Shards
 
 _SORTED = 32
 """Batches whose texts are sorted by length together."""
@@ -91,24 +91,31 @@ class TextSet:
 
     def batch(self, texts: Sequence[_Text]) -> Batch:
         """Return a batch of these texts. Drafts start at the last token of the prompt or later."""
-        longest = max(text.length for text in texts)
-        tokens = _padded([_part(text, "tokens").astype(np.int64) for text in texts], longest)
-        starts = [torch.arange(text.prompt - 1, text.length - 2) for text in texts]
-        return Batch(
-            tokens,
-            tuple(text.kind for text in texts),
-            torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1),
-            torch.tensor([text.length - 1 for text in texts]),
-            self._states(texts, longest),
-        )
-
-    def _states(self, texts: Sequence[_Text], longest: int) -> States | None:
         names = [HIDDEN + name for name in self._hidden_states]
-        if not all(name in text.shard for text in texts for name in names):
-            return None
-        arrays = {name: _padded([_part(text, name) for text in texts], longest) for name in (*names, *TOP)}
-        hidden = {name: arrays[HIDDEN + name] for name in self._hidden_states}
-        return States(hidden, arrays["top_ids"].long(), arrays["top_logits"].float(), arrays["log_sum"])
+        kept = all(name in text.shard for text in texts for name in names)
+        arrays = [{name: _part(text, name) for name in ("tokens", *((*names, *TOP) if kept else ()))} for text in texts]
+        return text_batch(arrays, [text.prompt for text in texts], tuple(text.kind for text in texts))
+
+
+def text_batch(texts: Sequence[Arrays], prompts: Sequence[int], kinds: tuple[str, ...]) -> Batch:
+    """Return a batch of whole texts, each with arrays of its tokens by name, as of `redraft.train.text_shards`.
+
+    prompts: tokens of each prompt. Drafts start at the last one or later.
+    """
+    lengths = [len(text["tokens"]) for text in texts]
+    tensors = {name: _padded([text[name] for text in texts], max(lengths)) for name in texts[0]}
+    starts = [torch.arange(prompt - 1, length - 2) for prompt, length in zip(prompts, lengths, strict=True)]
+    states = None
+    if "log_sum" in tensors:
+        hidden = {name.removeprefix(HIDDEN): tensor for name, tensor in tensors.items() if name.startswith(HIDDEN)}
+        states = States(hidden, tensors["top_ids"].long(), tensors["top_logits"].float(), tensors["log_sum"])
+    return Batch(
+        tensors["tokens"].long(),
+        kinds,
+        torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1),
+        torch.tensor(lengths) - 1,
+        states,
+    )
 
 
 class TextPlan:
@@ -153,7 +160,8 @@ def _part(text: _Text, name: str) -> NDArray[Any]:
 
 def _padded(parts: Sequence[NDArray[Any]], length: int) -> torch.Tensor:
     """Return arrays of different lengths [L_i, ...] as one tensor [B, length, ...], zeros after their ends."""
-    padded = np.zeros((len(parts), length, *parts[0].shape[1:]), parts[0].dtype)
+    dtype = np.int64 if parts[0].dtype.kind == "u" else parts[0].dtype
+    padded = np.zeros((len(parts), length, *parts[0].shape[1:]), dtype)
     for row, part in zip(padded, parts, strict=True):
         row[: len(part)] = part
     return torch.from_numpy(padded)

@@ -94,8 +94,7 @@ class _Rows:
             cache = BatchedCache(len(self._cache.layers))
             logits.append(self._forward(cache, part, 0))
             caches.append(cache)
-        for index, layer in enumerate(self._cache.layers):
-            layer.update(*(torch.cat([getattr(c.layers[index], kind) for c in caches]) for kind in ("keys", "values")))
+        self._cache.join(caches)
         self._choose(*(torch.cat(parts) for parts in zip(*logits, strict=True)))
 
     def step(self) -> None:
