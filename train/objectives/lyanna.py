@@ -90,6 +90,34 @@ class LossWeights:
     step: float = 0.8
 
 
+class TokenInfoProduct:
+    """RMSNorm(W2 W1 E(t)) as a product of `states(t)` [..., d] and `head` [H, d], for the parameters of one step.
+
+    head is the gain times W2, and states are W1 E(t) over the root mean square of W2 W1 E(t). The mean square of W2 x
+    is x·(W2ᵀ W2)·x / H, so that no row of H numbers is computed. Without token information both are zero.
+    """
+
+    def __init__(self, drafter: LyannaDrafter, embed: nn.Module, dtype: torch.dtype) -> None:
+        self._info, self._embed, self._dtype = drafter.token_info, embed, dtype
+        self._eps = drafter.config.rms_norm_eps
+        if self._info is None:
+            self.head = torch.zeros(drafter.config.draft_size, 1, dtype=dtype, device=drafter.norm.weight.device)
+            return
+        up = self._info.up.weight
+        with torch.autocast(up.device.type, enabled=False):
+            self._gram = up.mT @ up / len(up)
+        self.head = (self._info.norm.weight[:, None] * up).to(dtype)
+
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the factor of tokens of any shape, [..., d]."""
+        if self._info is None:
+            return self.head.new_zeros(*tokens.shape, 1)
+        with torch.autocast(tokens.device.type, enabled=False):
+            low = F.linear(self._embed(tokens).float(), self._info.down.weight)
+            mean_square = ((low @ self._gram) * low).sum(-1, keepdim=True)
+            return (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
+
+
 class LyannaObjective(nn.Module):
     """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
 
@@ -132,7 +160,7 @@ class LyannaObjective(nn.Module):
 
         CE counts the likeliest 64 tokens of the verifier that are in the draft vocabulary, by their probabilities.
         """
-        weights, own_head = self._weights, self._own_head()
+        weights, info = self._weights, self._token_info()
         losses, means, hits = [], [], []
         for step, hidden in enumerate(self._chains(batch, states)):
             places, real = batch.places(step + 1)
@@ -142,7 +170,7 @@ class LyannaObjective(nn.Module):
             targets[:, 0] += weights.gamma * (shares[:, 0] > 0)
             found = linear_cross_entropy(
                 hidden[real] * self.drafter.config.logit_scale, self._head[0],
-                self._own_states(gather_places(batch.tokens, places)[real]), own_head, columns, targets / len(targets),
+                info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / len(targets),
             )  # fmt: skip
             losses.append(weights.alpha * error + found.loss)
             ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
@@ -175,32 +203,15 @@ class LyannaObjective(nn.Module):
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return l'_i: logits of hidden states [B, S, n] plus token information of the tokens [B, S] before them."""
         logits = F.linear(hidden, self._head[0]).float() * self.drafter.config.logit_scale
-        return logits + F.linear(self._own_states(tokens), self._own_head()).float()
+        return logits + self.added(tokens)
 
-    def _own_head(self) -> torch.Tensor:
-        """Return the gain times W2, [H, d]. Together with `_own_states`, this is RMSNorm(E'(t)) as a product."""
-        info = self.drafter.token_info
-        head = self._head[0]
-        return (
-            head.new_zeros(len(head), 1)
-            if info is None
-            else (info.norm.weight[:, None] * info.up.weight).to(head.dtype)
-        )
+    def added(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that tokens of any shape add to all logits: float32 [..., H]."""
+        info = self._token_info()
+        return F.linear(info.states(tokens), info.head).float()
 
-    def _own_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return W1 E(t) over the root mean square of W2 W1 E(t), for tokens of any shape: [..., d].
-
-        The mean square of a row of W2 x is x·(W2ᵀ W2)·x / H, so that rows of H numbers are never computed.
-        """
-        info, embeddings = self.drafter.token_info, self.verifier.get_input_embeddings()(tokens)
-        if info is None:
-            return embeddings.new_zeros(*tokens.shape, 1)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            low = F.linear(embeddings.float(), info.down.weight)
-            gram = info.up.weight.mT @ info.up.weight / len(info.up.weight)
-            mean_square = ((low @ gram) * low).sum(-1, keepdim=True)
-            normalized: torch.Tensor = low * (mean_square + self.drafter.config.rms_norm_eps).rsqrt()
-        return normalized.to(embeddings.dtype)
+    def _token_info(self) -> TokenInfoProduct:
+        return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self._head[0].dtype)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted mean over steps, and metrics `mse`, `ce` and `hit 1` … `hit N`."""
