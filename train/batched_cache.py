@@ -86,7 +86,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attend as `sdpa` does. One unmasked query row [R, Hq, 1, D] takes the product without repeated heads."""
     rows, heads, length, width = query.shape
-    if length > 1 or attention_mask is not None or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+    if length > 1 or attention_mask is not None:
         found = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return found[0], None
     grouped = query.reshape(rows, key.shape[1], -1, width)  # [R, Hkv, Hq / Hkv, D]

@@ -85,11 +85,9 @@ class Recipe:
         """Return the values that `step` takes from the adjustable fields."""
         return self.lr_factor(step), self.row_length(step)
 
-    def for_data(self, tokens: int) -> Self:
-        """Return the recipe with the number of steps of its epochs over `tokens` tokens."""
-        if not self.epochs:
-            return self
-        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
+    def for_epoch(self, batches: float) -> Self:
+        """Return the recipe with the number of steps of its epochs, each of so many batches."""
+        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * batches))) if self.epochs else self
 
     def with_options(self, steps: int | None, seed: int | None) -> Self:
         """Return the recipe with the command line's options. A number of steps replaces epochs."""

@@ -1,7 +1,8 @@
 """A drafter's training from a verifier and documents to a finished run folder.
 
 run.json             method, configuration, verifier and data digests (RunFacts)
-data.json            for every kind: documents, tokens of every stream, names of the held-out documents
+data.json            kinds: documents, tokens of every stream, names of held-out documents
+                     coverage: share of the tokens in the most frequent ones, by size of a draft vocabulary
 texts/               token streams and rows that the verifier wrote
 token_counts.npy     int64 [V], over all streams
 progress.jsonl       step, losses, held-out acceptance and draft logit scale, a line each measurement
@@ -41,8 +42,6 @@ RUN = "run.json"
 TEXTS = "texts"
 COUNTS = "token_counts.npy"
 PROGRESS = "progress.jsonl"
-COVERAGE = "coverage"
-"""In data.json: share of the written tokens in the most frequent ones, by size of the draft vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def train_drafter(
     if recipe.drafter.init != "random":
         method.starts[recipe.drafter.init](objective.drafter, found)
     objective.to(device)
-    recipe = recipe.for_data(material.tokens)
+    recipe = recipe.for_epoch(material.batches)
     log = DrafterLog(out / PROGRESS, objective, material.held_out(objective.lookahead), recipe, report)
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
@@ -173,7 +172,7 @@ def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
 
 def _note_data(out: Path, material: DrafterText, counts: NDArray[np.int64]) -> None:
     """Write data.json and the token counts."""
-    facts = {**material.facts(), COVERAGE: coverage(counts)}
+    facts = {"kinds": material.facts(), "coverage": coverage(counts)}
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     np.save(out / COUNTS, counts)
 

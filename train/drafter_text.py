@@ -37,8 +37,8 @@ class DrafterText(Protocol):
     settings: dict[str, Any]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of an epoch."""
+    def batches(self) -> float:
+        """Batches of an epoch."""
 
     def check(self, verifier: VerifierModel, lookahead: int) -> None:
         """Raise UsageError if texts do not fit the verifier."""
@@ -78,9 +78,9 @@ class DocumentText:
         return self._store.streams(self._lookahead)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all streams."""
-        return sum(map(len, self._streams.values()))
+    def batches(self) -> float:
+        """Batches of all streams' tokens."""
+        return sum(map(len, self._streams.values())) / self.recipe.batch_tokens
 
     def check(self, verifier: VerifierModel, lookahead: int) -> None:
         """Raise UsageError if rows are longer than the verifier's positions."""
@@ -131,9 +131,9 @@ class WrittenText:
         self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
 
     @property
-    def tokens(self) -> int:
-        """Tokens that the verifier wrote."""
-        return sum(self._texts.tokens().values())
+    def batches(self) -> float:
+        """Batches of all texts."""
+        return len(self._texts.training) // self.recipe.texts
 
     def check(self, verifier: VerifierModel, lookahead: int) -> None:
         """Do nothing: the verifier wrote these texts."""
@@ -151,8 +151,8 @@ class WrittenText:
         return self._texts.counts(vocab_size)
 
     def facts(self) -> dict[str, Any]:
-        """Return written tokens by kind."""
-        return {kind: {"tokens": {"written": tokens}} for kind, tokens in self._texts.tokens().items()}
+        """Return texts and tokens by kind."""
+        return {kind: {"tokens": sizes} for kind, sizes in self._texts.sizes().items()}
 
 
 def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:

@@ -71,12 +71,15 @@ class TextSet:
             counts += np.bincount(tokens, minlength=vocab_size)
         return counts
 
-    def tokens(self) -> dict[str, int]:
-        """Return the tokens that the verifier wrote in training texts, by kind."""
-        found: dict[str, int] = defaultdict(int)
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Return by kind: `texts` to train on, `written` tokens of the answers, `all` tokens with prompts."""
+        found: dict[str, dict[str, int]] = defaultdict(lambda: {"texts": 0, "written": 0, "all": 0})
         for text in self.training:
-            found[text.kind] += text.length - text.prompt
-        return dict(found)
+            kind = found[text.kind]
+            kind["texts"] += 1
+            kind["written"] += text.length - text.prompt
+            kind["all"] += text.length
+        return dict(sorted(found.items()))
 
     def greedy_held_out(self, each: int, rows: int) -> dict[str, list[Batch]]:
         """Return batches of at most `each` greedy held-out texts of every kind."""

@@ -6,7 +6,8 @@ verifier's. A finished row leaves the batch when a quarter of the rows have fini
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +55,26 @@ class Writer:
     @torch.inference_mode()
     def write(self, prompts: Sequence[Prompt], seed: int) -> Written:
         """Continue the prompts, which must not be empty. The same prompts and seed give the same texts."""
-        self._model.set_attn_implementation(ATTENTION)
-        batch = _Rows(self, prompts, torch.Generator(self._model.device).manual_seed(seed))
-        batch.prefill()
-        while batch.remain:
-            batch.step()
+        with _fast_attention(self._model):
+            batch = _Rows(self, prompts, torch.Generator(self._model.device).manual_seed(seed))
+            batch.prefill()
+            while batch.remain:
+                batch.step()
         return batch.finish()
+
+
+@contextmanager
+def _fast_attention(model: Any) -> Iterator[None]:
+    """Use the batched form of `sdpa` attention. Models that need another attention keep theirs."""
+    before = model.config._attn_implementation
+    if before != "sdpa":
+        yield
+        return
+    model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 class _Rows:
