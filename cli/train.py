@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from redraft.methods import find_method as specification
 from redraft.train.objectives import METHODS
 
+if TYPE_CHECKING:
+    import torch
+
 app = typer.Typer(help="Train drafters.", no_args_is_help=True)
+
+
+class Products(StrEnum):
+    """Element type of products in training."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 class Device(StrEnum):
@@ -22,6 +35,11 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
+Dtype = Annotated[
+    Products, typer.Option(help="Type of products; `auto` is bf16 if the device multiplies it faster, else fp32.")
+]
+Verifier = Annotated[Path, typer.Option(help="Folder of the verifier's Hugging Face checkpoint.")]
 Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
 Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]
@@ -39,8 +57,11 @@ def group() -> None:
 
 def drafter(
     context: typer.Context,
-    verifier: Annotated[Path, typer.Option(help="Folder of the verifier's Hugging Face checkpoint.")],
+    verifier: Verifier,
     out: Annotated[Path, typer.Option(help="Run folder: texts, progress, checkpoint.")],
+    texts: Annotated[
+        Path | None, typer.Option(help="A folder of `redraft train text` or `pack`, instead of --data.")
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,7 +72,8 @@ def drafter(
     config: Config = None,
     steps: Steps = None,
     seed: Seed = None,
-    device: Annotated[Device, typer.Option()] = Device.cpu,
+    device: DeviceOption = Device.cpu,
+    dtype: Dtype = Products.auto,
     compile_graph: Compile = False,
     threads: Threads = None,
     resume: Resume = False,
@@ -71,6 +93,8 @@ def drafter(
     recipe = find_method(name).recipe.load(config or name).with_options(steps, seed)
     if recipe.method != name:
         raise UsageError(f"the recipe {config} is for {recipe.method}", f"use `redraft train {recipe.method}`")
+    if texts and data:
+        raise UsageError("--texts and --data both give the text", "give one of them")
     _use_threads(threads)
     console = Console(quiet=as_json)
     with ProgressReport(console) as report:
@@ -80,7 +104,9 @@ def drafter(
             parse_sources(data or []),
             out,
             recipe,
+            texts=texts,
             device=device.value,
+            dtype=_dtype(dtype, device),
             compile_graph=compile_graph,
             resume=resume,
             checkpoint_every=checkpoint_every,
@@ -91,6 +117,74 @@ def drafter(
 
 for _name in METHODS:
     app.command(_name, help=f"Train a drafter. {specification(_name).summary}")(drafter)
+
+
+@app.command()
+def text(
+    verifier: Verifier,
+    out: Annotated[Path, typer.Option(help="Folder of the texts; an interrupted one is continued.")],
+    config: Annotated[str, typer.Option(help="A recipe of texts of redraft, or a .toml file.")] = "smollm2-text",
+    data: Annotated[
+        list[str] | None, typer.Option(help="KIND=SOURCE, for every kind of the recipe except chat.")
+    ] = None,
+    device: DeviceOption = Device.cpu,
+    dtype: Dtype = Products.auto,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Let a chat verifier answer questions, as text to train its drafters on; keeps its hidden states."""
+    from redraft.errors import UsageError
+    from redraft.train.data import load_corpus, parse_sources
+    from redraft.train.text_shards import Shards
+    from redraft.train.write_text import TextRecipe, write_text, written_tokens
+
+    recipe, sources = TextRecipe.load(config), parse_sources(data or [])
+    if set(sources) != set(recipe.data_kinds):
+        raise UsageError(
+            f"--data gives {sorted(sources)}, the recipe asks about {sorted(recipe.data_kinds)}",
+            "give one --data KIND=SOURCE for each",
+        )
+    corpora = {kind: load_corpus(kind, source, recipe.held_out_every) for kind, source in sources.items()}
+    _use_threads(threads)
+    progress = _batches(as_json)
+    write_text(_open_verifier(verifier, device, dtype), corpora, recipe, out, progress, _warn)
+    tokens = dict(written_tokens(Shards(out)))
+    _report({"out": str(out), "tokens": tokens}, f"{sum(tokens.values()):,} tokens in {out}: {tokens}", as_json)
+
+
+@app.command()
+def pack(
+    texts: Annotated[Path, typer.Argument(help="Folder that `redraft train text` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    as_json: Json = False,
+) -> None:
+    """Write the token ids of texts as one small file, which `redraft train` and `redraft train states` read."""
+    from redraft.train.text_shards import PACKED
+    from redraft.train.text_shards import pack as write_packed
+
+    write_packed(texts, out)
+    size = (out / PACKED).stat().st_size
+    _report({"out": str(out / PACKED), "bytes": size}, f"wrote {out / PACKED}, {size / 1e6:.1f} MB", as_json)
+
+
+@app.command()
+def states(
+    texts: Annotated[Path, typer.Argument(help="Folder that `redraft train pack` wrote.")],
+    verifier: Verifier,
+    out: Annotated[Path, typer.Option(help="Folder of texts with states; an interrupted one is continued.")],
+    hidden_states: Annotated[str, typer.Option(help="Hidden states to keep: `last`, or numbers of layers.")] = "last",
+    device: DeviceOption = Device.cpu,
+    dtype: Dtype = Products.auto,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the verifier's hidden states and likeliest logits of packed texts, once for all runs and methods."""
+    from redraft.train.write_text import compute_states
+
+    _use_threads(threads)
+    kept = tuple(hidden_states.split(","))
+    compute_states(_open_verifier(verifier, device, dtype), texts, out, kept, progress=_batches(as_json), warn=_warn)
+    _report({"out": str(out), "hidden_states": list(kept)}, f"wrote {out}", as_json)
 
 
 @app.command()
@@ -112,7 +206,8 @@ def acceptance(
     prompts: Annotated[list[Path], typer.Option(help="A .jsonl file of prompts with turns; may be given again.")],
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
-    device: Annotated[Device, typer.Option()] = Device.cpu,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the verifier's chat template.")] = False,
+    device: DeviceOption = Device.cpu,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -120,7 +215,7 @@ def acceptance(
     from redraft.train.drafter_evaluate import evaluate_drafter
 
     _use_threads(threads)
-    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, device.value)
+    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, chat, device.value)
     if as_json:
         typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
         return
@@ -129,6 +224,44 @@ def acceptance(
     )
     for kind, values in found.items():
         typer.echo(f"{kind} ({values.prompts} prompts): {values.acceptance}")
+
+
+def _dtype(products: Products, device: Device) -> torch.dtype:
+    import torch
+
+    from redraft.train.verifier_model import fast_dtype
+
+    return {Products.auto: fast_dtype(device.value), Products.fp32: torch.float32}.get(products, torch.bfloat16)
+
+
+def _open_verifier(folder: Path, device: Device, dtype: Products) -> Any:
+    from redraft.train.verifier_model import check_device, open_verifier
+
+    check_device(device.value)
+    return open_verifier(folder, device.value, _dtype(dtype, device))
+
+
+def _batches(quiet: bool) -> Callable[[str, int, int, int], None]:
+    """Return a report of batches: a line for each, with speed and the time left."""
+    started, before, total = time.monotonic(), -1, 0
+
+    def show(stage: str, done: int, of: int, tokens: int) -> None:
+        nonlocal before, total
+        before, total = (done - 1 if before < 0 else before), total + tokens
+        seconds = time.monotonic() - started
+        left_min = seconds / (done - before) * (of - done) / 60
+        if not quiet:
+            typer.echo(f"{stage} {done}/{of} | {total / seconds:.0f} tokens/s, {left_min:.0f} min left")
+
+    return show
+
+
+def _warn(message: str) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
+def _report(values: dict[str, Any], line: str, as_json: bool) -> None:
+    typer.echo(json.dumps(values) if as_json else line)
 
 
 def _use_threads(threads: int | None) -> None:

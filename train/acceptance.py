@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from redraft.train.batches import Batch, gather_places
 from redraft.train.method import DrafterObjective
 from redraft.train.verifier_model import autocast_of
 
@@ -41,31 +42,32 @@ _EVERY = 4
 
 
 @torch.inference_mode()
-def greedy_draft_logit_scale(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> float:
+def greedy_draft_logit_scale(objective: DrafterObjective, batches: Iterable[Batch]) -> float:
     """Return the factor on a drafter's logits that makes the verifier's greedy tokens most probable, over all depths.
 
     A drafter learns the probability of sampling a token. With a greedy verifier, its own distribution is too flat, and
     trees built from it are too wide. The factor is that of DRAFT_LOGIT_SCALES with the highest mean log probability,
-    over every fourth position from `first` on of greedy rows [R, T + N].
+    over every fourth start of greedy texts. Tokens outside the draft vocabulary do not count.
     """
     totals = torch.zeros(len(DRAFT_LOGIT_SCALES), dtype=torch.float64)
-    for begin in range(0, len(rows), _ROWS_AT_ONCE):
-        tokens = torch.from_numpy(rows[begin : begin + _ROWS_AT_ONCE].astype(np.int64)).to(objective.verifier.device)
+    for batch in batches:
         with autocast_of(objective.verifier):
-            totals += _log_probabilities(objective, tokens, first)
+            totals += _log_probabilities(objective, batch.to(objective.verifier.device))
     return DRAFT_LOGIT_SCALES[int(totals.argmax())]
 
 
-def _log_probabilities(objective: DrafterObjective, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Sum the log probability of the verifier's tokens over positions and depths, by factor of DRAFT_LOGIT_SCALES."""
+def _log_probabilities(objective: DrafterObjective, batch: Batch) -> torch.Tensor:
+    """Sum the log probability of the verifier's tokens over starts and depths, by factor of DRAFT_LOGIT_SCALES."""
     totals = torch.zeros(len(DRAFT_LOGIT_SCALES), dtype=torch.float64)
-    logits, drafts = objective.drafts(tokens)
-    count = tokens.shape[1] - objective.lookahead
-    for step, predicted in enumerate(drafts):
-        target_token_ids = logits[:, step + 1 : count + step + 1].argmax(-1)[:, first::_EVERY, None]
-        some = predicted[:, first::_EVERY].float()
+    states = objective.states(batch)
+    for step, predicted in enumerate(objective.drafts(batch, states)):
+        places, real = batch.places(step + 1)
+        columns = objective.vocabulary.columns_of(gather_places(states.greedy, places))[:, ::_EVERY]
+        counted = (real[:, ::_EVERY] & (columns >= 0)).double()
+        some = predicted[:, ::_EVERY].float()
         for index, factor in enumerate(DRAFT_LOGIT_SCALES):
-            totals[index] += (some * factor).log_softmax(-1).gather(-1, target_token_ids).double().sum().cpu()
+            found = (some * factor).log_softmax(-1).gather(-1, columns.clamp(min=0)[..., None])[..., 0]
+            totals[index] += (found.double() * counted).sum().cpu()
     return totals
 
 
@@ -86,39 +88,36 @@ class _DepthCounts:
         return tuple((self.right / np.maximum(self.tried, 1)).tolist())
 
 
-def conditional_acceptance(objective: DrafterObjective, rows: NDArray[np.integer[Any]], first: int) -> Acceptance:
-    """Measure on rows [R, T + N] of tokens, over drafts that start at position `first` of a row or later.
+@torch.inference_mode()
+def acceptance_of(objective: DrafterObjective, batches: Iterable[Batch]) -> Acceptance:
+    """Measure on batches of texts, over the drafts that begin at their starts.
 
     A draft continues while the text equals the verifier's greedy tokens. The verifier's own greedy text always does.
     """
-    return acceptance_of(objective, ((rows[i : i + _ROWS_AT_ONCE], first) for i in range(0, len(rows), _ROWS_AT_ONCE)))
-
-
-@torch.inference_mode()
-def acceptance_of(objective: DrafterObjective, texts: Iterable[tuple[NDArray[np.integer[Any]], int]]) -> Acceptance:
-    """Measure on texts of any lengths: each has rows [B, T + N] and the first position of a draft."""
     top, wide = _DepthCounts(objective.lookahead), _DepthCounts(objective.lookahead)
-    for rows, first in texts:
-        tokens = torch.from_numpy(rows.astype(np.int64)).to(objective.verifier.device)
+    for batch in batches:
         with autocast_of(objective.verifier):
-            _count(objective, tokens, first, top, wide)
+            _count(objective, batch.to(objective.verifier.device), top, wide)
     return Acceptance(top.shares(), wide.shares(), tuple(top.tried.tolist()))
 
 
-def _count(
-    objective: DrafterObjective, tokens: torch.Tensor, first: int, top: _DepthCounts, wide: _DepthCounts
-) -> None:
-    logits, drafts = objective.drafts(tokens)
-    target_token_ids = logits.argmax(-1)  # [B, T + N]: after position p
-    count = tokens.shape[1] - objective.lookahead
-    active = torch.zeros(len(tokens), count, dtype=torch.bool, device=tokens.device)
-    active[:, first:] = True
-    wide_active = active
-    for step, predicted in enumerate(drafts):
-        here = slice(step + 1, count + step + 1)
-        best = predicted.topk(WIDTH).indices  # most probable first
-        active = top.add(step, active, best[..., 0] == target_token_ids[:, here])
-        wide_active = wide.add(step, wide_active, (best == target_token_ids[:, here, None]).any(-1))
+def greedy_rows(rows: NDArray[np.integer[Any]], first: int, lookahead: int) -> list[Batch]:
+    """Return batches of greedy rows [R, T + lookahead], whose drafts start at position `first` or later."""
+    tokens = torch.from_numpy(rows.astype(np.int64))
+    return [Batch.whole(some, ("",) * len(some), lookahead, first) for some in tokens.split(_ROWS_AT_ONCE)]
+
+
+def _count(objective: DrafterObjective, batch: Batch, top: _DepthCounts, wide: _DepthCounts) -> None:
+    states = objective.states(batch)
+    active = wide_active = batch.starts >= 0
+    for step, predicted in enumerate(objective.drafts(batch, states)):
+        places, real = batch.places(step + 1)
+        target_token_ids = gather_places(states.greedy, places)
+        active, wide_active = active & real, wide_active & real
+        best = objective.vocabulary.tokens_of(predicted.topk(WIDTH).indices)  # most probable first
+        active = top.add(step, active, best[..., 0] == target_token_ids)
+        wide_active = wide.add(step, wide_active, (best == target_token_ids[..., None]).any(-1))
         if step + 1 < objective.lookahead:
-            follows = tokens[:, step + 2 : count + step + 2] == target_token_ids[:, here]
+            following, exists = batch.places(step + 2)
+            follows = exists & (gather_places(batch.tokens, following) == target_token_ids)
             active, wide_active = active & follows, wide_active & follows

@@ -1,4 +1,4 @@
-"""Batches whose content is a pure function of (seed, step).
+"""Batches whose content is a pure function of (seed, step): the form of all batches, and those from token streams.
 
 Each kind is one stream of tokens, cut into blocks. An epoch permutes them and has its own phase. No token is thus seen
 twice before all are seen once, and the next epoch cuts at other places.
@@ -8,23 +8,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from redraft.errors import DataError
+from redraft.train.config import Recipe
+from redraft.train.states import States
 
 _CYCLE_ROWS = 100  # shares are exact over this number of rows
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` i64[B, T + lookahead] and the kind of every row."""
+    """Rows of texts.
+
+    tokens: i64[B, L].   kinds: of every row.
+    starts: i64[B, S], positions that drafts start at, with the feature there and the token after it; -1 is padding.
+    ends:   i64[B], the number of positions of a row whose next token may be predicted.
+    states: what the verifier computed of the tokens, if that was kept.
+    """
 
     tokens: torch.Tensor
     kinds: tuple[str, ...]
+    starts: torch.Tensor
+    ends: torch.Tensor
+    states: States | None = None
+
+    @classmethod
+    def whole(cls, tokens: torch.Tensor, kinds: tuple[str, ...], lookahead: int, first: int = 0) -> Batch:
+        """Return rows of equal length, with drafts from position `first` to `lookahead` positions before the end."""
+        rows, length = tokens.shape
+        starts = torch.arange(first, length - lookahead).expand(rows, -1)
+        return cls(tokens, kinds, starts, torch.full((rows,), length))
+
+    @property
+    def size(self) -> int:
+        """Tokens of the rows, without padding."""
+        return int(self.ends.sum())
+
+    def places(self, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the positions [B, S] whose features and next tokens drafts predict at this depth, from 1 on.
+
+        The second tensor [B, S] is False for drafts that are padding or end before this depth; their position is 0.
+        """
+        places = self.starts + depth
+        real = (self.starts >= 0) & (places < self.ends[:, None])
+        return places.where(real, 0), real
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        states = None if self.states is None else self.states.to(device)
+        moved = (tensor.to(device) for tensor in (self.tokens, self.starts, self.ends))
+        tokens, starts, ends = moved
+        return Batch(tokens, self.kinds, starts, ends, states)
+
+
+def gather_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the rows [B, S, ...] of `rows` [B, L, ...] at places [B, S]."""
+    index = places.reshape(*places.shape, *(1,) * (rows.dim() - 2)).expand(*places.shape, *rows.shape[2:])
+    return rows.gather(1, index)
+
+
+class Plan(Protocol):
+    """A run's batches."""
+
+    def batch(self, step: int, recipe: Recipe) -> Batch:
+        """Return the batch of `step`."""
 
 
 class BatchPlan:
@@ -44,11 +96,14 @@ class BatchPlan:
         self._seed = seed
         self._lookahead = lookahead
 
-    def batch(self, step: int, rows: int, length: int) -> Batch:
-        """Return the batch of `step`: `rows` rows of `length` inputs each, kinds interleaved."""
+    def batch(self, step: int, recipe: Recipe) -> Batch:
+        """Return the batch of `step`: `batch_tokens` inputs in rows of the recipe's length, kinds interleaved."""
+        length = recipe.row_length(step)
+        rows = recipe.batch_tokens // length
         drawn = [self._draw(step * rows + row) for row in range(rows)]
         tokens = np.stack([self._row(kind, index, length) for kind, index in drawn])
-        return Batch(torch.from_numpy(tokens.astype(np.int64)), tuple(kind for kind, _ in drawn))
+        kinds = tuple(kind for kind, _ in drawn)
+        return Batch.whole(torch.from_numpy(tokens.astype(np.int64)), kinds, self._lookahead)
 
     def _draw(self, row: int) -> tuple[str, int]:
         """Return the kind of the run's `row`-th row, and the number of earlier rows of this kind."""

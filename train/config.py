@@ -85,11 +85,9 @@ class Recipe:
         """Return the values that `step` takes from the adjustable fields."""
         return self.lr_factor(step), self.row_length(step)
 
-    def for_data(self, tokens: int) -> Self:
-        """Return the recipe with the number of steps of its epochs over `tokens` tokens."""
-        if not self.epochs:
-            return self
-        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * tokens / self.batch_tokens)))
+    def for_epoch(self, batches: float) -> Self:
+        """Return the recipe with the number of steps of its epochs, each of so many batches."""
+        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * batches))) if self.epochs else self
 
     def with_options(self, steps: int | None, seed: int | None) -> Self:
         """Return the recipe with the command line's options. A number of steps replaces epochs."""
@@ -108,14 +106,19 @@ class Recipe:
     @classmethod
     def load(cls, name_or_path: str) -> Self:
         """Read a TOML recipe: a path, or the name of one in the package."""
-        path = Path(name_or_path)
-        if path.suffix != ".toml":
-            path = RECIPES / f"{name_or_path}.toml"
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
-            raise UsageError(f"no recipe {path}", f"give a .toml file or one of: {shipped}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not TOML: {error}") from None
-        return cls.from_dict(values, str(path))
+        values, source = read_recipe(name_or_path)
+        return cls.from_dict(values, source)
+
+
+def read_recipe(name_or_path: str) -> tuple[dict[str, Any], str]:
+    """Return the values of a TOML recipe, and its path. Raises UsageError if it is missing or not TOML."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = RECIPES / f"{name_or_path}.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
+        raise UsageError(f"no recipe {path}", f"give a .toml file or one of: {shipped}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None

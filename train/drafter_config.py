@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from redraft.errors import UsageError
 from redraft.records import PositiveInt
@@ -57,14 +57,16 @@ class SelfText:
 class DrafterTable:
     """The fields that every method's `[drafter]` table has. A size of 0 is the verifier's own.
 
-    init: `random`, or `mtp` to begin with the verifier's multi-token-prediction module.
+    draft_vocabulary: tokens that the drafter can draft, the most frequent ones of its texts; 0 means all.
+    init: `random`; `layer` begins with the verifier's last layer, `mtp` with its multi-token-prediction module.
     """
 
     intermediate_size: int = 0
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    init: Literal["random", "mtp"] = "random"
+    draft_vocabulary: Annotated[int, 0, "a number of tokens"] = 0
+    init: Literal["random", "layer", "mtp"] = "random"
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,15 @@ class DrafterRecipe(Recipe):
 
     method:          the drafting method, which defines the `drafter` table.
     evaluate_every:  steps between measurements of acceptance.
+    texts:           texts of a batch, if they are whole texts of `redraft train text`; batch_tokens and seq_len are for
+                     documents.
     """
 
     method: str = ""
     drafter: DrafterTable = field(default_factory=DrafterTable)
     self_text: SelfText = field(default_factory=SelfText)
     evaluate_every: PositiveInt = 50
+    texts: PositiveInt = 16
 
     def stream_weights(self) -> dict[str, float]:
         """Return weights of the streams that batches are drawn from: `kind`, `kind.greedy` and `kind.sampled`."""

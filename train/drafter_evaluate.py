@@ -9,15 +9,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from redraft.errors import DataError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.acceptance import Acceptance, acceptance_of
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.method import DrafterObjective
 from redraft.train.objectives import find_method
-from redraft.train.self_text import continue_greedily
+from redraft.train.questions import ChatTurns
+from redraft.train.text_batches import text_batch
+from redraft.train.text_shards import split
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
+from redraft.train.writer import Prompt, Writer
+
+_TEXTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -38,24 +42,45 @@ def evaluate_drafter(
     prompts: Sequence[Path],
     new_tokens: int = 128,
     limit: int | None = None,
+    chat: bool = False,
     device: str = "cpu",
 ) -> dict[str, KindAcceptance]:
     """Return acceptance by kind of prompt, over drafts that start at a prompt's last token or later.
 
-    `limit` takes only the first prompts of every kind. Raises CheckpointError if the drafter is damaged or belongs
-    to another verifier, and DataError for damaged prompts.
+    `limit` takes only the first prompts of every kind. `chat` asks through the verifier's chat template. Raises
+    CheckpointError if the drafter is damaged or belongs to another verifier, and DataError for damaged prompts.
     """
     check_device(device)
     texts = read_prompts(prompts, limit)
     checkpoint = DrafterCheckpoint.open(folder)
+    found = open_verifier(verifier, device)
+    objective = open_drafter(checkpoint, found)
+    objective.to(device)
+    turns = ChatTurns.of(str(verifier), found.eos) if chat else None
+    ends = turns.ends if turns else frozenset([] if found.eos is None else [found.eos])
+    return {
+        kind: _measure(objective, found, ends, kind, _encoded(found, turns, some), new_tokens)
+        for kind, some in texts.items()
+    }
+
+
+def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> DrafterObjective:
+    """Return the loss of a published drafter. Raises CheckpointError if it does not belong to the verifier."""
     method = find_method(checkpoint.method)
     config = checkpoint.configure(method.config)
-    found = open_verifier(verifier, device)
-    checkpoint.check_verifier(config, found.hidden_size, found.vocab_size, found.identity)
-    objective = method.objective(found.model, config, method.recipe(), False)
-    checkpoint.load(objective.drafter)
-    objective.to(device)
-    return {kind: _measure(objective, found, kind, some, new_tokens) for kind, some in texts.items()}
+    checkpoint.check_verifier(config, verifier.hidden_size, verifier.vocab_size, verifier.identity)
+    module = method.module(config)
+    tokens = checkpoint.load(module)
+    vocabulary = DraftVocabulary.of(tokens.draft_vocabulary, config.vocab_size)
+    objective = method.objective(verifier.model, config, method.recipe(), vocabulary, False)
+    objective.drafter.load_state_dict(module.state_dict())
+    return objective
+
+
+def _encoded(verifier: VerifierModel, turns: ChatTurns | None, prompts: list[str]) -> list[tuple[int, ...]]:
+    if turns:
+        return [turns.ask(prompt) for prompt in prompts]
+    return [tuple(encoding.ids) for encoding in verifier.tokenizer.encode_batch(prompts)]
 
 
 def read_prompts(paths: Sequence[Path], limit: int | None = None) -> dict[str, list[str]]:
@@ -80,18 +105,20 @@ def read_prompts(paths: Sequence[Path], limit: int | None = None) -> dict[str, l
 
 
 def _measure(
-    objective: DrafterObjective, verifier: VerifierModel, kind: str, prompts: list[str], new_tokens: int
-) -> KindAcceptance:
+    objective: DrafterObjective, verifier: VerifierModel, ends: frozenset[int], kind: str, ids: list[tuple[int, ...]],
+    new_tokens: int,
+) -> KindAcceptance:  # fmt: skip
     """Leave out prompts whose text would pass the verifier's positions."""
     most = getattr(verifier.config, "max_position_embeddings", None)
-    ids = [encoding.ids for encoding in verifier.tokenizer.encode_batch(prompts)]
     ids = [prompt for prompt in ids if prompt and (not most or len(prompt) + new_tokens <= most)]
     if not ids:
         raise DataError(f"no prompt of {kind} fits the verifier with {new_tokens} more tokens", "give shorter prompts")
-    rows = continue_greedily(verifier.model, ids, new_tokens, verifier.eos)
+    written = Writer(verifier.model, ends, new_tokens).write([Prompt(prompt) for prompt in sorted(ids, key=len)], 0)
     texts = [
-        (np.array([row]), len(prompt) - 1)
-        for prompt, row in zip(ids, rows, strict=True)
-        if len(row) >= len(prompt) + objective.lookahead
+        ({"tokens": tokens}, int(prompt))
+        for tokens, prompt in zip(split(written.lengths, written.tokens), written.prompts, strict=True)
+        if len(tokens) >= prompt + objective.lookahead
     ]
-    return KindAcceptance(len(texts), acceptance_of(objective, texts))
+    parts = [texts[i : i + _TEXTS_AT_ONCE] for i in range(0, len(texts), _TEXTS_AT_ONCE)]
+    batches = (text_batch([t for t, _ in part], [p for _, p in part], (kind,) * len(part)) for part in parts)
+    return KindAcceptance(len(texts), acceptance_of(objective, batches))

@@ -6,17 +6,16 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from redraft.train.acceptance import conditional_acceptance, greedy_draft_logit_scale
+from redraft.train.acceptance import acceptance_of, greedy_draft_logit_scale
+from redraft.train.batches import Batch
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
 from redraft.train.method import DrafterObjective
 from redraft.train.progress import ProgressReport
-from redraft.train.text_store import Array
 
 
 class DrafterLog:
@@ -26,13 +25,13 @@ class DrafterLog:
         self,
         path: Path,
         objective: DrafterObjective,
-        held_out: Mapping[str, Array],
+        held_out: Mapping[str, list[Batch]],
         recipe: DrafterRecipe,
         report: ProgressReport,
     ) -> None:
-        """`held_out` has greedy rows of every kind. Drafts start at the last token of their prompts or later."""
+        """`held_out` has greedy texts of every kind. Drafts start at the last token of their prompts or later."""
         self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
-        self._every, self._first = recipe.evaluate_every, recipe.self_text.prompt_tokens - 1
+        self._every = recipe.evaluate_every
         self._losses: dict[str, list[float]] = defaultdict(list)
         self._begun = False
 
@@ -52,17 +51,13 @@ class DrafterLog:
             self._measure(steps, steps)
 
     def _measure(self, step: int, steps: int) -> None:
-        found = {
-            kind: conditional_acceptance(self._objective, rows, self._first) for kind, rows in self._held_out.items()
-        }
+        found = {kind: acceptance_of(self._objective, batches) for kind, batches in self._held_out.items()}
         line = {
             "step": step,
             "steps": steps,
             "losses": {name: sum(values) / len(values) for name, values in self._losses.items()},
             "acceptance": {kind: asdict(value) for kind, value in found.items()},
-            "draft_logit_scale": greedy_draft_logit_scale(
-                self._objective, np.concatenate(list(self._held_out.values())), self._first
-            ),
+            "draft_logit_scale": greedy_draft_logit_scale(self._objective, chain(*self._held_out.values())),
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -18,7 +18,7 @@ from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import read_progress
-from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts
+from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts, draft_vocabulary
 from redraft.train.objectives import find_method
 from redraft.train.run import data_facts
 
@@ -39,14 +39,21 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
     module = method.module(config)
     module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
     measured = _last_measurement(run, facts.method, int(state["step"]))
+    facts_of_run = data_facts(run)
     training = {
         "recipe": recipe.to_dict(),
         "step": int(state["step"]),
-        "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in data_facts(run).items()},
+        "data": {k: {n: v for n, v in f.items() if n != "held_out"} for k, f in facts_of_run["kinds"].items()},
+        "coverage": facts_of_run["coverage"],
         "measured": {key: measured[key] for key in ("step", "acceptance")},
     }
     config = replace(config, draft_logit_scale=measured["draft_logit_scale"])
-    save_drafter(out, facts.method, config, facts.verifier, module, torch.from_numpy(_counts(run)), training)
+    counts = _counts(run)
+    vocabulary = draft_vocabulary(config, counts)
+    save_drafter(
+        out, facts.method, config, facts.verifier, module, torch.from_numpy(counts), training,
+        None if vocabulary.is_whole else vocabulary.tokens,
+    )  # fmt: skip
     card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
     (out / "README.md").write_text(card, encoding="utf-8")
     return training
@@ -78,19 +85,22 @@ def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], p
         if recipe.optimizer == "muon"
         else f"Adam (learning rate {recipe.lr})"
     )
-    measured = training["measured"]["acceptance"]
+    measured, data = training["measured"]["acceptance"], training["data"]
     depths = max((len(kind["top"]) for kind in measured.values()), default=0)
+    written = any("written" in kind["tokens"] for kind in data.values())
+    rows = values["self_text"]
     return _TEMPLATE.read_text(encoding="utf-8").format(
-        **{**values["self_text"], **values},
+        **{**rows, **values},
         method_name=facts.method,
         parameters=parameters / 1e6,
         weights_digest=" ".join(digest[:12] for digest in facts.verifier.weights),
         step=training["step"],
-        tokens=training["step"] * recipe.batch_tokens / 1e6,
+        batches=_written_batches(recipe, training) if written else _document_batches(recipe, training),
         rates=rates,
         decay_percent=100 * recipe.decay_share,
         table="\n".join(f"    {name} = {json.dumps(value)}" for name, value in values["drafter"].items()),
-        data="\n".join(_data_row(kind, training["data"][kind]) for kind in recipe.weights),
+        data=_written_data(data) if written else _document_data(data, rows, recipe.held_out_every),
+        vocabulary=_vocabulary(recipe, training["coverage"]),
         measured_step=training["measured"]["step"],
         width=WIDTH,
         head="".join(f" depth {d} |" for d in range(1, depths + 1)),
@@ -99,9 +109,53 @@ def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], p
     )
 
 
-def _data_row(kind: str, facts: Mapping[str, Any]) -> str:
-    tokens = (f"{facts['tokens'].get(source, 0):,}" for source in ("text", "greedy", "sampled"))
-    return f"| {kind} | {facts.get('documents', 0)} | {' | '.join(tokens)} |"
+def _document_batches(recipe: DrafterRecipe, training: Mapping[str, Any]) -> str:
+    tokens = training["step"] * recipe.batch_tokens / 1e6
+    return (
+        f"{recipe.batch_tokens} tokens, {tokens:.1f} M in all, in rows of {recipe.seq_len} and of "
+        f"{recipe.decay_seq_len} in the decay"
+    )
+
+
+def _written_batches(recipe: DrafterRecipe, training: Mapping[str, Any]) -> str:
+    tokens, texts = (sum(kind["tokens"][name] for kind in training["data"].values()) for name in ("all", "texts"))
+    seen = training["step"] * recipe.texts / texts * tokens / 1e6
+    return f"{recipe.texts} whole texts, {seen:.1f} M tokens with their prompts in all"
+
+
+def _document_data(data: Mapping[str, Any], rows: Mapping[str, Any], held_out_every: int) -> str:
+    lines = [
+        f"Rows of the verifier's own text are {rows['prompt_tokens']} tokens of a training document and "
+        f"{rows['new_tokens']} tokens that the",
+        "verifier adds. For the kind `self`, it sampled the first tokens too. One document in "
+        f"{held_out_every} was held out whole.\n",
+        "| kind | documents | their tokens | tokens of greedy rows, prompts included | of sampled rows |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, facts in data.items():
+        tokens = (f"{facts['tokens'].get(source, 0):,}" for source in ("text", "greedy", "sampled"))
+        lines.append(f"| {kind} | {facts.get('documents', 0)} | {' | '.join(tokens)} |")
+    return "\n".join(lines)
+
+
+def _written_data(data: Mapping[str, Any]) -> str:
+    lines = [
+        "The verifier's answers to questions, written by `redraft train text`.\n",
+        "| kind | texts | tokens of answers | tokens with prompts |",
+        "|---|---|---|---|",
+    ]
+    for kind, facts in data.items():
+        tokens = facts["tokens"]
+        lines.append(f"| {kind} | {tokens['texts']:,} | {tokens['written']:,} | {tokens['all']:,} |")
+    return "\n".join(lines)
+
+
+def _vocabulary(recipe: DrafterRecipe, coverage: Mapping[str, float]) -> str:
+    """Return a paragraph about the draft vocabulary; empty if the drafter drafts all tokens."""
+    if not (size := recipe.drafter.draft_vocabulary):
+        return ""
+    shares = ", ".join(f"{100 * share:.2f} % in {int(tokens):,}" for tokens, share in coverage.items())
+    return f"\nIt drafts the {size:,} most frequent tokens of its texts. Of the tokens of these texts are: {shares}.\n"
 
 
 def _figures_row(kind: str, found: Mapping[str, Any]) -> str:

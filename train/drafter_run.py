@@ -1,7 +1,8 @@
 """A drafter's training from a verifier and documents to a finished run folder.
 
 run.json             method, configuration, verifier and data digests (RunFacts)
-data.json            for every kind: documents, tokens of every stream, names of the held-out documents
+data.json            kinds: documents, tokens of every stream, names of held-out documents
+                     coverage: share of the tokens in the most frequent ones, by size of a draft vocabulary
 texts/               token streams and rows that the verifier wrote
 token_counts.npy     int64 [V], over all streams
 progress.jsonl       step, losses, held-out acceptance and draft logit scale, a line each measurement
@@ -14,29 +15,28 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import LayerConfig
 from redraft.records import from_plain
-from redraft.train.batches import BatchPlan
-from redraft.train.data import Corpus
-from redraft.train.drafter_config import DrafterRecipe, stream_name
+from redraft.train.draft_vocabulary import DraftVocabulary, coverage
+from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import DrafterLog
+from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
 from redraft.train.loop import train
-from redraft.train.method import DrafterObjective, Method
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
-from redraft.train.run import DATA, data_digest, facts_of, load_corpora, refuse_run
-from redraft.train.text_store import SELF, Array, TextStore, token_counts
-from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
+from redraft.train.run import DATA, refuse_run
+from redraft.train.verifier_model import check_device, open_verifier
 
 RUN = "run.json"
 TEXTS = "texts"
@@ -103,7 +103,9 @@ def train_drafter(
     out: Path,
     recipe: DrafterRecipe,
     *,
+    texts: Path | None = None,
     device: str = "cpu",
+    dtype: torch.dtype | None = None,
     compile_graph: bool = False,
     resume: bool = False,
     checkpoint_every: int = 100,
@@ -111,6 +113,8 @@ def train_drafter(
 ) -> int:
     """Train, or continue training, in the run folder `out`. Returns the number of steps run now.
 
+    sources: documents by kind.   texts: a folder of `redraft train text`, instead of documents.
+    dtype:   of the verifier and of products; see `open_verifier`.
     Texts are written first. A run that was interrupted at its start uses its texts again. Raises UsageError, DataError,
     CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
     """
@@ -119,20 +123,28 @@ def train_drafter(
         refuse_run(out)
     method = find_method(method_name)
     report = report or ProgressReport(Console(quiet=True))
-    recipe = _with_weights(recipe, sources)
-    corpora = load_corpora(sources, recipe) if sources else {}
-    found = open_verifier(verifier, device)
+    found = open_verifier(verifier, device, dtype)
     config = method.configure(recipe, found)
-    facts = RunFacts(method_name, asdict(config), found.identity, data_digest(corpora), _texts(recipe))
+    material: DrafterText
+    if texts is not None:
+        material = WrittenText(texts, recipe)
+    else:
+        material = DocumentText(out / TEXTS, found, recipe, sources, report.writing)
+    recipe = material.recipe
+    facts = RunFacts(method_name, asdict(config), found.identity, material.digest, material.settings)
     _begin(out, facts, resume)
-    objective = _objective(method, config, recipe, found, compile_graph)
+    material.check(found, method.lookahead(config))
+    plan = material.plan(method.lookahead(config))
+    counts = material.counts(found.vocab_size)
+    vocabulary = draft_vocabulary(config, counts)
+    _note_data(out, material, counts)
+    torch.manual_seed(recipe.seed)
+    objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
+    if recipe.drafter.init != "random":
+        method.starts[recipe.drafter.init](objective.drafter, found)
     objective.to(device)
-    store = TextStore(out / TEXTS, found, recipe, corpora, report.writing)
-    streams, held_out = store.streams(objective.lookahead), store.held_out()
-    _note_data(out, corpora, streams, recipe, found.vocab_size)
-    recipe = recipe.for_data(sum(map(len, streams.values())))
-    plan = BatchPlan(streams, recipe.stream_weights(), recipe.seed, objective.lookahead)
-    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report)
+    recipe = recipe.for_epoch(material.batches)
+    log = DrafterLog(out / PROGRESS, objective, material.held_out(objective.lookahead), recipe, report)
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,
@@ -141,23 +153,11 @@ def train_drafter(
     return ran
 
 
-def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:
-    """Return the recipe with a weight for every kind, if it has none."""
-    if not recipe.weights:
-        return replace(recipe, weights=dict.fromkeys(sorted(sources) or [SELF], 1.0))
-    if not sources and set(recipe.weights) != {SELF}:
-        raise UsageError(
-            f"no --data, and the recipe has weights for {sorted(recipe.weights)}",
-            "give one --data KIND=SOURCE for each",
-        )
-    return recipe
-
-
-def _texts(recipe: DrafterRecipe) -> dict[str, Any]:
-    values = recipe.to_dict()
-    plain = {name: values[name] for name in ("self_text", "seed", "held_out_every")} | {"kinds": sorted(recipe.weights)}
-    found: dict[str, Any] = json.loads(json.dumps(plain))
-    return found
+def draft_vocabulary(config: LayerConfig, counts: NDArray[np.int64]) -> DraftVocabulary:
+    """Return the drafter's vocabulary: the most frequent tokens by counts [V], or all."""
+    if not config.draft_vocab_size:
+        return DraftVocabulary.whole(config.vocab_size)
+    return DraftVocabulary.most_frequent(counts, config.draft_vocab_size)
 
 
 def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
@@ -170,44 +170,11 @@ def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
         facts.write(out)
 
 
-def _check_positions(recipe: DrafterRecipe, lookahead: int, verifier: VerifierModel) -> None:
-    limit = getattr(verifier.config, "max_position_embeddings", None)
-    text = recipe.self_text.prompt_tokens + recipe.self_text.new_tokens
-    rows = max(recipe.seq_len, recipe.decay_seq_len) + lookahead
-    if limit and max(text, rows) > limit:
-        raise UsageError(
-            f"rows of {rows} tokens (with {lookahead} to predict) and texts of {text} must fit the verifier's "
-            f"{limit} positions",
-            "lower seq_len, or self_text.prompt_tokens and new_tokens",
-        )
-
-
-def _objective(
-    method: Method, config: LayerConfig, recipe: DrafterRecipe, verifier: VerifierModel, compile_graph: bool
-) -> DrafterObjective:
-    """Return the method's loss with a fresh drafter, initialised by the recipe's seed or from the verifier."""
-    torch.manual_seed(recipe.seed)
-    objective = method.objective(verifier.model, config, recipe, compile_graph)
-    _check_positions(recipe, objective.lookahead, verifier)
-    if recipe.drafter.init == "mtp":
-        method.warm_start(objective.drafter, verifier)
-    return objective
-
-
-def _note_data(
-    out: Path, corpora: Mapping[str, Corpus], streams: Mapping[str, Array], recipe: DrafterRecipe, vocab_size: int
-) -> None:
+def _note_data(out: Path, material: DrafterText, counts: NDArray[np.int64]) -> None:
     """Write data.json and the token counts."""
-    facts: dict[str, Any] = {}
-    for kind in recipe.weights:
-        tokens = {
-            source: len(streams[stream_name(kind, source)])
-            for source in recipe.self_text.shares()
-        }  # fmt: skip
-        documents = facts_of(corpora[kind], tokens.get("text", 0)) if kind in corpora else {}
-        facts[kind] = {**documents, "tokens": tokens}
+    facts = {"kinds": material.facts(), "coverage": coverage(counts)}
     (out / DATA).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    np.save(out / COUNTS, token_counts(streams, vocab_size))
+    np.save(out / COUNTS, counts)
 
 
 def _short(identity: Identity) -> str:

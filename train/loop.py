@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from redraft.errors import TrainingError
-from redraft.train.batches import BatchPlan
+from redraft.train.batches import Plan
 from redraft.train.checkpoint import load_checkpoint, save_checkpoint
 from redraft.train.config import Recipe
 from redraft.train.objective import Objective
@@ -32,7 +32,7 @@ class StepReport:
 
 def train(
     objective: Objective,
-    plan: BatchPlan,
+    plan: Plan,
     recipe: Recipe,
     out: Path,
     *,
@@ -57,8 +57,8 @@ def train(
         started = time.perf_counter()
         if objective.prepare(step):
             optimizers = optimizers_for(objective.named_parameters(), recipe)
-        length = recipe.row_length(step)
-        loss, metrics = objective.loss(plan.batch(step, recipe.batch_tokens // length, length))
+        batch = plan.batch(step, recipe)
+        loss, metrics = objective.loss(batch)
         if not torch.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss.item()} at step {step}",
@@ -70,7 +70,7 @@ def train(
         seconds = time.perf_counter() - started
         if done == recipe.steps:  # before the report, which may measure and fail
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done))
-        report(StepReport(done, recipe.steps, recipe.lr_factor(step), metrics, recipe.batch_tokens, seconds))
+        report(StepReport(done, recipe.steps, recipe.lr_factor(step), metrics, batch.size, seconds))
         if done % checkpoint_every == 0 and done < recipe.steps:
             save_checkpoint(out, _state(objective, optimizers, recipe, identity, done))
     return recipe.steps - first

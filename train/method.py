@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from redraft.export.drafters.layer import LayerConfig
+from redraft.train.batches import Batch
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.objective import Objective
+from redraft.train.states import States
 from redraft.train.verifier_model import VerifierModel
 
 
@@ -29,11 +32,17 @@ class DrafterObjective(Objective, Protocol):
     def to(self, device: str) -> object:
         """Move the drafter."""
 
-    def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """Return the verifier's logits [B, T + lookahead, V] of tokens [B, T + lookahead], and drafts' logits by depth.
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens of the drafts' logits."""
 
-        Depth d gives [B, T, V]: the draft of row p starts at position p, and predicts token p + d + 1 from the tokens
-        before it.
+    def states(self, batch: Batch) -> States:
+        """Return the verifier's states of a batch: those that were kept, else computed."""
+
+    def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield drafts' logits by depth, [B, S, H] each.
+
+        Depth d predicts the token after position `starts + d` (`batch.places(d)`), from the tokens before it.
         """
 
 
@@ -44,13 +53,16 @@ class Method:
     recipe:     class of its recipes.   config: class of its drafter's configuration.
     module:     configuration -> fresh drafter.
     configure:  recipe, verifier -> configuration.
-    objective:  model, configuration, recipe, flag to compile -> objective, initialised by torch's generator.
-    warm_start: fills a fresh drafter from the verifier's multi-token-prediction module.
+    objective:  model, configuration, recipe, draft vocabulary, flag to compile -> objective, initialised by torch's
+                generator.
+    lookahead:  configuration -> tokens that a text needs after a draft's start.
+    starts:     by name of `init`: fills a fresh drafter from the verifier.
     """
 
     recipe: type[DrafterRecipe]
     config: type[LayerConfig]
     module: Callable[[Any], nn.Module]
     configure: Callable[[Any, VerifierModel], LayerConfig]
-    objective: Callable[[Any, Any, Any, bool], DrafterObjective]
-    warm_start: Callable[[Any, VerifierModel], None]
+    objective: Callable[[Any, Any, Any, DraftVocabulary, bool], DrafterObjective]
+    lookahead: Callable[[Any], int]
+    starts: Mapping[str, Callable[[Any, VerifierModel], None]]

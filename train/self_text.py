@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import DynamicCache
 
 from redraft.errors import DataError
+from redraft.train.text_shards import split
+from redraft.train.writer import Prompt, Writer
 
 ROWS_AT_ONCE = 32
 Progress = Callable[[int, int], None]
@@ -31,67 +31,33 @@ def write_rows(
 
     Temperature 0 takes the most probable token. End-of-text tokens do not end a row: the model continues after them.
     """
-    generator = torch.Generator(model.device).manual_seed(seed)
+    writer = Writer(model, frozenset(), new_tokens)
     rows = []
     for first in range(0, len(prompts), ROWS_AT_ONCE):
-        batch = torch.from_numpy(prompts[first : first + ROWS_AT_ONCE].astype(np.int64)).to(model.device)
-        rows.append(_continue(model, batch, new_tokens, temperature, generator).cpu().numpy())
+        batch = [Prompt(tuple(row.tolist()), temperature) for row in prompts[first : first + ROWS_AT_ONCE]]
+        rows.append(writer.write(batch, _seed_of(seed, first)).tokens.reshape(len(batch), -1))
         progress(min(first + ROWS_AT_ONCE, len(prompts)), len(prompts))
     return np.concatenate(rows)
 
 
-@torch.inference_mode()
-def _continue(
-    model: Any, tokens: torch.Tensor, new_tokens: int, temperature: float, generator: torch.Generator
-) -> torch.Tensor:
-    cache = DynamicCache(config=model.config)
-    written = [tokens]
-    for _ in range(new_tokens):
-        logits = model(written[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        written.append(_next(logits, temperature, generator))
-    return torch.cat(written, dim=1)
+def _seed_of(seed: int, first: int) -> int:
+    """Return a seed for the rows from `first` on."""
+    return int(np.random.SeedSequence([seed, first]).generate_state(1)[0])
 
 
-def _next(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Sample one token for each row, int64 [R, 1]."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-
-
-@torch.inference_mode()
 def continue_greedily(
     model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
 ) -> list[list[int]]:
-    """Continue prompts of any lengths greedily, up to `eos`. Returns prompts with their continuations.
-
-    Rows begin together at the shortest prompt's end. Longer prompts use their own tokens until they end.
-    """
+    """Continue prompts of any lengths greedily, up to `eos`. Returns prompts with their continuations."""
+    writer = Writer(model, frozenset([] if eos is None else [eos]), new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     texts: list[list[int]] = [[]] * len(prompts)
     for begin in range(0, len(order), ROWS_AT_ONCE):
         some = order[begin : begin + ROWS_AT_ONCE]
-        rows = _continue_ragged(model, [prompts[i] for i in some], new_tokens).tolist()
-        for index, row in zip(some, rows, strict=True):
-            length = len(prompts[index])
-            new = row[length : length + new_tokens]
-            end = new.index(eos) + 1 if eos in new else len(new)
-            texts[index] = row[:length] + new[:end]
+        written = writer.write([Prompt(tuple(prompts[i])) for i in some], 0)
+        for index, text in zip(some, split(written.lengths, written.tokens), strict=True):
+            texts[index] = text.tolist()
     return texts
-
-
-def _continue_ragged(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> torch.Tensor:
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
-    given = torch.full((len(prompts), longest + new_tokens), -1, device=model.device)
-    for row, prompt in zip(given, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    cache = DynamicCache(config=model.config)
-    written = [given[:, :shortest]]
-    for place in range(shortest, given.shape[1]):
-        logits = model(written[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        prompt_token = given[:, place, None]
-        written.append(torch.where(prompt_token < 0, logits.argmax(-1, keepdim=True), prompt_token))
-    return torch.cat(written, dim=1)
 
 
 def prompts_from(stream: NDArray[np.integer[Any]], rows: int, length: int, seed: int) -> NDArray[np.int64]:

@@ -16,7 +16,8 @@ from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export import support
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity
-from redraft.names import TOKENIZER_FILE
+from redraft.names import LAST_HIDDEN_STATE, TOKENIZER_FILE
+from redraft.train.states import run_verifier
 
 _HEAD_TOLERANCE = 0.02  # relative to the largest logit; weights may be bf16
 
@@ -65,8 +66,10 @@ class VerifierModel:
         return support.logit_scale(self.config)
 
 
-def open_verifier(path: Path, device: str) -> VerifierModel:
-    """Load a checkpoint folder, fp32 on the CPU and bf16 on CUDA, in evaluation mode, its parameters frozen.
+def open_verifier(path: Path, device: str, dtype: torch.dtype | None = None) -> VerifierModel:
+    """Load a checkpoint folder, in evaluation mode, its parameters frozen.
+
+    dtype: of its weights and of products in training; None takes fp32 on the CPU and bf16 on CUDA.
 
     Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, and UnsupportedModelError
     if logits are not its LM head's product with its features times a constant.
@@ -74,7 +77,7 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
     checkpoint = Checkpoint.open(path)
     support.load_config(checkpoint)  # refuses models that redraft cannot export
     tokenizer = _tokenizer(path)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
     found = VerifierModel(checkpoint, model.to(device).requires_grad_(False).eval(), tokenizer)
     tokens = tokenizer.get_vocab_size()
@@ -85,6 +88,12 @@ def open_verifier(path: Path, device: str) -> VerifierModel:
         )
     _check_head(found)
     return found
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """Return bf16 if the device multiplies it faster than fp32, else fp32."""
+    fast = device == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
 
 
 def check_device(device: str) -> None:
@@ -111,17 +120,6 @@ def autocast_of(verifier: Any) -> torch.autocast:
     return torch.autocast(verifier.device.type, dtype=torch.bfloat16, enabled=verifier.dtype == torch.bfloat16)
 
 
-def verifier_states(verifier: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return features after the final norm [B, T, n] and logits [B, T, V] of tokens [B, T]."""
-    kept: list[torch.Tensor] = []
-    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    try:
-        logits = verifier(tokens, use_cache=False).logits.float()
-    finally:
-        hook.remove()
-    return kept[0], logits
-
-
 def _check_head(verifier: VerifierModel) -> None:
     """Check that logits are the head's product times a constant: drafters apply the verifier's head to their states."""
     kind, head = verifier.config.model_type, verifier.model.get_output_embeddings()
@@ -131,8 +129,8 @@ def _check_head(verifier: VerifierModel) -> None:
         )
     tokens = torch.arange(8, device=verifier.model.device)[None] % verifier.vocab_size
     with torch.inference_mode():
-        features, logits = verifier_states(verifier.model, tokens)
-        expected = F.linear(features, head.weight).float() * verifier.logit_scale
+        hidden, logits = run_verifier(verifier.model, tokens)
+        expected = F.linear(hidden[LAST_HIDDEN_STATE], head.weight).float() * verifier.logit_scale
     if (logits - expected).abs().max() > _HEAD_TOLERANCE * logits.abs().max():
         raise UnsupportedModelError(
             f"the logits of {kind} are not its LM head's product with its features times a constant",

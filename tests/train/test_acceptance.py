@@ -10,9 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, conditional_acceptance, greedy_draft_logit_scale
-from redraft.train.batches import Batch
+from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, greedy_draft_logit_scale, greedy_rows
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.objectives.lyanna import LyannaObjective
+from redraft.train.states import states_of
 
 VOCAB = 12
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -21,22 +22,31 @@ TEXT = [0, 1, 2, 3, 4, 5, 6]
 SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
 
 
-def objective(drafts, said=SAID):
+def objective(drafts, said=SAID, vocabulary=None):
     """Two steps. `drafts[step][start]` are candidates, most probable first."""
+    vocabulary = vocabulary or DraftVocabulary.whole(VOCAB)
 
     def logits(candidates):
-        scores = torch.zeros(VOCAB)
+        scores = torch.zeros(len(vocabulary))
         for rank, token in enumerate(candidates):
-            scores[token] = 10.0 - rank
+            scores[vocabulary.columns_of(torch.tensor(token))] = 10.0 - rank
         return scores
 
-    def both(tokens):
-        steps = (torch.stack([logits(c) for c in step])[None].expand(len(tokens), -1, -1) for step in drafts)
-        return torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()[None].expand(len(tokens), -1, -1), steps
+    def verify(batch):
+        target = torch.nn.functional.one_hot(torch.tensor(said), VOCAB).float()[None]
+        return states_of({}, target.expand(len(batch.tokens), -1, -1))
 
-    return SimpleNamespace(
-        lookahead=2, drafts=both, verifier=SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    )
+    def both(batch, states):
+        starts = batch.starts[0].tolist()
+        for step in drafts:
+            yield torch.stack([logits(step[start]) for start in starts])[None].expand(len(batch.tokens), -1, -1)
+
+    cpu = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    return SimpleNamespace(lookahead=2, states=verify, drafts=both, verifier=cpu, vocabulary=vocabulary)
+
+
+def acceptance(found, rows, first):
+    return acceptance_of(found, greedy_rows(np.array(rows), first, found.lookahead))
 
 
 # Five starts. Depth 1 from start p predicts p + 2, depth 2 predicts p + 3.
@@ -45,14 +55,14 @@ SECOND = [[3, 9, 10, 11], [9, 4, 10, 11], [5, 9, 10, 11], [6, 9, 10, 11], [9, 10
 
 
 def test_a_depth_counts_only_if_all_earlier_ones_were_right():
-    found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 0)
+    found = acceptance(objective([FIRST, SECOND]), [TEXT], 0)
     assert found.top == pytest.approx((3 / 5, 1 / 3))  # starts 0, 1, 4 right at depth 1; of them 0 at depth 2
     assert found.wide == pytest.approx((4 / 5, 3 / 4))  # starts 0, 1, 2, 4; of them 0, 1, 2
     assert found.starts == (5, 3)
 
 
 def test_drafts_before_the_first_position_do_not_count():
-    found = conditional_acceptance(objective([FIRST, SECOND]), np.array([TEXT]), 3)
+    found = acceptance(objective([FIRST, SECOND]), [TEXT], 3)
     assert found.starts == (2, 1)
     assert found.top == pytest.approx((1 / 2, 0.0))
 
@@ -61,14 +71,15 @@ def test_a_draft_ends_if_the_text_differs_from_the_verifier():
     """Later tokens of such a draft are never verified."""
     said = list(SAID)
     said[1] = 9  # after position 1 the verifier's token is 9, the text continues with 2
-    found = conditional_acceptance(objective([[[9], *FIRST[1:]], SECOND], said), np.array([TEXT]), 0)
+    found = acceptance(objective([[[9], *FIRST[1:]], SECOND], said), [TEXT], 0)
     assert found.top[0] == pytest.approx(3 / 5)  # the verifier's token counts: start 0 drafted 9
     assert found.starts == (5, 2)  # but start 0 does not continue
 
 
 def test_texts_of_several_lengths_are_counted_together():
     short = objective([FIRST, SECOND])
-    found = acceptance_of(short, [(np.array([TEXT]), 0), (np.array([TEXT, TEXT]), 4)])
+    batches = [*greedy_rows(np.array([TEXT]), 0, 2), *greedy_rows(np.array([TEXT, TEXT]), 4, 2)]
+    found = acceptance_of(short, batches)
     assert found.starts == (7, 5)
     assert found.top == pytest.approx((5 / 7, 1 / 5))
 
@@ -85,8 +96,25 @@ def test_a_bf16_verifier_is_measured_with_a_drafter_in_fp32(device):
                           rank=2, steps=2)  # fmt: skip
     own = LyannaObjective(verifier, config)
     own.to(device)
-    rows = np.array([TEXT, TEXT[::-1]])
-    assert conditional_acceptance(own, rows, 0).starts[0] == 10
-    assert greedy_draft_logit_scale(own, rows, 0) in DRAFT_LOGIT_SCALES
-    loss, _ = own.loss(Batch(torch.from_numpy(rows), ("text", "text")))
+    batches = greedy_rows(np.array([TEXT, TEXT[::-1]]), 0, 2)
+    assert acceptance_of(own, batches).starts[0] == 10
+    assert greedy_draft_logit_scale(own, batches) in DRAFT_LOGIT_SCALES
+    loss, _ = own.loss(batches[0])
     assert torch.isfinite(loss)
+
+
+def test_a_token_outside_the_draft_vocabulary_is_a_wrong_draft():
+    """Columns are mapped to tokens, and the share of right drafts counts all tokens of the verifier."""
+    some = DraftVocabulary(torch.tensor([2, 3, 5, 6, 7, 8, 9, 10, 11]), VOCAB)  # without 4
+    first = [[2, 9], [3, 9], [9, 10], [5, 9], [6, 9]]
+    found = acceptance(objective([first, SECOND], vocabulary=some), [TEXT], 0)
+    assert found.top[0] == pytest.approx(4 / 5)
+
+
+def test_the_scale_is_the_one_that_makes_greedy_tokens_most_probable():
+    """Drafts that are right call for a sharp distribution, drafts that are always wrong for the flattest."""
+    right = [[[token] for token in SAID[depth:][:5]] for depth in (1, 2)]
+    wrong = [[[11]] * 5, [[11]] * 5]
+    batches = greedy_rows(np.array([TEXT]), 0, 2)
+    assert greedy_draft_logit_scale(objective(right), batches) > 1.5
+    assert greedy_draft_logit_scale(objective(wrong), batches) == DRAFT_LOGIT_SCALES[0]

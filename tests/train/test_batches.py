@@ -7,30 +7,37 @@ import pytest
 import torch
 
 from redraft.errors import DataError
-from redraft.train.batches import BatchPlan
+from redraft.train.batches import Batch, BatchPlan, gather_places
+from redraft.train.config import Recipe
 
 STREAMS = {"a": np.arange(5000, dtype=np.uint16), "b": np.arange(10000, 13000, dtype=np.uint16)}
 WEIGHTS = {"a": 3.0, "b": 1.0}
 LOOKAHEAD = 3
 
 
+def recipe(rows, length=16):
+    return Recipe(batch_tokens=rows * length, seq_len=length, decay_seq_len=length)
+
+
 def test_batch_is_a_function_of_seed_and_step():
     """A resumed run draws batches without the earlier ones, so a hidden state would change them."""
     ahead = BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD)
     for step in range(5):
-        ahead.batch(step, 8, 16)
-    assert torch.equal(ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD).batch(5, 8, 16).tokens)
-    assert not torch.equal(
-        ahead.batch(5, 8, 16).tokens, BatchPlan(STREAMS, WEIGHTS, 8, LOOKAHEAD).batch(5, 8, 16).tokens
+        ahead.batch(step, recipe(8))
+    assert torch.equal(
+        ahead.batch(5, recipe(8)).tokens, BatchPlan(STREAMS, WEIGHTS, 7, LOOKAHEAD).batch(5, recipe(8)).tokens
     )
-    assert not torch.equal(ahead.batch(5, 8, 16).tokens, ahead.batch(6, 8, 16).tokens)
+    assert not torch.equal(
+        ahead.batch(5, recipe(8)).tokens, BatchPlan(STREAMS, WEIGHTS, 8, LOOKAHEAD).batch(5, recipe(8)).tokens
+    )
+    assert not torch.equal(ahead.batch(5, recipe(8)).tokens, ahead.batch(6, recipe(8)).tokens)
 
 
 def test_rows_are_consecutive_tokens_of_their_kind_in_the_given_shares():
     plan = BatchPlan(STREAMS, WEIGHTS, 0, LOOKAHEAD)
     kinds = []
     for step in range(25):
-        batch = plan.batch(step, 8, 16)
+        batch = plan.batch(step, recipe(8))
         assert batch.tokens.shape == (8, 16 + LOOKAHEAD)
         assert (batch.tokens.diff(dim=1) == 1).all()
         assert [("b" if row[0] >= 10000 else "a") for row in batch.tokens.tolist()] == list(batch.kinds)
@@ -42,16 +49,36 @@ def test_an_epoch_sees_no_input_twice():
     """Sampling with repetition would miss a third of a small corpus."""
     plan = BatchPlan(STREAMS, WEIGHTS, 0, LOOKAHEAD)
     blocks = (5000 - LOOKAHEAD) // 16 - 1
-    batches = [plan.batch(step, 4, 16) for step in range(blocks)]
+    batches = [plan.batch(step, recipe(4)) for step in range(blocks)]
     rows = torch.stack([row[:16] for b in batches for row, kind in zip(b.tokens, b.kinds, strict=True) if kind == "a"])
     assert rows[:blocks].unique().numel() == blocks * 16
 
 
 def test_a_stream_too_short_for_a_row_names_its_kind():
     with pytest.raises(DataError, match="corpus of a has 20 tokens"):
-        BatchPlan({"a": np.zeros(20, np.uint16)}, {"a": 1.0}, 0, LOOKAHEAD).batch(0, 1, 16)
+        BatchPlan({"a": np.zeros(20, np.uint16)}, {"a": 1.0}, 0, LOOKAHEAD).batch(0, recipe(1))
 
 
 def test_kinds_must_match_the_weights():
     with pytest.raises(DataError, match="do not match"):
         BatchPlan(STREAMS, {"a": 1.0}, 0, LOOKAHEAD)
+
+
+def test_places_of_a_depth_leave_out_padding_and_ended_drafts():
+    """Row 0 has three starts, row 1 one; its text ends after two positions."""
+    starts, ends = torch.tensor([[0, 1, 2], [0, -1, -1]]), torch.tensor([4, 2])
+    batch = Batch(torch.zeros(2, 4, dtype=torch.long), ("a", "a"), starts, ends)
+    places, real = batch.places(1)
+    assert places.tolist() == [[1, 2, 3], [1, 0, 0]]
+    assert real.tolist() == [[True, True, True], [True, False, False]]
+    places, real = batch.places(2)
+    assert places.tolist() == [[2, 3, 0], [0, 0, 0]]
+    assert real.tolist() == [[True, True, False], [False, False, False]]
+    assert batch.size == 6
+
+
+def test_rows_at_places():
+    rows = torch.arange(24).view(2, 4, 3)
+    places = torch.tensor([[3, 0], [1, 1]])
+    assert gather_places(rows, places).tolist() == [[[9, 10, 11], [0, 1, 2]], [[15, 16, 17], [15, 16, 17]]]
+    assert gather_places(rows[..., 0], places).tolist() == [[9, 0], [15, 15]]

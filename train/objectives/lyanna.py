@@ -1,12 +1,13 @@
 """Lyanna's loss: α·MSE of hidden states and β·CE of distributions, over every step of every chain (§4.1).
 
-Chains start at all positions of a row at once. The rows of step 0 attend causally. As in decoding, a row of step i
+Chains start at many positions of a row at once. The rows of step 0 attend causally. As in decoding, a row of step i
 attends to step 0's rows up to its start and to the earlier steps of its own chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
-from redraft.train.batches import Batch
-from redraft.train.verifier_model import autocast_of, verifier_states
+from redraft.train.batches import Batch, gather_places
+from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.linear_loss import linear_cross_entropy
+from redraft.train.states import States, run_verifier, states_of
+from redraft.train.verifier_model import autocast_of
 
 
 class ChainAttention:
-    """Attention of parallel chains: call it once a step, in order. `redraft.export.drafters.layer` has the shapes."""
+    """Attention of parallel chains: call it once a step, in order. `redraft.export.drafters.layer` has the shapes.
 
-    def __init__(self, config: LyannaConfig) -> None:
-        self._config = config
-        self._keys: list[torch.Tensor] = []  # a step's rows, [B, Hq, T, D], key heads repeated
+    Step 0 computes all L rows of a text. Later steps have only the S rows of chains that start at `starts` [B, S].
+    """
+
+    def __init__(self, config: LyannaConfig, starts: torch.Tensor) -> None:
+        self._config, self._starts = config, starts
+        self._keys: list[torch.Tensor] = []  # a step's rows, [B, Hq, L or S, D], key heads repeated
         self._values: list[torch.Tensor] = []
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -43,46 +50,90 @@ class ChainAttention:
 
     def _later(self, q: torch.Tensor) -> torch.Tensor:
         scale = self._config.head_dim**-0.5
-        rows = q.shape[2]
-        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-        first = (q @ self._keys[0].mT * scale).masked_fill(hidden, float("-inf"))  # [B, Hq, T, T]
-        own = [(q * k).sum(-1, keepdim=True) * scale for k in self._keys[1:]]  # [B, Hq, T, 1] each
+        rows = self._keys[0].shape[2]
+        hidden = torch.arange(rows, device=q.device) > self._starts[:, None, :, None]  # [B, 1, S, L]
+        first = (q @ self._keys[0].mT * scale).masked_fill(hidden, float("-inf"))  # [B, Hq, S, L]
+        own = [(q * k).sum(-1, keepdim=True) * scale for k in self._keys[1:]]  # [B, Hq, S, 1] each
         weights = torch.cat([first, *own], dim=-1).softmax(-1)
-        out = weights[..., :rows] @ self._values[0]
+        out = weights[..., :rows].to(q.dtype) @ self._values[0]
         for step, value in enumerate(self._values[1:]):
-            out = out + weights[..., rows + step, None] * value
+            out = out + weights[..., rows + step, None].to(q.dtype) * value
         return out
 
 
 def chains(
-    drafter: LyannaDrafter, features: torch.Tensor, tokens: torch.Tensor, embed: nn.Module
+    drafter: LyannaDrafter, features: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, embed: nn.Module
 ) -> Iterator[torch.Tensor]:
-    """Yield hidden states h_1, h_2 … of the chains that start at every position: [B, T, n] each.
+    """Yield hidden states h_1, h_2 … of the chains that start at `starts` [B, S]: [B, S, n] each.
 
-    features: [B, T, n] of the first T tokens.   tokens: [B, T + 1 or more].
+    features, tokens: [B, L, n] and [B, L] of whole texts. The last position has no next token: nothing starts there.
     """
-    rows = features.shape[1]
-    positions = torch.arange(rows, device=features.device)
-    attend = ChainAttention(drafter.config)
-    hidden = drafter.first(features, embed(tokens[:, 1 : rows + 1]), positions, attend)
+    positions = torch.arange(features.shape[1], device=features.device)
+    attend = ChainAttention(drafter.config, starts)
+    hidden = drafter.first(
+        features, embed(tokens.roll(-1, 1)), positions, attend, lambda rows: gather_places(rows, starts)
+    )
     yield hidden
     for step in range(1, drafter.config.steps):
-        hidden = drafter.following(hidden, positions + step, attend)
+        hidden = drafter.following(hidden, starts + step, attend)
         yield hidden
 
 
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of a step's loss: alpha of MSE, beta of CE with the verifier's distribution, gamma of CE with its
+    likeliest token alone. A step's loss weighs `step` times the loss of the step before."""
+
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 0.0
+    step: float = 0.8
+
+
+class TokenInfoProduct:
+    """RMSNorm(W2 W1 E(t)) as a product of `states(t)` [..., d] and `head` [H, d], for the parameters of one step.
+
+    head is the gain times W2, and states are W1 E(t) over the root mean square of W2 W1 E(t). The mean square of W2 x
+    is x·(W2ᵀ W2)·x / H, so that no row of H numbers is computed. Without token information both are zero.
+    """
+
+    def __init__(self, drafter: LyannaDrafter, embed: nn.Module, dtype: torch.dtype) -> None:
+        self._info, self._embed, self._dtype = drafter.token_info, embed, dtype
+        self._eps = drafter.config.rms_norm_eps
+        if self._info is None:
+            self.head = torch.zeros(drafter.config.draft_size, 1, dtype=dtype, device=drafter.norm.weight.device)
+            return
+        up = self._info.up.weight
+        with torch.autocast(up.device.type, enabled=False):
+            self._gram = up.mT @ up / len(up)
+        self.head = (self._info.norm.weight[:, None] * up).to(dtype)
+
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the factor of tokens of any shape, [..., d]."""
+        if self._info is None:
+            return self.head.new_zeros(*tokens.shape, 1)
+        with torch.autocast(tokens.device.type, enabled=False):
+            low = F.linear(self._embed(tokens).float(), self._info.down.weight)
+            mean_square = ((low @ self._gram) * low).sum(-1, keepdim=True)
+            return (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
+
+
 class LyannaObjective(nn.Module):
-    """The loss of a drafter with its frozen verifier. A row of T inputs needs `lookahead` more tokens."""
+    """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
 
     def __init__(
-        self, verifier: Any, config: LyannaConfig, alpha: float = 1.0, beta: float = 1.0, step_weight: float = 0.8,
-        compile_graph: bool = False,
+        self, verifier: Any, config: LyannaConfig, weights: LossWeights = LossWeights(),
+        vocabulary: DraftVocabulary | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
-        """alpha, beta: weights of MSE and CE.   step_weight: weight of a step's loss, relative to the step before."""
+        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
         super().__init__()
         self.drafter = LyannaDrafter(config)
         self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
-        self._alpha, self._beta, self._step_weight = alpha, beta, step_weight
+        self._weights = weights
+        self.vocabulary = vocabulary or DraftVocabulary.whole(config.vocab_size)
+        if len(self.vocabulary) != config.draft_size:
+            raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, not {config.draft_size}")
+        self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]
         self.lookahead = config.steps
         self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
 
@@ -99,53 +150,75 @@ class LyannaObjective(nn.Module):
         """Return False: the parameters never change."""
         return False
 
-    def losses(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return mean squared error, cross-entropy [nats], top-1 hit rate by step, [N] each, for tokens [B, T + N]."""
-        with torch.no_grad():
-            features, logits = verifier_states(self.verifier, tokens)  # [B, T + N, n], [B, T + N, V]
-        rows = tokens.shape[1] - self.lookahead
-        mse, ce, hits = [], [], []
-        for step, (hidden, predicted) in enumerate(self._drafts(features[:, :rows], tokens)):
-            here = slice(step + 1, rows + step + 1)
-            mse.append(F.mse_loss(hidden.float(), features[:, here].float()))
-            target = logits[:, here]
-            ce.append(F.cross_entropy(predicted.flatten(0, 1), target.softmax(-1).flatten(0, 1)))
-            hits.append((predicted.argmax(-1) == target.argmax(-1)).float().mean())
-        return torch.stack(mse), torch.stack(ce), torch.stack(hits)
+    @torch.no_grad()
+    def states(self, batch: Batch) -> States:
+        """Return the verifier's states of a batch: those that were kept, else computed."""
+        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens))
 
-    def drafts(self, tokens: torch.Tensor) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-        """Return the verifier's logits [B, T + N, V], and l' of every step of every chain, [B, T, V] each."""
-        features, logits = verifier_states(self.verifier, tokens)
-        rows = tokens.shape[1] - self.lookahead
-        return logits, (predicted for _, predicted in self._drafts(features[:, :rows], tokens))
+    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weighted loss of every step, [N], and metrics by step: [2, N] of MSE and CE [nats], [N] hit rates.
 
-    def _drafts(self, features: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield h_i and l'_i of every step, for features [B, T, n] of the first T tokens."""
-        rows = features.shape[1]
-        for step, hidden in enumerate(chains(self.drafter, features, tokens, self.verifier.get_input_embeddings())):
-            yield hidden, self.step_logits(hidden, tokens[:, step + 1 : rows + step + 1])
+        CE counts the likeliest 64 tokens of the verifier that are in the draft vocabulary, by their probabilities.
+        """
+        weights, info = self._weights, self._token_info()
+        losses, means, hits = [], [], []
+        for step, hidden in enumerate(self._chains(batch, states)):
+            places, real = batch.places(step + 1)
+            error = (hidden.float() - gather_places(states.last, places).float()).square().mean(-1)[real].mean()
+            columns, shares = self._targets(states, places, real)
+            targets = weights.beta * shares
+            targets[:, 0] += weights.gamma * (shares[:, 0] > 0)
+            found = linear_cross_entropy(
+                hidden[real] * self.drafter.config.logit_scale, self._head[0],
+                info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / len(targets),
+            )  # fmt: skip
+            losses.append(weights.alpha * error + found.loss)
+            ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
+            means.append(torch.stack([error.detach(), ce.mean()]))
+            hits.append(((found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)).float().mean())
+        return torch.stack(losses), torch.stack(means, 1), torch.stack(hits)
+
+    def _targets(self, states: States, places: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return columns of the verifier's likeliest tokens after the real places, and their probabilities: [M, K].
+
+        Tokens outside the draft vocabulary have column 0 and probability 0.
+        """
+        columns = self.vocabulary.columns_of(gather_places(states.top_ids, places)[real])
+        log_probs = (
+            gather_places(states.top_logits, places)[real] - gather_places(states.log_sum, places)[real][:, None]
+        )
+        return columns.clamp(min=0), log_probs.exp() * (columns >= 0)
+
+    def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield l' of every step of every chain, [B, S, H] each."""
+        for step, hidden in enumerate(self._chains(batch, states)):
+            yield self.step_logits(hidden, gather_places(batch.tokens, batch.places(step + 1)[0]))
+
+    def _chains(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield h_i of every step, [B, S, n] each."""
+        embed = self.verifier.get_input_embeddings()
+        features = states.last.to(embed.weight.dtype)
+        return chains(self.drafter, features, batch.tokens, batch.starts.clamp(min=0), embed)
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return l'_i: logits of hidden states [B, T, n] plus token information of the tokens [B, T] before them."""
-        head = self.verifier.get_output_embeddings().weight
-        logits = F.linear(hidden, head).float() * self.drafter.config.logit_scale
-        if self.drafter.token_info is None:
-            return logits
-        distinct, index = tokens.unique(return_inverse=True)
-        return logits + self.added(distinct)[index]  # each distinct token once: V numbers each
+        """Return l'_i: logits of hidden states [B, S, n] plus token information of the tokens [B, S] before them."""
+        logits = F.linear(hidden, self._head[0]).float() * self.drafter.config.logit_scale
+        return logits + self.added(tokens)
 
-    def added(self, distinct: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that distinct tokens [D] add to all logits: float32 [D, V]."""
-        assert self.drafter.token_info is not None
-        values: torch.Tensor = self.drafter.token_info(self.verifier.get_input_embeddings()(distinct)).float()
-        return values
+    def added(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that tokens of any shape add to all logits: float32 [..., H]."""
+        info = self._token_info()
+        return F.linear(info.states(tokens), info.head).float()
+
+    def _token_info(self) -> TokenInfoProduct:
+        return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self._head[0].dtype)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted mean over steps, and metrics `mse`, `ce` and `hit 1` … `hit N`."""
-        device = self.verifier.device
+        batch = batch.to(self.verifier.device)
         with autocast_of(self.verifier):
-            mse, ce, hits = self._losses(batch.tokens.to(device))
-        weights = self._step_weight ** torch.arange(len(mse), device=device)
-        total = (weights * (self._alpha * mse + self._beta * ce)).sum() / weights.sum()
-        metrics = {"mse": mse.mean().item(), "ce": ce.mean().item()}
-        return total, metrics | {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
+            losses, means, hits = self._losses(batch, self.states(batch))
+        weights = self._weights.step ** torch.arange(len(losses), device=losses.device)
+        metrics = {name: values.mean().item() for name, values in zip(("mse", "ce"), means, strict=True)}
+        hit_rates = {f"hit {step}": hit for step, hit in enumerate(hits.tolist(), 1)}
+        return (weights * losses).sum() / weights.sum(), metrics | hit_rates

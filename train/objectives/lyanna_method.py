@@ -11,12 +11,15 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.records import PositiveInt
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp
-from redraft.train.objectives.lyanna import LyannaObjective
+from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
 from redraft.train.verifier_model import VerifierModel
 
+_NOISE = 0.1
+"""Part of a random projection that is added to a given one."""
 _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
 
 
@@ -28,13 +31,17 @@ class LyannaTable(DrafterTable):
     chain: PositiveInt = 4
     alpha: float = 1.0
     beta: float = 1.0
+    gamma: float = 0.0
     step_weight: float = 1.0
     first_token: bool = True
     token_info: bool = True
 
     def __post_init__(self) -> None:
-        if min(self.alpha, self.beta) < 0 or self.alpha + self.beta <= 0 or self.step_weight <= 0:
-            raise UsageError("drafter.alpha and beta must be positive or zero, not both zero, and step_weight positive")
+        losses = (self.alpha, self.beta, self.gamma)
+        if min(losses) < 0 or max(losses) == 0 or self.step_weight <= 0:
+            raise UsageError(
+                "drafter.alpha, beta and gamma must be positive or zero, not all zero, and step_weight positive"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,42 @@ def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
         steps=table.chain,
         first_token=table.first_token,
         token_info=table.token_info,
+        draft_vocab_size=table.draft_vocabulary,
     )
 
 
-def objective(model: Any, config: LyannaConfig, recipe: LyannaRecipe, compile_graph: bool) -> LyannaObjective:
+def objective(
+    model: Any, config: LyannaConfig, recipe: LyannaRecipe, vocabulary: DraftVocabulary, compile_graph: bool
+) -> LyannaObjective:
     """Return the loss of a recipe."""
     table = recipe.drafter
-    return LyannaObjective(model, config, table.alpha, table.beta, table.step_weight, compile_graph)
+    weights = LossWeights(table.alpha, table.beta, table.gamma, table.step_weight)
+    return LyannaObjective(model, config, weights, vocabulary, compile_graph)
 
 
-def warm_start(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
+def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
+    """Begin with the verifier's last decoder layer and final norm, and a projection that passes both inputs on.
+
+    Raises UsageError if the drafter's layer has another shape.
+    """
+    state = drafter.state_dict()
+    body = verifier.model.get_decoder()
+    found = {f"layer.{_renamed(name)}": tensor for name, tensor in body.layers[-1].state_dict().items()}
+    found["norm.weight"] = body.norm.weight
+    for name, tensor in found.items():
+        if name not in state or state[name].shape != tensor.shape:
+            raise UsageError(
+                f"drafter.init = 'layer': {name} of the verifier's last layer does not fit a drafter of this shape",
+                "leave the drafter's sizes to the verifier, or set init = 'random'",
+            )
+        state[name] = tensor.detach().to(torch.float32).clone()
+    width = drafter.config.hidden_size
+    projection = torch.eye(width).repeat(1, state["projection.weight"].shape[1] // width)
+    state["projection.weight"] = projection + state["projection.weight"] * _NOISE
+    drafter.load_state_dict(state)
+
+
+def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
     """Begin with the verifier's MTP module, which has the same form except the norm on a chain's own states.
 
     Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
@@ -97,4 +130,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-METHOD = Method(LyannaRecipe, LyannaConfig, LyannaDrafter, configure, objective, warm_start)
+METHOD = Method(
+    LyannaRecipe, LyannaConfig, LyannaDrafter, configure, objective, lambda config: int(config.steps),
+    {"mtp": start_from_mtp, "layer": start_from_layer},
+)  # fmt: skip

@@ -9,10 +9,18 @@ import torch.nn.functional as F
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.mtp import MtpModule, load_mtp
-from redraft.train.objectives.lyanna import LyannaObjective, chains
-from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable, configure, warm_start
-from redraft.train.verifier_model import open_verifier, verifier_states
+from redraft.train.objectives.lyanna import LossWeights, LyannaObjective, chains
+from redraft.train.objectives.lyanna_method import (
+    LyannaRecipe,
+    LyannaTable,
+    configure,
+    start_from_layer,
+    start_from_mtp,
+)
+from redraft.train.states import TOP_LOGITS, run_verifier
+from redraft.train.verifier_model import open_verifier
 
 ROWS = 6
 
@@ -33,6 +41,18 @@ def drafter_of(config):
 @pytest.fixture(scope="module")
 def verifier(verifier_folder):
     return open_verifier(verifier_folder, "cpu")
+
+
+def features_of(verifier, tokens):
+    return run_verifier(verifier.model, tokens)[0]["last"]
+
+
+def whole(tokens, kinds=("a", "a")):
+    """Drafts start at the first ROWS positions."""
+    return Batch.whole(tokens, kinds, tokens.shape[1] - ROWS)
+
+
+STARTS = torch.arange(ROWS).expand(2, -1)
 
 
 @pytest.fixture
@@ -75,35 +95,74 @@ def test_parallel_chains_equal_one_chain_after_another(verifier, tokens):
     """A chain must not see another chain's steps or later features, which drafting never has."""
     drafter, embed = drafter_of(config()), verifier.model.get_input_embeddings()
     with torch.no_grad():
-        features, _ = verifier_states(verifier.model, tokens)
-        found = torch.stack(list(chains(drafter, features[:, :ROWS], tokens, embed)))  # [N, B, T, n]
+        features = features_of(verifier, tokens)
+        found = torch.stack(list(chains(drafter, features, tokens, STARTS, embed)))  # [N, B, T, n]
         for row in range(2):
             for start in range(ROWS):
                 expected = one_chain(drafter, features[row], tokens[row], embed, start)
                 assert torch.allclose(found[:, row, start], torch.stack(expected), atol=1e-5)
 
 
-def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens):
-    """α MSE + β CE relative to the verifier's features and distribution at the predicted token."""
-    objective = LyannaObjective(verifier.model, config(), alpha=0.5, beta=2.0, step_weight=0.7)
-    objective.drafter.load_state_dict(drafter_of(config()).state_dict())
+@pytest.mark.parametrize("size", [400, 150])
+def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens, size):
+    """α MSE + β CE + γ CE with the likeliest token, relative to the verifier at the predicted token.
+
+    CE counts the verifier's 64 likeliest tokens that are in the draft vocabulary.
+    """
+    settings = config(draft_vocab_size=size % 400)
+    some = torch.randperm(400, generator=torch.Generator().manual_seed(2))[:size].sort().values
+    weights = LossWeights(alpha=0.5, beta=2.0, gamma=0.3, step=0.7)
+    objective = LyannaObjective(verifier.model, settings, weights, DraftVocabulary(some, 400))
+    objective.drafter.load_state_dict(drafter_of(settings).state_dict())
     embed, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
+    inside = torch.zeros(400).index_fill_(0, some, 1.0)
     with torch.no_grad():
-        features, logits = verifier_states(verifier.model, tokens)
-        losses = torch.zeros(3)
+        hidden_states, logits = run_verifier(verifier.model, tokens)
+        features, losses = hidden_states["last"], torch.zeros(3)
         for row in range(2):
             for start in range(ROWS):
                 chain = one_chain(objective.drafter, features[row], tokens[row], embed, start)
                 for step, hidden in enumerate(chain):
                     place = start + step + 1
                     info = objective.drafter.token_info(embed(tokens[row, place]))
-                    ce = -(logits[row, place].softmax(-1) * (head @ hidden + info).log_softmax(-1)).sum()
+                    log_probs = torch.zeros(400)
+                    log_probs[some] = (head[some] @ hidden + info).log_softmax(-1)
+                    shares = logits[row, place].softmax(-1) * inside
+                    best = logits[row, place].argmax()
+                    shares[logits[row, place].argsort(descending=True)[TOP_LOGITS:]] = 0.0
+                    ce = -(shares * log_probs).sum()
                     mse = ((hidden - features[row, place]) ** 2).mean()
-                    losses[step] += (0.5 * mse + 2.0 * ce) / (2 * ROWS)
-        weights = torch.tensor([1.0, 0.7, 0.49])
-        loss, metrics = objective.loss(Batch(tokens, ("a", "a")))
-    assert loss.item() == pytest.approx(((losses * weights).sum() / weights.sum()).item(), rel=1e-5)
+                    losses[step] += (0.5 * mse + 2.0 * ce - 0.3 * (log_probs * inside)[best]) / (2 * ROWS)
+        by_step = torch.tensor([1.0, 0.7, 0.49])
+        loss, metrics = objective.loss(whole(tokens))
+    assert loss.item() == pytest.approx(((losses * by_step).sum() / by_step.sum()).item(), rel=1e-5)
     assert set(metrics) == {"mse", "ce", "hit 1", "hit 2", "hit 3"}
+
+
+def test_only_real_drafts_count(verifier, tokens):
+    """Padded starts and depths beyond a text's end change nothing."""
+    objective = LyannaObjective(verifier.model, config())
+    objective.drafter.load_state_dict(drafter_of(config()).state_dict())
+    starts, ends = torch.tensor([[0, 1, 2]]), torch.tensor([4])
+    short = Batch(tokens[:1, :4], ("a",), starts, ends)
+    padded = Batch(
+        torch.nn.functional.pad(tokens[:1, :4], (0, 5)), ("a",), torch.tensor([[0, 1, 2, -1, -1]]), torch.tensor([4])
+    )
+    with torch.no_grad():
+        assert objective.loss(short)[0].item() == pytest.approx(objective.loss(padded)[0].item(), rel=1e-5)
+
+
+def test_kept_states_replace_the_verifier(verifier, tokens):
+    """A batch with states needs no forward pass, and learns the same."""
+    objective = LyannaObjective(verifier.model, config())
+    batch = whole(tokens)
+    kept = Batch(batch.tokens, batch.kinds, batch.starts, batch.ends, objective.states(batch))
+    expected = objective.loss(batch)[0]
+    objective.verifier.forward = None
+    try:
+        assert torch.equal(objective.loss(kept)[0], expected)
+    finally:
+        del objective.verifier.forward
 
 
 def beside_nothing(settings):
@@ -141,15 +200,15 @@ def test_first_token_reaches_the_chain_only_if_it_is_fused(verifier, tokens, fir
     other = tokens.clone()
     other[:, 3] = (other[:, 3] + 1) % 400  # the first token of the drafts that start at position 2
     with torch.no_grad():
-        features, _ = verifier_states(verifier.model, tokens)
-        before, after = (torch.stack(list(chains(drafter, features[:, :ROWS], t, embed))) for t in (tokens, other))
+        features = features_of(verifier, tokens)
+        before, after = (torch.stack(list(chains(drafter, features, t, STARTS, embed))) for t in (tokens, other))
     assert torch.equal(before[:, :, :2], after[:, :, :2])
     assert torch.allclose(before[:, :, 2], after[:, :, 2], atol=1e-5) is not first_token
 
 
 def test_only_the_drafter_is_trained(verifier, tokens):
     objective = LyannaObjective(verifier.model, config())
-    objective.loss(Batch(tokens, ("a", "a")))[0].backward()
+    objective.loss(whole(tokens))[0].backward()
     assert all(p.grad is not None for _, p in objective.named_parameters())
     assert all(p.grad is None and not p.requires_grad for p in verifier.model.parameters())
     assert all(name.startswith("drafter.") for name in objective.state_dict())
@@ -160,13 +219,13 @@ def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_
     """The module without the fused token equals one with a zero embedding."""
     recipe = LyannaRecipe(drafter=LyannaTable(first_token=first_token))
     drafter = LyannaDrafter(configure(recipe, verifier))
-    warm_start(drafter, verifier)
+    start_from_mtp(drafter, verifier)
     module: MtpModule = load_mtp(verifier.checkpoint.path)
     embed = verifier.model.get_input_embeddings()
     with torch.no_grad():
-        features, _ = verifier_states(verifier.model, tokens)
+        features = features_of(verifier, tokens)
         following = embed(tokens[:, 1 : ROWS + 1])
-        found = next(chains(drafter, features[:, :ROWS], tokens, embed))
+        found = next(chains(drafter, features, tokens, STARTS, embed))
         if not first_token:
             module.embedding_norm.weight.zero_()
         expected = module(features[:, :ROWS], following)
@@ -177,10 +236,23 @@ def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_
 def test_warm_start_of_another_shape_is_refused(verifier):
     drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(intermediate_size=40)), verifier))
     with pytest.raises(UsageError, match="init = 'random'"):
-        warm_start(drafter, verifier)
+        start_from_mtp(drafter, verifier)
 
 
 def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
     found = configure(LyannaRecipe(drafter=LyannaTable(kv_heads=2, chain=5, rank=7)), verifier)
     expected = dict(hidden_size=32, vocab_size=400, intermediate_size=64, heads=2, kv_heads=2, head_dim=16)
     assert found == LyannaConfig(**expected, rank=7, steps=5)
+
+
+def test_a_start_from_the_last_layer_is_that_layer(verifier):
+    drafter = LyannaDrafter(configure(LyannaRecipe(), verifier))
+    start_from_layer(drafter, verifier)
+    body = verifier.model.get_decoder()
+    assert torch.equal(drafter.layer.gate_proj.weight, body.layers[-1].mlp.gate_proj.weight)
+    assert torch.equal(drafter.layer.k_proj.weight, body.layers[-1].self_attn.k_proj.weight)
+    assert torch.equal(drafter.norm.weight, body.norm.weight)
+    both = drafter.projection.weight.view(32, 2, 32)
+    assert ((both[:, 0] - torch.eye(32)).abs() < 0.1).all()
+    with pytest.raises(UsageError, match="init = 'layer'"):
+        start_from_layer(LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(heads=4)), verifier)), verifier)

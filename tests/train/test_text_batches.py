@@ -1,0 +1,139 @@
+"""Batches of whole written texts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from redraft.errors import DataError
+from redraft.train.config import Recipe
+from redraft.train.text_batches import TextPlan, TextSet, text_batch
+from redraft.train.text_shards import Shards, pack
+
+TEXTS = 60
+KINDS = ("chat", "math")
+
+
+def shard(number, count, states=True):
+    rng = np.random.default_rng(number)
+    prompts = rng.integers(2, 6, count)
+    lengths = prompts + rng.integers(3, 9, count)
+    total = int(lengths.sum())
+    arrays = {
+        "tokens": rng.integers(0, 50, total).astype(np.uint32),
+        "lengths": lengths,
+        "prompts": prompts,
+        "kinds": np.array([KINDS[i % 2] for i in range(count)]),
+        "temperatures": np.array([float(i % 3 == 0) for i in range(count)], np.float32),
+    }
+    if states:
+        arrays |= {
+            "hidden.last": rng.normal(size=(total, 4)).astype(np.float16),
+            "top_ids": rng.integers(0, 50, (total, 3)).astype(np.int32),
+            "top_logits": rng.normal(size=(total, 3)).astype(np.float16),
+            "log_sum": rng.normal(size=total).astype(np.float32),
+        }
+    return arrays
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(2):
+        Shards(tmp_path).add(number, shard(number, TEXTS // 2))
+    return tmp_path
+
+
+def test_a_text_is_trained_on_or_held_out_with_all_answers_to_its_prompt(tmp_path):
+    """The same prompt is asked again at another temperature; one of the two in training would leak the other."""
+    arrays = shard(0, TEXTS, states=False)
+    twice = {
+        name: np.concatenate([array, array]) if name != "temperatures" else np.concatenate([array * 0, array * 0 + 1])
+        for name, array in arrays.items()
+    }
+    Shards(tmp_path).add(0, twice)
+    texts = TextSet(tmp_path, 4, ("last",))
+    assert len(texts.training) + len(texts.held_out) == 2 * TEXTS
+    assert 0.1 < len(texts.held_out) / (2 * TEXTS) < 0.5
+    places = [{text.first % int(arrays["lengths"].sum()) for text in some} for some in (texts.training, texts.held_out)]
+    assert not places[0] & places[1]
+
+
+def test_counts_and_sizes_are_of_answers_in_training(folder):
+    texts = TextSet(folder, 5, ("last",))
+    counts, sizes = texts.counts(50), texts.sizes()
+    assert counts.sum() == sum(kind["written"] for kind in sizes.values())
+    assert sum(kind["texts"] for kind in sizes.values()) == len(texts.training)
+    assert sum(kind["all"] for kind in sizes.values()) == sum(text.length for text in texts.training)
+
+
+def test_a_batch_has_the_texts_their_starts_and_their_states():
+    arrays = [
+        {"tokens": np.array([5, 6, 7, 8], np.uint32), "hidden.last": np.ones((4, 2), np.float16),
+         "top_ids": np.full((4, 3), 9, np.int32), "top_logits": np.ones((4, 3), np.float16),
+         "log_sum": np.full(4, 2.0, np.float32)},
+        {"tokens": np.array([1, 2, 3, 4, 5, 6], np.uint32), "hidden.last": np.full((6, 2), 3, np.float16),
+         "top_ids": np.full((6, 3), 4, np.int32), "top_logits": np.ones((6, 3), np.float16),
+         "log_sum": np.full(6, 5.0, np.float32)},
+    ]  # fmt: skip
+    batch = text_batch(arrays, [1, 2], ("chat", "math"))
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert batch.starts.tolist() == [[0, 1, -1], [1, 2, 3]]
+    assert batch.ends.tolist() == [3, 5]  # the last token has no next one
+    assert batch.states.last[1, 5].tolist() == [3, 3]
+    assert batch.states.greedy[0].tolist() == [9, 9, 9, 9, 0, 0]
+    for array in arrays:
+        del array["log_sum"]
+    assert text_batch(arrays, [1, 2], ("chat", "math")).states is None
+
+
+def test_an_epoch_has_every_text_once_in_batches_of_similar_lengths(folder, monkeypatch):
+    monkeypatch.setattr("redraft.train.text_batches._SORTED", 4)
+    texts = TextSet(folder, 6, ("last",))
+    rows = 4
+    batches = len(texts.training) // rows
+    plan = TextPlan(texts, rows, seed=3)
+    orders = [
+        [plan.batch(step, Recipe()) for step in range(batches * epoch, batches * (epoch + 1))] for epoch in (0, 1)
+    ]
+    seen = [sorted(tuple(row) for batch in order for row in _texts(batch)) for order in orders]
+    assert len(seen[0]) == len(set(seen[0])) == batches * rows
+    assert [b.tokens.tolist() for b in orders[0]] != [b.tokens.tolist() for b in orders[1]]
+    spread = [int(batch.ends.max() - batch.ends.min()) for batch in orders[0]]
+    every = [text.length for text in texts.training]
+    assert np.mean(spread) < 0.6 * (max(every) - min(every))
+    again = TextPlan(TextSet(folder, 6, ("last",)), rows, seed=3)
+    assert torch.equal(again.batch(batches + 1, Recipe()).tokens, orders[1][1].tokens)
+    assert orders[0][0].states is not None
+
+
+def _texts(batch):
+    return [row[: end + 1] for row, end in zip(batch.tokens.tolist(), batch.ends.tolist(), strict=True)]
+
+
+def test_held_out_batches_are_greedy_and_by_kind(folder):
+    held_out = TextSet(folder, 2, ("last",)).greedy_held_out(3, 2)
+    assert set(held_out) <= set(KINDS)
+    for kind, batches in held_out.items():
+        assert sum(len(batch.kinds) for batch in batches) <= 3
+        assert all(set(batch.kinds) == {kind} for batch in batches)
+    greedy = [text for text in TextSet(folder, 2, ("last",)).held_out if text.temperature == 0]
+    assert sum(len(batch.kinds) for batches in held_out.values() for batch in batches) <= len(greedy)
+
+
+def test_packed_texts_are_the_same_texts_without_states(folder, tmp_path):
+    pack(folder, tmp_path / "packed")
+    whole, packed = (TextSet(path, 6, ("last",)) for path in (folder, tmp_path / "packed"))
+    assert whole.digest == packed.digest
+    assert [t.kind for t in whole.training] == [t.kind for t in packed.training]
+    one, other = (TextPlan(texts, 4, 0).batch(2, Recipe()) for texts in (whole, packed))
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.starts, other.starts)
+    assert (one.states is None, other.states is None) == (False, True)
+
+
+def test_texts_that_are_missing_or_too_few_are_refused(folder, tmp_path):
+    with pytest.raises(DataError, match="has no texts to train on"):
+        TextSet(tmp_path / "absent", 4, ("last",))
+    with pytest.raises(DataError, match="fewer than the 99 of a batch"):
+        TextPlan(TextSet(folder, 4, ("last",)), 99, 0)

@@ -1,0 +1,80 @@
+"""The verifier's computation of a batch of texts: hidden states, and the likeliest tokens after every position.
+
+Drafters learn from the 64 likeliest logits instead of all: they hold nearly all probability, and a text's states can be
+kept on disk, so that the verifier runs once for any number of epochs and methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from redraft.names import LAST_HIDDEN_STATE
+from redraft.train.text_shards import HIDDEN
+
+TOP_LOGITS = 64
+
+
+@dataclass(frozen=True)
+class States:
+    """The verifier's computation of tokens [B, L].
+
+    hidden:     [B, L, n] by hidden state.
+    top_ids, top_logits: int and float [B, L, K], the likeliest next tokens, likeliest first; K is 64, or V if smaller.
+    log_sum:    float [B, L], the logarithm of the sum of exp(logit) over the whole vocabulary.
+    """
+
+    hidden: Mapping[str, torch.Tensor]
+    top_ids: torch.Tensor
+    top_logits: torch.Tensor
+    log_sum: torch.Tensor
+
+    @property
+    def last(self) -> torch.Tensor:
+        """Features after the final norm, [B, L, n]."""
+        return self.hidden[LAST_HIDDEN_STATE]
+
+    @property
+    def greedy(self) -> torch.Tensor:
+        """The likeliest next token, [B, L]."""
+        return self.top_ids[..., 0]
+
+    def to(self, device: torch.device) -> States:
+        """Return the states on a device."""
+        hidden = {name: tensor.to(device) for name, tensor in self.hidden.items()}
+        return States(hidden, self.top_ids.to(device), self.top_logits.to(device), self.log_sum.to(device))
+
+    def to_numpy(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays of `redraft.train.text_shards`, half precision but for the sum."""
+        tensors = {HIDDEN + name: tensor.half() for name, tensor in self.hidden.items()}
+        tensors |= {"top_ids": self.top_ids.int(), "top_logits": self.top_logits.half(), "log_sum": self.log_sum}
+        return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+
+
+def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> States:
+    """Return the states of hidden states and logits [B, L, V]."""
+    logits = logits.float()
+    values, ids = logits.topk(min(TOP_LOGITS, logits.shape[-1]))
+    return States(hidden, ids, values, logits.logsumexp(-1))
+
+
+def run_verifier(
+    verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str] = (LAST_HIDDEN_STATE,), **arguments: Any
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return hidden states [B, L, n] by name, and logits [B, L, V] in fp32, of tokens [B, L].
+
+    `last` is after the final norm; `3` is the residual stream after layer 3.   arguments: for the model's forward.
+    """
+    kept: list[torch.Tensor] = []
+    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    layers = [name for name in hidden_states if name != LAST_HIDDEN_STATE]
+    try:
+        out = verifier(tokens, output_hidden_states=bool(layers), **{"use_cache": False, **arguments})
+    finally:
+        hook.remove()
+    found = {name: kept[0] if name == LAST_HIDDEN_STATE else out.hidden_states[int(name)] for name in hidden_states}
+    return found, out.logits.float()

@@ -1,0 +1,271 @@
+"""`redraft train text`: the verifier answers questions, and everything that its drafters learn from is kept.
+
+text.json        recipe, digests of verifier and data
+questions.npz    the prompts, in the order of writing
+shards/NNNN/     see `redraft.train.text_shards`
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from redraft.errors import TrainingError, UsageError
+from redraft.names import LAST_HIDDEN_STATE
+from redraft.records import PositiveInt, from_plain, to_plain
+from redraft.train.config import read_recipe
+from redraft.train.data import Corpus
+from redraft.train.questions import ChatTurns, code_questions, prose_questions, word_problems
+from redraft.train.states import TOP_LOGITS, run_verifier, states_of
+from redraft.train.text_shards import Shards, load_packed, save_packed, split
+from redraft.train.verifier_model import VerifierModel
+from redraft.train.writer import Prompt, Writer, Written
+
+FACTS = "text.json"
+QUESTIONS = "questions.npz"
+KINDS = ("chat", "math", "code", "prose")
+_SORTED = 16  # batches whose prompts are sorted by length together
+_MOST_FREQUENT = 3  # the same question is asked at most so often
+_STATES_TOKENS = 4096  # tokens of a call that computes states of given texts
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """Texts to write.
+
+    texts:           number by kind: `chat`, `math`, `code`, `prose`; `redraft.train.questions` describes the kinds.
+    greedy:          share of greedy texts; the others are sampled from the 64 likeliest tokens at temperature 1.
+    new_tokens:      longest answer.   question_tokens: longest question that the verifier asks itself.
+    rows:            texts that are written at once.
+    hidden_states:   those to keep, with the likeliest logits; none keeps tokens alone.
+    held_out_every:  one document of the data in so many is not asked about.
+    """
+
+    texts: Mapping[str, int] = field(default_factory=dict)
+    greedy: float = 0.6
+    new_tokens: PositiveInt = 256
+    question_tokens: PositiveInt = 96
+    rows: PositiveInt = 256
+    hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
+    held_out_every: PositiveInt = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.texts) - set(KINDS)):
+            raise UsageError(f"texts.{unknown[0]} is not a kind", f"the kinds are {', '.join(KINDS)}")
+        if not self.texts or min(self.texts.values()) < 1:
+            raise UsageError("texts must give a positive number of texts for at least one kind")
+        if not 0 <= self.greedy <= 1:
+            raise UsageError(f"greedy must be a share from 0 to 1, it is {self.greedy}")
+
+    @classmethod
+    def load(cls, name_or_path: str) -> TextRecipe:
+        """Read a TOML recipe: a path, or the name of one in the package."""
+        return from_plain(cls, *read_recipe(name_or_path))
+
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        """Kinds whose questions come from documents."""
+        return tuple(kind for kind in self.texts if kind != "chat")
+
+
+Progress = Callable[[str, int, int, int], None]
+"""Stage, batches done, batches in all, tokens of this batch."""
+
+
+def write_text(
+    verifier: VerifierModel, corpora: Mapping[str, Corpus], recipe: TextRecipe, out: Path,
+    progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
+) -> None:  # fmt: skip
+    """Write the texts of a recipe into `out`, or continue to.
+
+    If the disk has too little space for states, only tokens are kept, and `warn` gets a line. Raises TrainingError if
+    `out` holds texts of another recipe, verifier or data.
+    """
+    turns = ChatTurns.of(str(verifier.checkpoint.path), verifier.eos)
+    facts = {
+        "recipe": to_plain(recipe),
+        "verifier": to_plain(verifier.identity),
+        "data": {kind: corpora[kind].digest() for kind in recipe.data_kinds},
+    }
+    _begin(out, facts)
+    questions, shards = out / QUESTIONS, Shards(out)
+    if not questions.exists():
+        save_packed(questions, _questions_in_order(verifier.model, turns, corpora, recipe, progress))
+    found = load_packed(questions)
+    prompts = [
+        Prompt(tuple(tokens.tolist()), float(temperature))
+        for tokens, temperature in zip(split(found["lengths"], found["tokens"]), found["temperatures"], strict=True)
+    ]
+    batches = [slice(i, i + recipe.rows) for i in range(0, len(prompts), recipe.rows)]
+    for index, some in enumerate(batches):
+        if index in shards:
+            continue
+        longest = max(len(prompt.tokens) for prompt in prompts[some]) + recipe.new_tokens
+        kept = _kept(recipe, shards, longest * len(prompts[some]) * verifier.hidden_size, index, warn)
+        writer = Writer(verifier.model, turns.ends, recipe.new_tokens, kept)
+        written = writer.write(prompts[some], recipe.seed + index)
+        about = {name: found[name][some] for name in ("kinds", "temperatures")}
+        shards.add(index, {**arrays_of(written), **about})
+        progress("texts", index + 1, len(batches), int((written.lengths - written.prompts).sum()))
+
+
+def _begin(out: Path, facts: Mapping[str, Any]) -> None:
+    """Make the folder, or check that it has the same facts. The number of texts may not change either."""
+    file = out / FACTS
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(file)
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        differing = next((name for name in facts if before[name] != facts[name]), None)
+    except (ValueError, KeyError, TypeError):
+        raise TrainingError(f"{file} is damaged", "give another --out") from None
+    if differing:
+        raise TrainingError(f"{out} holds texts of another {differing}", "give the same as before, or another --out")
+
+
+def _kept(recipe: TextRecipe, shards: Shards, numbers: int, index: int, warn: Callable[[str], None]) -> tuple[str, ...]:
+    """Return the hidden states to keep: the recipe's, or none if the disk lacks space for `numbers` of each."""
+    needed = 2 * numbers * len(recipe.hidden_states) + 6 * TOP_LOGITS * numbers
+    if not recipe.hidden_states or shards.fits(needed):
+        return recipe.hidden_states
+    warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
+    return ()
+
+
+def arrays_of(written: Written) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a shard, without kinds and temperatures."""
+    return {
+        "tokens": written.tokens.astype(np.uint32), "lengths": written.lengths, "prompts": written.prompts,
+        **written.states,
+    }  # fmt: skip
+
+
+def _questions_in_order(
+    model: Any, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress
+) -> dict[str, NDArray[Any]]:
+    """Return prompts, kinds and temperatures in the order of writing: batches of similar lengths, in random order."""
+    rng = np.random.Generator(np.random.PCG64(recipe.seed))
+    asked: list[tuple[str, tuple[int, ...]]] = []
+    for kind, count in recipe.texts.items():
+        if kind == "chat":
+            found = _asked_by_itself(model, turns, count, recipe, progress)
+        else:
+            found = [turns.ask(question) for question in _questions(kind, corpora[kind], count, rng)]
+        if not found:
+            raise UsageError(f"there is no question of kind {kind}", "give more data")
+        taken = [found[i] for i in rng.permutation(len(found))]
+        asked += [(kind, taken[i % len(taken)]) for i in range(min(count, _MOST_FREQUENT * len(taken)))]
+    temperatures = np.where(rng.random(len(asked)) < recipe.greedy, 0.0, 1.0)
+    order = _sorted_batches([len(tokens) for _, tokens in asked], recipe.rows, rng)
+    tokens = [np.array(asked[i][1], np.uint32) for i in order]
+    return {
+        "tokens": np.concatenate(tokens),
+        "lengths": np.array(list(map(len, tokens))),
+        "kinds": np.array([asked[i][0] for i in order]),
+        "temperatures": temperatures[order].astype(np.float32),
+    }
+
+
+def _sorted_batches(lengths: Sequence[int], rows: int, rng: np.random.Generator) -> list[int]:
+    """Return a random order of texts in which the `rows` texts of a batch have similar lengths."""
+    found: list[int] = []
+    order = rng.permutation(len(lengths)).tolist()
+    for begin in range(0, len(order), _SORTED * rows):
+        some = sorted(order[begin : begin + _SORTED * rows], key=lambda i: lengths[i])
+        parts = [some[i : i + rows] for i in range(0, len(some), rows)]
+        found += [text for part in rng.permutation(len(parts)).tolist() for text in parts[part]]
+    return found
+
+
+def _questions(kind: str, corpus: Corpus, count: int, rng: np.random.Generator) -> list[str]:
+    if kind == "math":
+        return word_problems(corpus.train)
+    if kind == "code":
+        return code_questions(corpus.train, rng)
+    return prose_questions(corpus.train, count, rng)
+
+
+def _asked_by_itself(
+    model: Any, turns: ChatTurns, count: int, recipe: TextRecipe, progress: Progress
+) -> list[tuple[int, ...]]:
+    """Return prompts of distinct questions that the verifier samples as the user's turn."""
+    writer = Writer(model, turns.ends, recipe.question_tokens)
+    special = set(turns.tokenizer.all_special_ids)
+    found: dict[tuple[int, ...], None] = {}
+    batches = -(-count * 5 // 4 // recipe.rows)  # a fifth is expected to be too long, or asked twice
+    for batch in range(batches):
+        if len(found) >= count:
+            break
+        texts = writer.write([Prompt(turns.before, 1.0)] * recipe.rows, recipe.seed + batch + 1)
+        for text in split(texts.lengths, texts.tokens):
+            question = text[len(turns.before) :].tolist()
+            if question[-1] in turns.ends and len(question) > 5 and not special & set(question[:-1]):
+                found[turns.around(question[:-1])] = None
+        progress("questions", batch + 1, batches, len(texts.tokens))
+    return list(found)[:count]
+
+
+@torch.inference_mode()
+def compute_states(
+    verifier: VerifierModel, texts: Path, out: Path, hidden_states: tuple[str, ...], rows: int = 256,
+    progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
+) -> None:  # fmt: skip
+    """Write the texts of a packed folder with their states into `out`, or continue to. Nothing is written again.
+
+    Raises TrainingError if `out` holds the states of other texts or of another verifier.
+    """
+    (packed,) = Shards(texts)
+    tokens = split(packed.array("lengths"), packed.array("tokens"))
+    identity = to_plain(verifier.identity)
+    _begin(out, {"texts": str(len(tokens)), "verifier": identity, "hidden_states": list(hidden_states)})
+    shards = Shards(out)
+    recipe = TextRecipe({"chat": 1}, hidden_states=hidden_states)
+    parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]
+    for index, some in enumerate(parts):
+        if index in shards:
+            continue
+        total = sum(map(len, tokens[some]))
+        kept = _kept(recipe, shards, total * verifier.hidden_size, index, warn)
+        about = {name: packed.array(name)[some] for name in ("lengths", "prompts", "kinds", "temperatures")}
+        states = _states_of_texts(verifier.model, tokens[some], kept) if kept else {}
+        flat = np.concatenate(tokens[some]).astype(np.uint32)
+        shards.add(index, {"tokens": flat, **about, **states})
+        progress("states", index + 1, len(parts), total)
+
+
+def _states_of_texts(model: Any, texts: Sequence[NDArray[Any]], names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
+    """Return the states of every token of texts, one after the other, computed in calls of similar lengths."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    found: list[Any] = [None] * len(texts)
+    while order:
+        most = max(1, _STATES_TOKENS // len(texts[order[-1]]))
+        some, order = order[-most:], order[:-most]
+        rows = [torch.from_numpy(texts[i].astype(np.int64)) for i in some]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
+        arrays = states_of(*run_verifier(model, tokens, names)).to_numpy()
+        for row, index in enumerate(some):
+            found[index] = {name: array[row, : len(texts[index])].copy() for name, array in arrays.items()}
+    return {name: np.concatenate([states[name] for states in found]) for name in found[0]}
+
+
+def written_tokens(shards: Shards) -> Counter[str]:
+    """Return the number of tokens that the verifier wrote, by kind."""
+    found: Counter[str] = Counter()
+    for shard in shards:
+        new = shard.array("lengths") - shard.array("prompts")
+        for kind, tokens in zip(shard.array("kinds").tolist(), new.tolist(), strict=True):
+            found[kind] += tokens
+    return found
