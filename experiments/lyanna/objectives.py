@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,28 +11,28 @@ import torch
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.export.drafters.lyanna_token_tree import lookup
+from redraft.train.draft_vocabulary import DraftVocabulary
 from redraft.train.objectives.lyanna import LyannaObjective
 
 
 class TableObjective(LyannaObjective):
     """Token information from tables as `methods.lyanna.tables` lists them, by name. To measure, not to train.
 
-    The drafter was trained on the whole vocabulary. Tokens outside of the tables' draft vocabulary have logits of
-    minus infinity.
+    Logits are over the draft vocabulary of the tables, a part of the one that the drafter was trained with.
     """
 
-    def __init__(self, verifier: Any, config: LyannaConfig, tables: Mapping[str, NDArray[Any]]) -> None:
-        super().__init__(verifier, config)
+    def __init__(self, exact: LyannaObjective, tables: Mapping[str, NDArray[Any]]) -> None:
+        """exact: the objective of the drafter, which this one shares."""
+        config = exact.drafter.config
+        drafted = tables.get(names.DRAFT_VOCABULARY)
+        vocabulary = DraftVocabulary.of(None if drafted is None else torch.from_numpy(drafted), config.vocab_size)
+        size = 0 if vocabulary.is_whole else len(vocabulary)
+        super().__init__(exact.verifier, replace(config, draft_vocab_size=size), vocabulary=vocabulary)
+        self.drafter = exact.drafter
         self._tables = tables
 
-    def added(self, distinct: torch.Tensor) -> torch.Tensor:
+    def added(self, tokens: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        rows = torch.from_numpy(np.stack([lookup(self._tables, token) for token in distinct.tolist()]))  # [D, H]
-        drafted = self._tables.get(names.DRAFT_VOCABULARY)
-        if drafted is None:
-            return rows
-        whole = torch.full((len(rows), self.drafter.config.vocab_size), -torch.inf)
-        whole[:, torch.from_numpy(drafted)] = rows
-        return whole
+        distinct, index = tokens.unique(return_inverse=True)
+        return torch.from_numpy(np.stack([lookup(self._tables, token) for token in distinct.tolist()]))[index]

@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from experiments.lyanna.objectives import TableObjective
 from experiments.lyanna.parts import KV_LEN, PENDING_COUNT_ROWS, VERIFIED, WARM_UP, times
@@ -28,21 +27,18 @@ from redraft.bench.environment import environment
 from redraft.engines import Bundle, open_bundle
 from redraft.errors import UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
-from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.methods.lyanna import METHOD, TokenInfo
 from redraft.runtime import Runtime
 from redraft.runtime.drafters.lyanna import LyannaDrafter
-from redraft.train.acceptance import WIDTH, acceptance_of
-from redraft.train.drafter_evaluate import read_prompts
+from redraft.train.acceptance import WIDTH, acceptance_of, greedy_rows
+from redraft.train.batches import Batch
+from redraft.train.drafter_evaluate import open_drafter, read_prompts
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.self_text import continue_greedily
 from redraft.train.verifier_model import VerifierModel, open_verifier
 
 FORMS: tuple[TokenInfo, ...] = get_args(TokenInfo)
 REDRAFT = "import sys; from redraft.cli.main import main; sys.exit(main())"
-
-Text = tuple[NDArray[np.int64], int]
-"""Rows [1, T] and the position of their first draft."""
 
 
 @dataclass(frozen=True)
@@ -143,45 +139,46 @@ def losses(
     bundles: Mapping[Form, Bundle], verifier: VerifierModel, options: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[Form, dict[str, Any]]]:
     """Return acceptance in fp32, and by form acceptance and the share of choices equal to the fp32 table's."""
-    checkpoint = DrafterCheckpoint.open(options.drafter)
-    config = checkpoint.configure(LyannaConfig)
-    exact = LyannaObjective(verifier.model, config)
-    checkpoint.load(exact.drafter)
+    exact = open_drafter(DrafterCheckpoint.open(options.drafter), verifier)
+    assert isinstance(exact, LyannaObjective)
     texts = written(verifier, read_prompts(options.prompts, options.limit), options.new_tokens, exact.lookahead)
     if not texts:
         raise UsageError("no prompt leaves a text to measure on", "give more prompts, or a higher --limit")
     lost = {}
     for form, bundle in bundles.items():
         note(f"choices of {form}")
-        stored = TableObjective(verifier.model, config, bundle.tables(METHOD.id))
-        stored.drafter = exact.drafter
+        stored = TableObjective(exact, bundle.tables(METHOD.id))
         lost[form] = {**same_choices(exact, stored, texts), "acceptance": asdict(acceptance_of(stored, texts))}
     return {"acceptance": asdict(acceptance_of(exact, texts)), "texts": len(texts)}, lost
 
 
 def written(
     verifier: VerifierModel, prompts: Mapping[str, Sequence[str]], new_tokens: int, lookahead: int
-) -> list[Text]:
-    """Return the verifier's greedy texts after prompts; drafts begin at a prompt's last token."""
+) -> list[Batch]:
+    """Return the verifier's greedy texts after prompts, one a batch; drafts begin at a prompt's last token."""
     limit = getattr(verifier.config, "max_position_embeddings", None) or sys.maxsize
     ids = [found.ids for texts in prompts.values() for found in verifier.tokenizer.encode_batch(list(texts))]
     ids = [prompt for prompt in ids if prompt and len(prompt) + new_tokens <= limit]
     rows = continue_greedily(verifier.model, ids, new_tokens, verifier.eos)
     return [
-        (np.array([row]), len(prompt) - 1)
+        batch
         for prompt, row in zip(ids, rows, strict=True)
         if len(row) >= len(prompt) + lookahead
+        for batch in greedy_rows(np.array([row]), len(prompt) - 1, lookahead)
     ]
 
 
 @torch.inference_mode()
-def same_choices(exact: LyannaObjective, stored: LyannaObjective, texts: Iterable[Text]) -> dict[str, float]:
+def same_choices(exact: LyannaObjective, stored: LyannaObjective, texts: Iterable[Batch]) -> dict[str, float]:
     """Return shares over all depths: equal likeliest tokens, and equal members of the WIDTH likeliest."""
     likeliest, members, count = 0, 0, 0
-    for rows, first in texts:
-        tokens = torch.from_numpy(rows)
-        for one, other in zip(exact.drafts(tokens)[1], stored.drafts(tokens)[1], strict=True):
-            best, here = (logits[:, first:].topk(WIDTH).indices for logits in (one, other))  # [1, T, WIDTH]
+    for batch in texts:
+        states = exact.states(batch)
+        for pair in zip(exact.drafts(batch, states), stored.drafts(batch, states), strict=True):
+            best, here = (
+                one.vocabulary.tokens_of(logits.topk(WIDTH).indices)
+                for one, logits in zip((exact, stored), pair, strict=True)
+            )  # [1, S, WIDTH]
             likeliest += int((best[..., 0] == here[..., 0]).sum())
             members += int((best[..., None] == here[..., None, :]).any(-1).sum())
             count += best[..., 0].numel()

@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 
 from redraft.errors import UsageError
 from redraft.methods.lyanna import METHOD
-from redraft.train.acceptance import Acceptance
-from redraft.train.batches import BatchPlan
+from redraft.train.acceptance import Acceptance, greedy_rows
+from redraft.train.batches import Batch, BatchPlan
 from redraft.train.checkpoint import NAME
 from redraft.train.data import parse_sources
 from redraft.train.drafter_log import DrafterLog, read_progress
-from redraft.train.drafter_run import PROGRESS, TEXTS, RunFacts
+from redraft.train.drafter_run import PROGRESS, TEXTS, RunFacts, draft_vocabulary
 from redraft.train.loop import StepReport, train
 from redraft.train.objectives.lyanna import LyannaObjective
-from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective, warm_start
+from redraft.train.objectives.lyanna_method import METHOD as TRAINING
+from redraft.train.objectives.lyanna_method import LyannaRecipe, configure, objective
 from redraft.train.progress import ProgressReport
 from redraft.train.run import data_digest, load_corpora
 from redraft.train.text_store import Array, TextStore, token_counts
@@ -75,7 +76,8 @@ class Lines(ProgressReport):
 class Texts:
     """Texts and counts that all variants share.
 
-    streams: tokens by stream.   held_out: greedy rows of every kind.   counts: of every token, int64 [V].
+    streams: tokens by stream.   held_out: greedy rows of every kind, whose drafts start after their prompts.
+    counts: of every token, int64 [V].
     """
 
     out: Path
@@ -83,7 +85,7 @@ class Texts:
     recipe: LyannaRecipe
     identity: str
     streams: Mapping[str, Array]
-    held_out: Mapping[str, Array]
+    held_out: Mapping[str, list[Batch]]
     counts: NDArray[np.int64]
     report: Lines
 
@@ -121,7 +123,9 @@ def open_texts(options: argparse.Namespace) -> Texts:
     store = TextStore(out / TEXTS, verifier, recipe, corpora, report.writing)
     streams = store.streams(recipe.drafter.chain)
     counts = token_counts(streams, verifier.vocab_size)
-    return Texts(out, verifier, recipe, facts.digest(), streams, store.held_out(), counts, report)
+    first = recipe.self_text.prompt_tokens - 1
+    held_out = {kind: greedy_rows(rows, first, recipe.drafter.chain) for kind, rows in store.held_out().items()}
+    return Texts(out, verifier, recipe, facts.digest(), streams, held_out, counts, report)
 
 
 def train_variant(
@@ -138,9 +142,10 @@ def train_variant(
     folder.mkdir(parents=True, exist_ok=True)
     texts.report.name = name
     torch.manual_seed(recipe.seed)
-    found = objective(texts.verifier.model, configure(recipe, texts.verifier), recipe, False)
-    if recipe.drafter.init == "mtp":
-        warm_start(found.drafter, texts.verifier)
+    config = configure(recipe, texts.verifier)
+    found = objective(texts.verifier.model, config, recipe, draft_vocabulary(config, texts.counts), False)
+    if recipe.drafter.init != "random":
+        TRAINING.starts[recipe.drafter.init](found.drafter, texts.verifier)
     plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
     log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report)
     train(found, plan, recipe, folder, identity=texts.identity, resume=(folder / NAME).exists(), report=log)

@@ -44,6 +44,8 @@ from redraft.names import TensorSpec
 from redraft.runtime import Generation
 from redraft.runtime.metrics import Metrics
 from redraft.runtime.trace import Replay
+from redraft.train.acceptance import greedy_rows
+from redraft.train.batches import Batch
 from redraft.train.drafter_config import SelfText
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
@@ -80,7 +82,7 @@ class FakeVerifier(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, tokens, use_cache):
+    def forward(self, tokens, use_cache, output_hidden_states):
         return SimpleNamespace(logits=self.head(self.embed(tokens)))
 
 
@@ -108,8 +110,14 @@ def filled(objective):
 
 
 def drafts(objective, tokens):
+    batch = whole(tokens)
     with torch.no_grad():
-        return torch.stack(list(objective.drafts(tokens)[1]))
+        return torch.stack(list(objective.drafts(batch, objective.states(batch))))
+
+
+def whole(tokens):
+    """A batch whose drafts start everywhere."""
+    return Batch.whole(tokens, ("",) * len(tokens), CONFIG.steps)
 
 
 def tables_of(exact, counts, size, form="lowrank"):
@@ -119,46 +127,36 @@ def tables_of(exact, counts, size, form="lowrank"):
     return arrays((*make_tables(exact.drafter, iter([embedding]), vocabulary, shape), *vocabulary.tables()))
 
 
-def stored_of(exact, tables):
-    """The objective over tables, with the same drafter."""
-    stored = TableObjective(exact.verifier, exact.drafter.config, tables)
-    stored.drafter = exact.drafter
-    return stored
-
-
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(exact, tokens):
-    """After such a token their logits are the drafter's own. After another token they have its mean row."""
-    stored, drafted = stored_of(exact, tables_of(exact, torch.arange(VOCABULARY), 6)), np.arange(18, 24)
-    logits = drafts(stored, tokens)
-    others = np.delete(np.arange(VOCABULARY), drafted)
-    assert (logits[..., others] == -torch.inf).all()
-    known = torch.isin(tokens, torch.from_numpy(drafted))
-    own = drafts(exact, tokens)
-    for step in range(CONFIG.steps):
-        before = known[:, step + 1 : logits.shape[2] + step + 1]
+    """After such a token their logits are the drafter's own. Other tokens before share a row."""
+    stored = TableObjective(exact, tables_of(exact, torch.arange(VOCABULARY), 6))
+    assert stored.vocabulary.tokens.tolist() == list(range(18, 24))
+    logits, own = drafts(stored, tokens), drafts(exact, tokens)[..., 18:]
+    assert logits.shape == own.shape
+    for step, gaps in enumerate((logits - own).abs().amax(-1)):
+        before = tokens[:, step + 1 : gaps.shape[1] + step + 1] >= 18
         assert before.any()
         assert not before.all()
-        gap = (logits - own)[step][..., drafted].abs().amax(-1)
-        assert (gap[before] < 1e-4).all()
-        assert (gap[~before] > 1e-3).all()
+        assert (gaps[before] < 1e-4).all()
+        assert (gaps[~before] > 1e-3).all()
 
 
 def test_a_table_of_a_drafter_with_a_logit_scale_is_the_same(verifier, tokens):
     sharp = LyannaConfig(**{**vars(CONFIG), "draft_logit_scale": 4.0})
     exact = filled(LyannaObjective(verifier, sharp))
-    stored = stored_of(exact, tables_of(exact, torch.ones(VOCABULARY), VOCABULARY))
+    stored = TableObjective(exact, tables_of(exact, torch.ones(VOCABULARY), VOCABULARY))
     torch.testing.assert_close(drafts(stored, tokens), drafts(exact, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_stored_forms_choose_nearly_as_fp32_does(exact, tokens):
-    texts = [(tokens[:1].numpy(), 1)]
-    shares = {
-        form: same_choices(exact, stored_of(exact, tables_of(exact, torch.ones(VOCABULARY), VOCABULARY, form)), texts)
-        for form in ("lowrank", "fp16", "fp8")
+    texts, counts = [whole(tokens[:1])], torch.ones(VOCABULARY)
+    stored = {
+        form: TableObjective(exact, tables_of(exact, counts, VOCABULARY, form)) for form in ("lowrank", "fp16", "fp8")
     }
+    shares = {form: same_choices(exact, objective, texts) for form, objective in stored.items()}
     assert shares["lowrank"] == {"same_likeliest": 1.0, "same_of_widest": 1.0}
     assert shares["fp16"]["same_of_widest"] > 0.9
-    nothing = stored_of(exact, {f"{names.TOKEN_INFO}table": np.zeros((VOCABULARY, VOCABULARY), np.float16)})
+    nothing = TableObjective(exact, {f"{names.TOKEN_INFO}table": np.zeros((VOCABULARY, VOCABULARY), np.float16)})
     assert same_choices(exact, nothing, texts)["same_of_widest"] < shares["fp8"]["same_of_widest"]
 
 
@@ -171,7 +169,8 @@ def texts(verifier, tmp_path):
     found = SimpleNamespace(config=config, hidden_size=HIDDEN, vocab_size=VOCABULARY, model=verifier)
     stream = np.arange(400, dtype=np.uint16) % VOCABULARY
     counts = np.bincount(stream, minlength=VOCABULARY)
-    return Texts(tmp_path, found, RECIPE, "x", {"a": stream}, {"a": stream[:48].reshape(4, 12)}, counts, Lines())
+    held_out = greedy_rows(stream[:48].reshape(4, 12), RECIPE.self_text.prompt_tokens - 1, RECIPE.drafter.chain)
+    return Texts(tmp_path, found, RECIPE, "x", {"a": stream}, {"a": held_out}, counts, Lines())
 
 
 def test_variants_train_alike_and_are_read_again(texts, capsys):
@@ -206,7 +205,7 @@ def test_a_recipe_with_the_options_fields(tmp_path):
 
 def test_texts_of_another_run_are_refused(tmp_path, monkeypatch):
     stream = {"code": np.arange(9)}
-    store = SimpleNamespace(streams=lambda lookahead: stream, held_out=lambda: stream)
+    store = SimpleNamespace(streams=lambda lookahead: stream, held_out=lambda: {"code": np.arange(80)[None]})
     monkeypatch.setattr(training, "TextStore", lambda *arguments: store)
     monkeypatch.setattr(training, "load_corpora", lambda sources, recipe: {})
     monkeypatch.setattr(training.torch, "set_num_threads", lambda threads: None)

@@ -22,8 +22,8 @@ from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.offers import Speculation
 from redraft.runtime.verifier import Verifier
-from redraft.train.objectives.lyanna import chains
 from redraft.types import Budget, Costs
+from tests.export.drafters.tiny import last_chain
 
 from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE
@@ -88,9 +88,9 @@ class TorchDrafter:
     @torch.inference_mode()
     def tree(self, text: list[int]) -> Tree:
         """Algorithm 1 after a text. Tokens outside of the vocabulary add the mean of their information."""
-        tokens = torch.tensor([text])
-        features = self.verifier.model(tokens[:, :-1]).last_hidden_state
-        states = torch.cat([hidden[:, -1] for hidden in chains(self.module, features, tokens, self.embed)])
+        tokens = torch.tensor(text)
+        features = self.verifier.model(tokens[None, :-1]).last_hidden_state[0]
+        states = last_chain(self.module, features, tokens, self.embed)
         logits = F.linear(states, self.verifier.lm_head.weight[torch.from_numpy(self.vocabulary)])
 
         def added(token: int) -> np.ndarray:

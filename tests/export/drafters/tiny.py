@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,6 +82,14 @@ def token_data(config: LayerConfig) -> TokenData:
     return TokenData(counts(config.vocab_size), drawn.sort().values if config.draft_vocab_size else None)
 
 
+def last_chain(
+    module: LyannaDrafter, features: torch.Tensor, tokens: torch.Tensor, embed: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Training's hidden states [N, n] of the chain after features [T, n] and tokens [T + 1]."""
+    padded, starts = F.pad(features, (0, 0, 0, 1)), torch.tensor([[len(features) - 1]])
+    return torch.cat([hidden[0] for hidden in chains(module, padded[None], tokens[None], starts, embed)])
+
+
 @dataclass
 class Exported:
     """A drafter's graphs with its verifier's."""
@@ -103,9 +111,9 @@ class Exported:
 
     def chain_logits(self, features: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
         """Logits [N, H] of the chain after features [T, n] and tokens [T + 1], as in training."""
-        states = [h[0, -1] for h in chains(self.module, features[None], tokens[None], self.embed)]
+        states = last_chain(self.module, features, tokens, self.embed)
         head = self.head if self.vocabulary is None else self.head[torch.from_numpy(self.vocabulary)]
-        return (F.linear(torch.stack(states), head) * self.module.config.logit_scale).numpy()
+        return (F.linear(states, head) * self.module.config.logit_scale).numpy()
 
     @property
     def vocabulary(self) -> np.ndarray | None:
