@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
@@ -95,7 +96,7 @@ def test_writing_continues_after_an_interrupt_with_the_same_texts(asked, verifie
     shutil.copytree(asked, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "shards" / "0001")
     written = []
-    turns = ChatTurns.of(str(verifier.checkpoint.path), verifier.eos)
+    turns = ChatTurns.of(str(verifier.texts), verifier.eos)
     with pytest.MonkeyPatch.context() as patch:
         any_end = frozenset(range(0, verifier.vocab_size, 3))
         patch.setattr(ChatTurns, "of", lambda folder, eos: replace(turns, ends=any_end))
@@ -169,6 +170,18 @@ def test_a_drafter_learns_from_texts_and_drafts_its_vocabulary(asked, chat_folde
     assert "4 steps of 3 whole texts" in card
     with pytest.raises(TrainingError, match=r"texts was 3, it is 2"):
         train_drafter("lyanna", chat_folder, {}, run, replace(recipe, texts=2), texts=texts, resume=True)
+
+
+def test_texts_of_another_verifier_are_refused(asked, verifier_folder, tmp_path):
+    """Its hidden states and tokens are not those of this verifier."""
+    other = shutil.copytree(verifier_folder, tmp_path / "other")
+    tensors = load_file(str(other / "model.safetensors"))
+    save_file({name: t + 1 for name, t in tensors.items()}, str(other / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="another verifier wrote the texts"):
+        train_drafter("lyanna", other, {}, tmp_path / "run", drafter_recipe(), texts=asked)
+    pack(asked, tmp_path / "packed")
+    with pytest.raises(UsageError, match="another verifier wrote the texts"):
+        compute_states(open_verifier(other, "cpu"), tmp_path / "packed", tmp_path / "states", ("last",))
 
 
 def test_resuming_with_other_texts_is_refused(asked, chat_folder, tmp_path):
