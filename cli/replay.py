@@ -36,16 +36,26 @@ def replay(
 def summarise(played: Replay) -> dict[str, Any]:
     """Return counts by source, and the tokens of each request, its prompt included."""
     sources = {
-        source: {"steps": played.steps[source], "nodes": played.nodes[source], "accepted": played.accepted[source]}
+        source: {
+            "steps": played.steps[source],
+            "nodes": played.nodes[source],
+            "accepted": played.accepted[source],
+            "conditional_acceptance": played.conditional_acceptance(source),
+        }
         for source in sorted(played.steps.keys() | played.nodes.keys())
     }
     return {"sources": sources, "requests": {str(number): len(ids) for number, ids in played.requests.items()}}
+
+
+def _by_depth(shares: list[float]) -> str:
+    return f"; accepted at each depth if before: {' '.join(f'{share:.0%}' for share in shares)}" if shares else ""
 
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
     lines = [
         f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
+        + _by_depth(counts["conditional_acceptance"])
         for source, counts in summary["sources"].items()
     ]
     requests = (f"request {number}: {count} tokens, prompt included" for number, count in summary["requests"].items())

@@ -39,7 +39,7 @@ DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
 Dtype = Annotated[
     Products, typer.Option(help="Type of products; `auto` is bf16 if the device multiplies it faster, else fp32.")
 ]
-Verifier = Annotated[Path, typer.Option(help="Folder of the verifier's Hugging Face checkpoint.")]
+Verifier = Annotated[Path, typer.Option(help="The verifier: a Hugging Face checkpoint's folder, or a GGUF file.")]
 Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
 Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]

@@ -56,7 +56,7 @@ def reference_logits(
 def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
     """Return the model with the checkpoint's weights. transformers reads safetensors, redraft other formats."""
     if not checkpoint.is_safetensors:
-        return _filled(checkpoint, architecture)
+        return read_model(checkpoint, architecture)
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -72,11 +72,17 @@ def _loaded(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrained
     return model
 
 
-def _filled(checkpoint: AnyCheckpoint, architecture: Architecture) -> PreTrainedModel:
+def read_model(
+    checkpoint: AnyCheckpoint, architecture: Architecture, attention: str = "eager", dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Return transformers' text model of a checkpoint of any format, in evaluation mode; redraft reads its tensors.
+
+    Raises like `load_tensors`.
+    """
     loaded = load_tensors(checkpoint, architecture, partly=True)
     with no_init_weights():
         model: PreTrainedModel = architecture.text_class._from_config(
-            architecture.text, attn_implementation="eager", dtype=torch.float32
+            architecture.text, attn_implementation=attention, dtype=dtype
         )
     model.eval()
     values: dict[str, StoredTensor] = {**loaded.parameters, **loaded.buffers}

@@ -111,6 +111,8 @@ class Replay:
     requests: prompt and committed tokens by request.   table_ms: the latest estimated verification costs.
     steps: by source of their tree.
     nodes, accepted: by source; the nodes that the lookup had count for the lookup in every tree.
+    tried, right: by source and depth: trees of at least this depth whose drafts were accepted at every depth before, and
+    those of them that were accepted at this depth too.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
@@ -118,6 +120,16 @@ class Replay:
     steps: Counter[str] = field(default_factory=Counter)
     nodes: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
+    tried: Counter[tuple[str, int]] = field(default_factory=Counter)
+    right: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def conditional_acceptance(self, source: str) -> list[float]:
+        """Return the shares of a source's drafts by depth that are accepted if they were at every depth before.
+
+        Depth 1 comes first. As in Table 1 of the Lyanna paper, a depth counts if the tree reaches it.
+        """
+        depths = sorted(depth for name, depth in self.tried if name == source)
+        return [self.right[source, depth] / self.tried[source, depth] for depth in depths]
 
 
 def replay(lines: Iterable[str]) -> Replay:
@@ -165,10 +177,21 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
         _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms)
         looked_up = set(choice["looked_up"])
     played.steps[source] += 1
+    for depth in range(1, min(len(path) + 1, _depth(values["parents"])) + 1):
+        played.tried[source, depth] += 1
+        played.right[source, depth] += len(path) >= depth
     for node in range(1, len(values["tokens"])):
         owner = str(OfferKind.LOOKUP) if node in looked_up else source
         played.nodes[owner] += 1
         played.accepted[owner] += node in path
+
+
+def _depth(parents: Several[int]) -> int:
+    """Return the depth of a tree, 0 if it is the root alone."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return max(depths)
 
 
 def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: list[float]) -> None:

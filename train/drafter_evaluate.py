@@ -56,7 +56,7 @@ def evaluate_drafter(
     found = open_verifier(verifier, device)
     objective = open_drafter(checkpoint, found)
     objective.to(device)
-    turns = ChatTurns.of(str(verifier), found.eos) if chat else None
+    turns = ChatTurns.of(str(found.texts), found.eos) if chat else None
     ends = turns.ends if turns else frozenset([] if found.eos is None else [found.eos])
     return {
         kind: _measure(objective, found, ends, kind, _encoded(found, turns, some), new_tokens)

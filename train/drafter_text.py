@@ -21,6 +21,7 @@ from redraft.train.run import data_digest, facts_of, load_corpora
 from redraft.train.text_batches import TextPlan, TextSet
 from redraft.train.text_store import SELF, Progress, TextStore, token_counts
 from redraft.train.verifier_model import VerifierModel
+from redraft.train.write_text import check_written_by
 
 _HELD_OUT_ROWS = 8
 
@@ -125,7 +126,7 @@ class WrittenText:
 
     def __init__(self, folder: Path, recipe: DrafterRecipe) -> None:
         """Open the texts. Raises DataError if there are none."""
-        self.recipe = recipe
+        self.recipe, self._folder = recipe, folder
         self._texts = TextSet(folder, recipe.held_out_every, (LAST_HIDDEN_STATE,))
         self.digest = self._texts.digest
         self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
@@ -136,7 +137,8 @@ class WrittenText:
         return len(self._texts.training) // self.recipe.texts
 
     def check(self, verifier: VerifierModel, lookahead: int) -> None:
-        """Do nothing: the verifier wrote these texts."""
+        """Raise UsageError if another verifier wrote the texts."""
+        check_written_by(self._folder, verifier)
 
     def plan(self, lookahead: int) -> Plan:
         """Return batches of texts."""

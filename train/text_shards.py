@@ -5,6 +5,8 @@
     kinds, temperatures             by text
     hidden.NAME, top_ids, top_logits, log_sum    of every token, as of `states.States`; missing if not kept
 
+text.json has the recipe, and digests of verifier and data.
+
 A folder has a shard for every batch that was written, as .npy files that are memory-mapped. A shard is written under
 another name and then renamed, so every shard is whole. A packed file (.npz) has all tokens as one shard. It has no
 states, which are computed again if needed, and less than a thousandth of the size.
@@ -12,6 +14,7 @@ states, which are computed again if needed, and less than a thousandth of the si
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +27,7 @@ from numpy.typing import NDArray
 
 from redraft.errors import DataError, UsageError
 
+FACTS = "text.json"
 SHARDS = "shards"
 PACKED = "texts.npz"
 HIDDEN = "hidden."
@@ -93,6 +97,26 @@ def pack(texts: Path, out: Path) -> None:
     small = arrays["tokens"].max() < 1 << 16
     arrays["tokens"] = arrays["tokens"].astype(np.uint16 if small else np.uint32)
     save_packed(out / PACKED, arrays)
+    save_facts(out, load_facts(texts))
+
+
+def save_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the record of texts: their recipe, and digests of their verifier and data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{FACTS}.tmp"
+    unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(folder / FACTS)
+
+
+def load_facts(folder: Path) -> dict[str, Any]:
+    """Read the record of texts. Raises DataError if it is missing or damaged."""
+    try:
+        found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{folder / FACTS} is missing or damaged", "give a folder that `redraft train text` wrote")
+    return found
 
 
 def save_packed(path: Path, arrays: Arrays) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export import support
-from redraft.export.checkpoint import Checkpoint
+from redraft.export.architecture import Architecture
+from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.drafters.checkpoint import Identity
+from redraft.export.gguf_checkpoint import GgufCheckpoint, open_checkpoint
+from redraft.export.reference import read_model
 from redraft.names import LAST_HIDDEN_STATE, TOKENIZER_FILE
 from redraft.train.states import run_verifier
 
@@ -24,11 +30,15 @@ _HEAD_TOLERANCE = 0.02  # relative to the largest logit; weights may be bf16
 
 @dataclass(frozen=True)
 class VerifierModel:
-    """A loaded verifier. `tokenizer` is its tokenizer.json, whose tokens all have embeddings."""
+    """A loaded verifier. `tokenizer` is its tokenizer.json, whose tokens all have embeddings.
 
-    checkpoint: Checkpoint
+    texts: a folder with tokenizer and chat template; a GGUF file's is temporary.
+    """
+
+    checkpoint: AnyCheckpoint
     model: Any
     tokenizer: Tokenizer
+    texts: Path
 
     @property
     def config(self) -> Any:
@@ -67,19 +77,24 @@ class VerifierModel:
 
 
 def open_verifier(path: Path, device: str, dtype: torch.dtype | None = None) -> VerifierModel:
-    """Load a checkpoint folder, in evaluation mode, its parameters frozen.
+    """Load a checkpoint folder or a GGUF file, in evaluation mode, its parameters frozen.
 
     dtype: of its weights and of products in training; None takes fp32 on the CPU and bf16 on CUDA.
 
     Raises CheckpointError if the folder is missing or damaged or has no tokenizer that fits, and UnsupportedModelError
     if logits are not its LM head's product with its features times a constant.
     """
-    checkpoint = Checkpoint.open(path)
-    support.load_config(checkpoint)  # refuses models that redraft cannot export
-    tokenizer = _tokenizer(path)
+    checkpoint = open_checkpoint(path)
+    configuration = support.load_config(checkpoint)  # refuses models that redraft cannot export
+    texts = _text_files(checkpoint)
+    tokenizer = _tokenizer(texts)
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
-    found = VerifierModel(checkpoint, model.to(device).requires_grad_(False).eval(), tokenizer)
+    model: Any
+    if checkpoint.is_safetensors:
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype)
+    else:
+        model = read_model(checkpoint, Architecture.of(configuration), "sdpa", dtype)
+    found = VerifierModel(checkpoint, model.to(device).requires_grad_(False).eval(), tokenizer, texts)
     tokens = tokenizer.get_vocab_size()
     if tokens > found.vocab_size:
         raise CheckpointError(
@@ -100,6 +115,16 @@ def check_device(device: str) -> None:
     """Raise UsageError if the device is not usable on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device is usable here", "use --device cpu")
+
+
+def _text_files(checkpoint: AnyCheckpoint) -> Path:
+    """Return a folder with tokenizer and chat template."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return checkpoint.path
+    folder = Path(tempfile.mkdtemp(prefix="redraft-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    checkpoint.write_text_files(folder)
+    return folder
 
 
 def _tokenizer(path: Path) -> Tokenizer:

@@ -7,7 +7,6 @@ shards/NNNN/     see `redraft.train.text_shards`
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,10 @@ from redraft.train.config import read_recipe
 from redraft.train.data import Corpus
 from redraft.train.questions import ChatTurns, code_questions, prose_questions, word_problems
 from redraft.train.states import TOP_LOGITS, run_verifier, states_of
-from redraft.train.text_shards import Shards, load_packed, save_packed, split
+from redraft.train.text_shards import FACTS, Shards, load_facts, load_packed, save_facts, save_packed, split
 from redraft.train.verifier_model import VerifierModel
 from redraft.train.writer import Prompt, Writer, Written
 
-FACTS = "text.json"
 QUESTIONS = "questions.npz"
 KINDS = ("chat", "math", "code", "prose")
 _SORTED = 16  # batches whose prompts are sorted by length together
@@ -90,7 +88,7 @@ def write_text(
     If the disk has too little space for states, only tokens are kept, and `warn` gets a line. Raises TrainingError if
     `out` holds texts of another recipe, verifier or data.
     """
-    turns = ChatTurns.of(str(verifier.checkpoint.path), verifier.eos)
+    turns = ChatTurns.of(str(verifier.texts), verifier.eos)
     facts = {
         "recipe": to_plain(recipe),
         "verifier": to_plain(verifier.identity),
@@ -120,20 +118,21 @@ def write_text(
 
 def _begin(out: Path, facts: Mapping[str, Any]) -> None:
     """Make the folder, or check that it has the same facts. The number of texts may not change either."""
-    file = out / FACTS
-    if not file.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(file)
+    if not (out / FACTS).exists():
+        save_facts(out, facts)
         return
-    try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        differing = next((name for name in facts if before[name] != facts[name]), None)
-    except (ValueError, KeyError, TypeError):
-        raise TrainingError(f"{file} is damaged", "give another --out") from None
-    if differing:
+    before = load_facts(out)
+    if differing := next((name for name in facts if before.get(name) != facts[name]), None):
         raise TrainingError(f"{out} holds texts of another {differing}", "give the same as before, or another --out")
+
+
+def check_written_by(texts: Path, verifier: VerifierModel) -> None:
+    """Raise UsageError if another verifier wrote the texts of a folder."""
+    if load_facts(texts).get("verifier") != to_plain(verifier.identity):
+        raise UsageError(
+            f"another verifier wrote the texts in {texts}",
+            "give their verifier, or write texts with `redraft train text`",
+        )
 
 
 def _kept(recipe: TextRecipe, shards: Shards, numbers: int, index: int, warn: Callable[[str], None]) -> tuple[str, ...]:
@@ -229,8 +228,8 @@ def compute_states(
     """
     (packed,) = Shards(texts)
     tokens = split(packed.array("lengths"), packed.array("tokens"))
-    identity = to_plain(verifier.identity)
-    _begin(out, {"texts": str(len(tokens)), "verifier": identity, "hidden_states": list(hidden_states)})
+    check_written_by(texts, verifier)
+    _begin(out, {**load_facts(texts), "hidden_states": list(hidden_states)})
     shards = Shards(out)
     recipe = TextRecipe({"chat": 1}, hidden_states=hidden_states)
     parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]

@@ -44,7 +44,7 @@ def train_verifier(
         refuse_run(out)
         prepare(corpora, out, recipe)
     streams = {kind: _load_stream(out, kind) for kind in corpora}
-    recipe = recipe.for_data(sum(map(len, streams.values())))
+    recipe = recipe.for_epoch(sum(map(len, streams.values())) / recipe.batch_tokens)
     torch.manual_seed(recipe.seed)
     objective = VerifierObjective(recipe, compile_graph).to(device)
     plan = BatchPlan(streams, recipe.weights, recipe.seed, objective.lookahead)

@@ -43,8 +43,9 @@ class Identity:
 
     @classmethod
     def of(cls, verifier: AnyCheckpoint) -> Identity:
-        """Return the identity of a Hugging Face checkpoint. Reads all of it once."""
-        files = (name for name in (*verifier.files, TOKENIZER_FILE) if (verifier.path / name).is_file())
+        """Return the identity of a checkpoint. Reads all of it once. A GGUF file has its tokenizer inside."""
+        text = (TOKENIZER_FILE,) if isinstance(verifier, Checkpoint) else ()
+        files = (name for name in (*verifier.files, *text) if (verifier.path / name).is_file())
         return cls.from_digests(verifier, {name: _digest(verifier.path / name) for name in files})
 
     @classmethod

@@ -31,13 +31,13 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
     result = redraft("replay", trace, "--json")
     assert json.loads(result.stdout) == {
         "sources": {
-            "fresh": {"steps": 1, "nodes": 3, "accepted": 1},
-            "none": {"steps": 1, "nodes": 0, "accepted": 0},
+            "fresh": {"steps": 1, "nodes": 3, "accepted": 1, "conditional_acceptance": [1.0, 0.0]},
+            "none": {"steps": 1, "nodes": 0, "accepted": 0, "conditional_acceptance": []},
         },
         "requests": {"0": 6, "1": 3},
     }
     assert redraft("replay", trace).stdout.splitlines() == [
-        "fresh      1 steps, 3 nodes, 1 accepted",
+        "fresh      1 steps, 3 nodes, 1 accepted; accepted at each depth if before: 100% 0%",
         "none       1 steps, 0 nodes, 0 accepted",
         "request 0: 6 tokens, prompt included",
         "request 1: 3 tokens, prompt included",
@@ -47,8 +47,8 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
 def test_nodes_that_the_lookup_had_are_its_own(redraft: Redraft, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace", BEGUN, {**STEP, "choice": CHOICE})
     assert json.loads(redraft("replay", trace, "--json").stdout)["sources"] == {
-        "fresh": {"steps": 1, "nodes": 1, "accepted": 0},
-        "lookup": {"steps": 0, "nodes": 2, "accepted": 1},
+        "fresh": {"steps": 1, "nodes": 1, "accepted": 0, "conditional_acceptance": [1.0, 0.0]},
+        "lookup": {"steps": 0, "nodes": 2, "accepted": 1, "conditional_acceptance": []},
     }
 
 

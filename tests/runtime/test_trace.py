@@ -44,6 +44,22 @@ def test_a_trace_has_every_token_and_the_nodes_of_each_source(max_num_seqs: int)
     assert played.nodes[OfferKind.NONE] == 0
 
 
+def test_a_depth_counts_if_the_tree_reaches_it_and_all_before_were_accepted() -> None:
+    """Trees of depth 2, 2 and 1: all are tried at depth 1; of those accepted there, only deeper ones at depth 2."""
+    begun = {"request": 0, "prompt": [5], "first": 7, "table_ms": [0, 1]}
+    deep = {"request": 0, "position": 1, "source": "fresh", "tokens": [7, 8, 9], "parents": [-1, 0, 1],
+            "log_probs": [0, -1, -2]}  # fmt: skip
+    steps = [
+        {**deep, "said": [8, 9, 7], "path": [1, 2], "committed": [8, 9, 7]},
+        {**deep, "position": 4, "said": [1, 9, 7], "path": [], "committed": [1]},
+        {**deep, "position": 5, "tokens": [1, 8], "parents": [-1, 0], "log_probs": [0, -1], "said": [8, 2],
+         "path": [1], "committed": [8, 2]},
+    ]  # fmt: skip
+    played = replay([json.dumps(line) for line in (begun, *steps)])
+    assert played.conditional_acceptance(OfferKind.FRESH) == [pytest.approx(2 / 3), 1.0]
+    assert played.tried == {("fresh", 1): 3, ("fresh", 2): 1}
+
+
 def by_prompt(requests: dict[int, list[int]]) -> list[list[int]]:
     return [next(t for t in requests.values() if t[: len(prompt)] == prompt) for prompt in PROMPTS]
 

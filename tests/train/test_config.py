@@ -66,9 +66,9 @@ def test_schedule_warms_up_stays_and_falls_to_zero():
 
 def test_epochs_give_the_steps_that_the_data_takes():
     recipe = Recipe(epochs=3, batch_tokens=1024, steps=7)
-    assert recipe.for_data(10_000).steps == 30  # ceil(30000 / 1024)
-    assert Recipe(steps=7).for_data(10_000).steps == 7
-    assert recipe.with_options(steps=5, seed=2).for_data(10_000) == Recipe(batch_tokens=1024, steps=5, seed=2)
+    assert recipe.for_epoch(9.8).steps == 30  # ceil(3 * 9.8)
+    assert Recipe(steps=7).for_epoch(9.8).steps == 7
+    assert recipe.with_options(steps=5, seed=2).for_epoch(9.8) == Recipe(batch_tokens=1024, steps=5, seed=2)
 
 
 def test_linear_decay_over_the_whole_run_without_warmup():

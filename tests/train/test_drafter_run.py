@@ -376,7 +376,7 @@ def test_every_method_is_found_and_has_a_recipe_of_its_name():
         find_method("absent")
 
 
-@pytest.mark.parametrize("name", ["lyanna", "lyanna-tiny", "lyanna-stories260k"])
+@pytest.mark.parametrize("name", ["lyanna", "lyanna-smollm2", "lyanna-tiny", "lyanna-stories260k"])
 def test_shipped_recipes_load_and_go_through_plain_values(name):
     recipe = LyannaRecipe.load(name)
     assert LyannaRecipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe

@@ -9,7 +9,7 @@ import torch
 from redraft.errors import DataError
 from redraft.train.config import Recipe
 from redraft.train.text_batches import TextPlan, TextSet, text_batch
-from redraft.train.text_shards import Shards, pack
+from redraft.train.text_shards import Shards, pack, save_facts
 
 TEXTS = 60
 KINDS = ("chat", "math")
@@ -41,6 +41,7 @@ def shard(number, count, states=True):
 def folder(tmp_path):
     for number in range(2):
         Shards(tmp_path).add(number, shard(number, TEXTS // 2))
+    save_facts(tmp_path, {})
     return tmp_path
 
 

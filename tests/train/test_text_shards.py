@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from redraft.errors import DataError, UsageError
-from redraft.train.text_shards import PACKED, SHARDS, Shards, load_packed, pack, save_packed
+from redraft.train.text_shards import (
+    PACKED,
+    SHARDS,
+    Shards,
+    load_facts,
+    load_packed,
+    pack,
+    save_facts,
+    save_packed,
+)
 
 ARRAYS = {
     "tokens": np.array([1, 2, 3, 70000], np.uint32),
@@ -42,9 +51,13 @@ def test_an_interrupted_shard_is_not_there(tmp_path, monkeypatch):
 def test_packing_keeps_tokens_and_facts_and_is_the_same_at_any_time(tmp_path):
     Shards(tmp_path).add(0, {**ARRAYS, "log_sum": np.zeros(4, np.float32)})
     Shards(tmp_path).add(1, ARRAYS)
+    with pytest.raises(DataError, match=r"text\.json is missing or damaged"):
+        pack(tmp_path, tmp_path / "a")
+    save_facts(tmp_path, {"seed": 3})
     pack(tmp_path, tmp_path / "a")
     pack(tmp_path, tmp_path / "b")
     assert (tmp_path / "a" / PACKED).read_bytes() == (tmp_path / "b" / PACKED).read_bytes()
+    assert load_facts(tmp_path / "a") == {"seed": 3}
     found = load_packed(tmp_path / "a" / PACKED)
     assert set(found) == set(ARRAYS)
     for name, array in ARRAYS.items():

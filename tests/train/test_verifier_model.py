@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.train.objectives.lyanna_method import LyannaRecipe, configure
 from redraft.train.verifier_model import check_device, open_verifier
+from tests.export.gguf_files import random_file
 from tests.export.models import write_checkpoint
 
 VOCAB = 400
@@ -82,3 +84,19 @@ def test_truncation_and_padding_left_in_the_tokenizer_are_ignored(tmp_path, veri
 def test_cuda_without_a_device_is_refused():
     with pytest.raises(UsageError, match="--device cpu"):
         check_device("cuda")
+
+
+def test_a_gguf_file_is_a_verifier_with_its_own_tokenizer_and_template(tmp_path):
+    """Its weights are the dequantized ones, and a tokenizer.json next to it is not its own."""
+    file = random_file("llama", "Q8_0")
+    file.write(tmp_path / "model.gguf")
+    (tmp_path / "tokenizer.json").write_text("of another model")
+    found = open_verifier(tmp_path / "model.gguf", "cpu")
+    assert found.identity.tokenizer == ""
+    assert found.identity.weights == (hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest(),)
+    exact = file.model.get_output_embeddings().weight
+    stored = found.model.get_output_embeddings().weight
+    assert torch.allclose(stored, exact, atol=0.02)
+    assert not torch.equal(stored, exact)
+    assert (found.texts / "tokenizer.json").exists()
+    assert found.texts != tmp_path

@@ -1,0 +1,231 @@
+"""`redraft train text`: a chat verifier writes texts, and drafters learn from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from redraft.cli.main import app
+from redraft.errors import TrainingError, UsageError
+from redraft.records import to_plain
+from redraft.train.data import load_corpus
+from redraft.train.drafter_publish import publish_drafter
+from redraft.train.drafter_run import train_drafter
+from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
+from redraft.train.questions import ChatTurns
+from redraft.train.states import run_verifier, states_of
+from redraft.train.text_shards import PACKED, Shards, pack, split
+from redraft.train.verifier_model import open_verifier
+from redraft.train.write_text import TextRecipe, compute_states, write_text, written_tokens
+
+TEMPLATE = "{% for m in messages %}<q>{{ m.content }}</q>{% endfor %}<a>"
+RECIPE = TextRecipe(
+    texts={"chat": 6, "math": 8, "prose": 10}, new_tokens=8, question_tokens=12, rows=8, hidden_states=("last", "2"),
+    held_out_every=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chat_folder(verifier_folder, tmp_path_factory):
+    """The verifier with a chat template. Positions are few, so questions must be short."""
+    out = shutil.copytree(verifier_folder, tmp_path_factory.mktemp("chat") / "verifier")
+    (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    return out
+
+
+@pytest.fixture(scope="module")
+def verifier(chat_folder):
+    return open_verifier(chat_folder, "cpu")
+
+
+@pytest.fixture(scope="module")
+def corpora(sources):
+    return {
+        "math": load_corpus("math", sources["word_problems"], 3),
+        "prose": load_corpus("prose", sources["prose"], 3),
+    }
+
+
+@pytest.fixture(scope="module")
+def asked(verifier, corpora, tmp_path_factory):
+    """Written texts. The toy verifier hardly ever ends its own questions: any token may end them."""
+    out = tmp_path_factory.mktemp("texts")
+    with pytest.MonkeyPatch.context() as patch:
+        any_end = frozenset(range(0, verifier.vocab_size, 3))
+        honest = ChatTurns.of
+        patch.setattr(ChatTurns, "of", lambda folder, eos: replace(honest(folder, eos), ends=any_end))
+        write_text(verifier, corpora, RECIPE, out)
+    return out
+
+
+def texts_of(folder):
+    for shard in Shards(folder):
+        yield from split(shard.array("lengths"), shard.array("tokens"))
+
+
+def test_every_kind_is_answered_through_the_template(asked, verifier):
+    kinds = np.concatenate([shard.array("kinds") for shard in Shards(asked)])
+    assert sorted(kinds.tolist()) == ["chat"] * 6 + ["math"] * 8 + ["prose"] * 10
+    for text in texts_of(asked):
+        assert verifier.tokenizer.decode(text.tolist(), skip_special_tokens=False).startswith("<q>")
+        assert "</q><a>" in verifier.tokenizer.decode(text.tolist(), skip_special_tokens=False)
+    assert set(written_tokens(Shards(asked))) == {"chat", "math", "prose"}
+
+
+def test_kept_states_are_the_verifiers(asked, verifier):
+    shard = next(iter(Shards(asked)))
+    lengths = shard.array("lengths")
+    first = torch.from_numpy(shard.array("tokens")[: lengths[0]].astype(np.int64))[None]
+    with torch.inference_mode():
+        expected = states_of(*run_verifier(verifier.model, first, ("last", "2")))
+    assert np.allclose(shard.array("hidden.2")[: lengths[0]], expected.hidden["2"][0], atol=1e-2)
+    assert np.allclose(shard.array("log_sum")[: lengths[0]], expected.log_sum[0], atol=1e-3)
+
+
+def test_writing_continues_after_an_interrupt_with_the_same_texts(asked, verifier, corpora, tmp_path):
+    shutil.copytree(asked, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "shards" / "0001")
+    written = []
+    turns = ChatTurns.of(str(verifier.texts), verifier.eos)
+    with pytest.MonkeyPatch.context() as patch:
+        any_end = frozenset(range(0, verifier.vocab_size, 3))
+        patch.setattr(ChatTurns, "of", lambda folder, eos: replace(turns, ends=any_end))
+        write_text(verifier, corpora, RECIPE, tmp_path / "again", lambda *line: written.append(line[:2]))
+    assert written == [("texts", 2)]
+    for one, other in zip(texts_of(asked), texts_of(tmp_path / "again"), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"new_tokens": 9}, "recipe"), ({"texts": {"math": 8, "prose": 10}}, "recipe")]
+)
+def test_a_folder_of_another_recipe_is_refused_and_kept(asked, verifier, corpora, change, named):
+    before = sorted(path.name for path in asked.rglob("*"))
+    with pytest.raises(TrainingError, match=f"holds texts of another {named}"):
+        write_text(verifier, corpora, replace(RECIPE, **change), asked)
+    other = {**corpora, "prose": corpora["math"]}
+    with pytest.raises(TrainingError, match="holds texts of another data"):
+        write_text(verifier, other, RECIPE, asked)
+    assert sorted(path.name for path in asked.rglob("*")) == before
+
+
+def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("redraft.train.text_shards.shutil.disk_usage", lambda path: usage(1, 1, 4 << 30))
+    lines = []
+    recipe = replace(RECIPE, texts={"math": 8})
+    write_text(verifier, corpora, recipe, tmp_path / "out", warn=lines.append)
+    assert lines == ["the disk has too little space for hidden states: shard 0 keeps tokens alone"]
+    (shard,) = Shards(tmp_path / "out")
+    assert "tokens" in shard
+    assert "hidden.last" not in shard
+
+
+def test_states_of_packed_texts_are_computed_without_writing_again(asked, verifier, tmp_path):
+    pack(asked, tmp_path / "packed")
+    compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",), rows=5)
+    kept = [np.concatenate([s.array(name) for s in Shards(folder)]) for folder in (asked, tmp_path / "states")
+            for name in ("tokens", "hidden.last", "log_sum")]  # fmt: skip
+    assert kept[0].tolist() == kept[3].tolist()
+    assert np.allclose(kept[1], kept[4], atol=1e-2)
+    assert np.allclose(kept[2], kept[5], atol=1e-3)
+    done = []
+    compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",), 5, lambda *line: done.append(line))
+    assert not done
+    with pytest.raises(TrainingError, match="another hidden_states"):
+        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("2",), rows=5)
+
+
+def drafter_recipe(**table):
+    return LyannaRecipe(
+        steps=4, texts=3, warmup_steps=1, held_out_every=4, evaluate_every=2,
+        drafter=LyannaTable(rank=4, chain=3, **table),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_drafter_learns_from_texts_and_drafts_its_vocabulary(asked, chat_folder, tmp_path, packed):
+    texts = asked
+    if packed:
+        texts = tmp_path / "packed"
+        pack(asked, texts)
+    run = tmp_path / "run"
+    recipe = drafter_recipe(draft_vocabulary=90, gamma=0.5)
+    assert train_drafter("lyanna", chat_folder, {}, run, recipe, texts=texts, checkpoint_every=2) == 4
+    facts = json.loads((run / "data.json").read_text())
+    assert set(facts["kinds"]) == {"chat", "math", "prose"}
+    publish_drafter(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "drafts the 90 most frequent tokens" in card
+    assert "4 steps of 3 whole texts" in card
+    with pytest.raises(TrainingError, match=r"texts was 3, it is 2"):
+        train_drafter("lyanna", chat_folder, {}, run, replace(recipe, texts=2), texts=texts, resume=True)
+
+
+def test_texts_of_another_verifier_are_refused(asked, verifier_folder, tmp_path):
+    """Its hidden states and tokens are not those of this verifier."""
+    other = shutil.copytree(verifier_folder, tmp_path / "other")
+    tensors = load_file(str(other / "model.safetensors"))
+    save_file({name: t + 1 for name, t in tensors.items()}, str(other / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="another verifier wrote the texts"):
+        train_drafter("lyanna", other, {}, tmp_path / "run", drafter_recipe(), texts=asked)
+    pack(asked, tmp_path / "packed")
+    with pytest.raises(UsageError, match="another verifier wrote the texts"):
+        compute_states(open_verifier(other, "cpu"), tmp_path / "packed", tmp_path / "states", ("last",))
+
+
+def test_resuming_with_other_texts_is_refused(asked, chat_folder, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=asked, checkpoint_every=2)
+    shutil.copytree(asked, other)
+    shutil.rmtree(other / "shards" / "0002")
+    with pytest.raises(TrainingError, match="trained on other data"):
+        train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=other, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"texts": {"poems": 3}}, "texts.poems is not a kind"),
+        ({"texts": {"chat": 0}}, "positive number"),
+        ({}, "at least one kind"),
+        ({"texts": {"chat": 1}, "greedy": 1.5}, "greedy must be a share"),
+    ],
+)
+def test_impossible_recipes_are_refused(values, message):
+    with pytest.raises(UsageError, match=message):
+        TextRecipe(**values)
+
+
+def test_the_shipped_recipe_has_a_third_of_code_and_mathematics():
+    texts = TextRecipe.load("smollm2-text").texts
+    assert texts["code"] + texts["math"] >= sum(texts.values()) / 3
+    assert TextRecipe(**to_plain(TextRecipe.load("smollm2-text"))).rows == 256
+
+
+def test_the_commands(chat_folder, sources, tmp_path):
+    recipe = tmp_path / "few.toml"
+    recipe.write_text("new_tokens = 6\nrows = 4\nheld_out_every = 3\n[texts]\nmath = 8\n", encoding="utf-8")
+    runner, common = CliRunner(), ["--verifier", str(chat_folder), "--dtype", "fp32"]
+    out, packed, kept = (str(tmp_path / name) for name in ("out", "packed", "kept"))
+    write = ["train", "text", *common, "--out", out, "--config", str(recipe)]
+    result = runner.invoke(app, write)
+    assert "--data gives [], the recipe asks about ['math']" in str(result.exception or result.output)
+    result = runner.invoke(app, [*write, "--data", f"math={sources['word_problems']}"])
+    assert result.exit_code == 0, result.output
+    assert "texts 2/2 | " in result.stdout
+    assert " min left" in result.stdout
+    result = runner.invoke(app, ["train", "pack", out, "--out", packed, "--json"])
+    assert json.loads(result.stdout)["bytes"] == (tmp_path / "packed" / PACKED).stat().st_size
+    result = runner.invoke(app, ["train", "states", packed, *common, "--out", kept, "--json"])
+    assert json.loads(result.stdout)["hidden_states"] == ["last"]
