@@ -42,8 +42,9 @@ class Identity:
 
     @classmethod
     def of(cls, verifier: AnyCheckpoint) -> Identity:
-        """Return the identity of a Hugging Face checkpoint. Reads all of it once."""
-        files = (name for name in (*verifier.files, TOKENIZER_FILE) if (verifier.path / name).is_file())
+        """Return the identity of a checkpoint. Reads all of it once. A GGUF file holds its own tokenizer."""
+        tokenizer = (TOKENIZER_FILE,) if isinstance(verifier, Checkpoint) else ()
+        files = (name for name in (*verifier.files, *tokenizer) if (verifier.path / name).is_file())
         return cls.from_digests(verifier, {name: _digest(verifier.path / name) for name in files})
 
     @classmethod
@@ -96,7 +97,7 @@ class DrafterCheckpoint:
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
-        hint = f"train a drafter for this verifier with `redraft train {self.method} --verifier DIR`"
+        hint = f"train one for this verifier with `redraft train {self.method} --verifier DIR`, or give --drafter none"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
             ("a vocabulary of", config.vocab_size, vocabulary),
