@@ -67,7 +67,7 @@ def demo(
 ) -> None:
     """Decode the same prompts plainly and speculatively, and compare speed and text."""
     check_system(system, chat or not engines)
-    bundles = iter([Shown(path, chat) for path in engines]) if engines else _newcomers(as_json)
+    bundles = iter([Shown(path, chat) for path in engines]) if engines else newcomers(as_json)
     results = []
     for shown in bundles:
         texts = prompt or (QUESTIONS if shown.chat else (CODE,))
@@ -81,13 +81,17 @@ def demo(
         typer.echo(_next(results[0]))
 
 
-def _newcomers(quiet: bool) -> Iterator[Shown]:
-    """Build the bundles of someone who has none, each when it is needed."""
+def newcomers(quiet: bool) -> Iterator[Shown]:
+    """Build the bundles for someone who has none, each when it is asked for.
+
+    Yields one of MODEL in each of PRECISIONS, or one of FALLBACK if MODEL cannot be downloaded, which it prints. Raises
+    CheckpointError if another file than MODEL's was downloaded.
+    """
     try:
         for precision in PRECISIONS:
             yield Shown(_build(MODEL, precision, quiet), chat=True)
     except DownloadError as error:
-        typer.echo(f"the demo shows the embedded model {FALLBACK}, since {error.message}", err=True)
+        typer.echo(f"the demo shows the embedded model {FALLBACK}, since {error}", err=True)
         yield Shown(_build(FALLBACK, "fp32", quiet), chat=False)
 
 
@@ -168,12 +172,12 @@ def _print_bundle(result: Mapping[str, Any]) -> None:
 def _next(result: Mapping[str, Any]) -> str:
     """Return commands to try next with a bundle."""
     engines, chat = result["engines"], "--chat " if result["chat"] else ""
-    example = "What is photosynthesis?" if chat else "def main():"
+    example, kind = ("What is photosynthesis?", "word_problems") if chat else ("def main():", "code")
     return f"""
 next:
   . .venv/bin/activate                # the environment of make
   redraft generate --engines {engines} {chat}--prompt "{example}"
-  redraft bench --engines {engines} {chat}--prompts assets/tiny/prompts/code.jsonl --limit 4
+  redraft bench --engines {engines} {chat}--prompts assets/tiny/prompts/{kind}.jsonl --limit 4
   redraft inspect {engines}
   redraft doctor
   make engines MODEL=<a Hugging Face checkpoint folder or id>"""
