@@ -77,7 +77,7 @@ class Decoder(Protocol):
 class Peer:
     """A library that decodes.
 
-    name:    of its rows.   module: that Python imports.   install: the command that installs it.
+    name:    of its rows, without spaces.   module: that Python imports.   install: the command that installs it.
     package: whose version the figures name.
     formats: how its models are called, by precision. Other precisions are not offered.
     convert: writes the model of a precision into an empty folder.

@@ -109,7 +109,7 @@ LLAMA = Peer(
     open=LlamaDecoder,
 )
 GIVEN = Peer(
-    name="llama.cpp, the given GGUF",
+    name="llama.cpp-given",
     package="llama-cpp-python",
     module="llama_cpp",
     install=_INSTALL,

@@ -27,7 +27,7 @@ def kept_model(peer: Peer, source: Source, precision: Precision, keep: Path) -> 
 
     Raises PeerError.
     """
-    folder = keep / peer.name.replace(" ", "-") / precision
+    folder = keep / peer.name / precision
     wanted = _origin(peer, source, precision)
     if _record(folder) == wanted:
         return folder

@@ -68,7 +68,7 @@ def convert(source: Source, precision: Precision, folder: Path) -> None:
 
 
 OPENVINO = Peer(
-    name="OpenVINO GenAI",
+    name="openvino-genai",
     package="openvino-genai",
     module="openvino_genai",
     install="pip install 'redraft[openvino]'",
