@@ -65,8 +65,11 @@ class Decoder(Protocol):
     settings: all options that the model was opened with and that decoding uses: JSON values by name.
     """
 
-    modes: tuple[str, ...]
-    settings: Mapping[str, Any]
+    @property
+    def modes(self) -> tuple[str, ...]: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """Continue a prompt greedily by `count` tokens, past end tokens."""

@@ -12,7 +12,7 @@ from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, Source
 from redraft.bench.peers.models import run_tool
 from redraft.config import Precision
 
-SPECULATIVE = {PLAIN: {}, NGRAM: {"ngram_size": 3, "max_draft_tokens": 4}}
+SPECULATIVE: dict[str, dict[str, int]] = {PLAIN: {}, NGRAM: {"ngram_size": 3, "max_draft_tokens": 4}}
 """Its options by mode. It looks up a suffix one token shorter than `ngram_size`."""
 
 

@@ -12,7 +12,7 @@ from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, PeerErr
 from redraft.bench.peers.models import run_tool
 from redraft.config import Precision
 
-LOOKUP = {PLAIN: {}, NGRAM: {"num_assistant_tokens": 4, "max_ngram_size": 3}}
+LOOKUP: dict[str, dict[str, int]] = {PLAIN: {}, NGRAM: {"num_assistant_tokens": 4, "max_ngram_size": 3}}
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Properties of fp32 models. Without them, OpenVINO computes in bf16 on processors that can."""
 OPTIONS: dict[Precision, tuple[str, ...]] = {

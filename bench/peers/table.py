@@ -59,7 +59,7 @@ def _cell(
     figures = result[section].get(precision, {}).get(name)
     if figures is not None:
         return cell(figures)
-    if f"{name} {precision}" in result["failed"]:
+    if {f"{name} {precision}", f"{NAME} {precision}"} & result["failed"].keys():
         return "failed"
     return "not installed" if name in result["left_out"] else "not offered"
 

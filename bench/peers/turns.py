@@ -54,7 +54,8 @@ class Question:
 class Taker(Protocol):
     """A decoder that takes turns: a `Worker`."""
 
-    opened: Opened
+    @property
+    def opened(self) -> Opened: ...
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
         """See `Worker.decode`."""
