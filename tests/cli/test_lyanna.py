@@ -46,7 +46,7 @@ def drafted(redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path_factory:
     summary = json.loads(result.stdout)
     (found,) = summary["drafters"].values()
     assert (found["method"], found["table_bytes"]) == ("lyanna", 32 * 32 + 4 * 32)
-    assert (found["shape"]["token_info"], found["shape"]["hot"]) == ("int8", 32)
+    assert (found["shape"]["token_info"], found["shape"]["draft_vocabulary"]) == ("int8", 32)
     return out
 
 
