@@ -6,9 +6,9 @@
     python -m experiments.lyanna latency    --engines build/engines/tiny                                 Figure 13
     python -m experiments.lyanna table      --verifier assets/tiny --drafter DIR --prompts …
 
-`acceptance` measures over every position of texts, `traces` in decoding. Prints tables, or one JSON object with --json. The first part trains, and only reads earlier runs with the same --out
-and options. Resampling is Figure 12; `table` compares draft vocabularies (§6.1) and stored forms of token information
-(§5.1).
+`acceptance` measures over every position of texts, `traces` in decoding; `table` compares draft vocabularies (§6.1) and
+stored forms of token information (§5.1); `resampling` is Figure 12. Prints tables, or one JSON object with --json. The
+first part trains. With the same --out and options, it only reads its earlier runs.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     """Return one table: rows by kind and bundle, columns by step."""
     rows = [["kind", "bundle", *(f"step {step}" for step in range(1, TREE.depth + 1)), "drafts"]]
     for name, kinds in result["bundles"].items():
-        rows += [[kind, name, *percents(found["acceptance"]), str(found["drafts"])] for kind, found in kinds.items()]
+        for kind, found in kinds.items():
+            missing = [""] * (TREE.depth - len(found["acceptance"]))
+            rows.append([kind, name, *percents(found["acceptance"]), *missing, str(found["drafts"])])
     rows[1:] = sorted(rows[1:], key=lambda row: (row[0] == "all", row[0]))
     return {"conditional acceptance in decoding": rows}
