@@ -143,7 +143,9 @@ def _value(tensor: Any, checkpoint: AnyCheckpoint) -> Any:
     if not isinstance(tensor, StoredTensor):
         return tensor
     if tensor.entry is not None:
-        return torch.from_numpy(np.concatenate(list(checkpoint.slabs(tensor.entry))))  # torch refuses a mapped file's slab
+        return torch.from_numpy(
+            np.concatenate(list(checkpoint.slabs(tensor.entry)))
+        )  # torch refuses a mapped file's slab
     assert tensor.made is not None
     func, args, kwargs, item = tensor.made
     result = func(*_value(tuple(args), checkpoint), **{key: _value(v, checkpoint) for key, v in kwargs.items()})

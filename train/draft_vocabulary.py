@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
+from redraft.export.drafters.draft_vocabulary import most_frequent
 
 SIZES = (8192, 12288, 16384, 32768)
 """Sizes whose coverage is reported."""
@@ -40,8 +41,7 @@ class DraftVocabulary:
         """Return the `size` most frequent tokens by counts [V]. Among equal ones, lower ids come first."""
         if not 0 < size <= len(counts):
             raise UsageError(f"a draft vocabulary of {size} tokens is not possible with {len(counts)}")
-        chosen = np.argsort(-counts, kind="stable")[:size]
-        return cls(torch.from_numpy(np.sort(chosen)), len(counts))
+        return cls(torch.from_numpy(most_frequent(torch.from_numpy(counts), size)), len(counts))
 
     def __len__(self) -> int:
         return len(self.tokens)
