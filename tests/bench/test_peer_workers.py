@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,9 +12,8 @@ import pytest
 from tests.standins import peers
 
 from redraft.bench.peers.base import NGRAM, PLAIN, Decoder, Model, PeerError, Source
-from redraft.bench.peers.genai import convert as convert_genai
 from redraft.bench.peers.llamacpp import gguf_file
-from redraft.bench.peers.models import RECORD, kept_model
+from redraft.bench.peers.models import RECORD, kept_model, run_tool
 from redraft.bench.peers.openvino import convert as convert_openvino
 from redraft.bench.peers.worker import Turn, Worker, answer_requests
 
@@ -127,9 +127,16 @@ def test_openvino_needs_its_exporter(tmp_path: Path) -> None:
         convert_openvino(Source(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
 
 
-@pytest.mark.slow
-def test_a_converter_that_fails_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime_genai")
-    with pytest.raises(PeerError, match=r"onnxruntime_genai.models.builder … . failed: \w+") as caught:
-        convert_genai(Source(tmp_path, Path("none")), "fp32", tmp_path)
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; print('no'); sys.exit('first\\n last')", "failed: last"),
+        ("print('only line'); exit(1)", "failed: only line"),
+        ("exit(4)", "failed: exit status 4"),
+    ],
+)
+def test_a_converter_that_fails_is_one_line(program: str, reason: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        run_tool([sys.executable, "-c", program])
+    assert str(caught.value).endswith(reason)
     assert "\n" not in str(caught.value)
