@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,8 @@ from redraft.export.reference import read_model
 from redraft.names import LAST_HIDDEN_STATE, TOKENIZER_FILE
 from redraft.train.states import run_verifier
 
+# torch's RMSNorm has no fused form for bf16 rows with fp32 gains, which a drafter has under autocast, and says so.
+warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 _HEAD_TOLERANCE = 0.02  # relative to the largest logit; weights may be bf16
 
 
