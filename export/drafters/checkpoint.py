@@ -109,7 +109,7 @@ class DrafterCheckpoint:
 
     def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
-        hint = f"train a drafter for this verifier with `redraft train {self.method} --verifier DIR`"
+        hint = f"train one for this verifier with `redraft train {self.method} --verifier DIR`, or give --drafter none"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
             ("a vocabulary of", config.vocab_size, vocabulary),

@@ -71,8 +71,8 @@ def _factors(
     """Return two factors of the normalized table, [rows, d] and [d, H]."""
     info, tokens = drafter.token_info, vocabulary.tokens
     if info is None:
-        rows = len(tokens) + (not vocabulary.is_whole)
-        return np.zeros((rows, shape.rank), np.float32), np.zeros((shape.rank, len(tokens)), np.float32)
+        size = len(tokens) + (not vocabulary.is_whole)
+        return np.zeros((size, shape.rank), np.float32), np.zeros((shape.rank, len(tokens)), np.float32)
     up, gain = (p.detach().float().numpy()[vocabulary.columns] for p in (info.up.weight, info.norm.weight))
     left = np.empty((len(tokens), shape.rank), np.float32)
     others, begin = np.zeros(shape.rank), 0

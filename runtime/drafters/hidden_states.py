@@ -345,7 +345,7 @@ class HiddenStateDrafter(TreeMaker):
             if names.CHAIN_LOGITS in given:
                 chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
                 given[names.CHAIN_LOGITS] = chain
-        given |= {names.DRAFT_LOGIT_SCALE: slots_of(self._logit_scales, slots), **self._tables}
+        given |= {names.DRAFT_LOGIT_SCALE: slots_of(self._logit_scales, range(len(slots))), **self._tables}
         sizes = {"B": len(slots), "M": width}
         return _Call(self._device, program, self._step_programs, sizes, given, pending, store)
 

@@ -68,12 +68,12 @@ def test_building_again_does_nothing_until_the_file_changes(redraft: Redraft, gg
 @pytest.mark.slow
 def test_differences_from_the_file_are_reported(redraft: Redraft, tmp_path: Path) -> None:
     file = random_file("qwen2", "Q4_1")
-    file.tokenizer["tokenizer.ggml.pre"] = "smollm"
+    file.tokenizer["tokenizer.ggml.pre"] = "rwkv-5"
     path = file.write(tmp_path / "m.gguf")
     built = redraft("build", path, "-o", tmp_path / "out", "--precision", "int4", "--eval-text", "none", "--json")
     rounded, split = json.loads(built.stdout)["caveats"]
     assert rounded == "int4 rounds the file's Q4_1 weights a second time; --precision int8 loses less"
-    assert split.startswith("transformers does not know the pre-tokenizer 'smollm'")
+    assert split.startswith("transformers does not know the pre-tokenizer 'rwkv-5'")
 
 
 def test_no_such_file(refused: Refused, gguf_file: Path) -> None:

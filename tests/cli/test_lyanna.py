@@ -46,7 +46,7 @@ def drafted(redraft: Redraft, checkpoint: Path, drafter: Path, tmp_path_factory:
     summary = json.loads(result.stdout)
     (found,) = summary["drafters"].values()
     assert (found["method"], found["table_bytes"]) == ("lyanna", 32 * 32 + 4 * 32)
-    assert (found["shape"]["token_info"], found["shape"]["hot"]) == ("int8", 32)
+    assert (found["shape"]["token_info"], found["shape"]["draft_vocabulary"]) == ("int8", 32)
     return out
 
 
@@ -153,7 +153,10 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: ref(m, "token_info.scales").update(shape=[32]), "table token_info.scales: expected 128 bytes"),
         (lambda m: own(m)["tables"].remove(ref(m)), "expected a table token_info.table, found none"),
         (lambda m: ref(m).update(dtype="F16"), "token_info.table"),
-        (lambda m: own(m)["shape"].update(draft_vocabulary=31), "expected a table token_info.index, found none"),
+        (
+            lambda m: own(m)["shape"].update(draft_vocabulary=31),
+            "table token_info.table: expected 992 bytes of int8[32, 31]",
+        ),
         (lambda m: own(m)["shape"].update(token_info="fp16"), "token_info.table"),
         (
             lambda m: own(m)["shape"].update(token_info="fp3"),

@@ -60,7 +60,7 @@ def test_main_loss_does_not_see_its_target(objective):
 def test_metrics_are_means_by_kind(objective):
     tokens = torch.randint(0, 400, (4, 10))
     main, mtp = objective.row_losses(tokens)
-    loss, metrics = objective.loss(Batch(tokens, ("a", "b", "a", "b")))
+    loss, metrics = objective.loss(Batch.whole(tokens, ("a", "b", "a", "b"), objective.lookahead))
     assert metrics["a"] == pytest.approx((main[0] + main[2]).item() / 2)
     assert metrics["mtp"] == pytest.approx(mtp.mean().item())
     assert loss.item() == pytest.approx((main.mean() + 0.3 * mtp.mean()).item(), rel=1e-5)

@@ -13,7 +13,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
+from redraft.assembly import tokenizers
 from redraft.export.gguf_checkpoint import GgufCheckpoint
+from redraft.export.gguf_text import unknown_split
 
 from .gguf_files import ARCHITECTURES, TEMPLATE, random_blocks, random_file
 
@@ -122,3 +124,21 @@ def test_text_files_are_transformers_tokenizer(name, tmp_path):
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
     ends = [2, 3] if name == "qwen2" else [2]
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": ends}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_digits_are_words_of_their_own_if_the_file_says_so(name, tmp_path):
+    """The split must survive loading: transformers gives Qwen2's tokenizers their own."""
+    file = random_file(name)
+    file.tokenizer = random_file("qwen2").tokenizer | {"tokenizer.ggml.pre": "smollm"}
+    source, bundle = tmp_path / "source", tmp_path / "bundle"
+    source.mkdir()
+    bundle.mkdir()
+    checkpoint = GgufCheckpoint.open(file.write(tmp_path / "m.gguf"))
+    checkpoint.write_text_files(source)
+    special = tokenizers.write_text_files(source, bundle)
+    split = Tokenizer.from_file(str(bundle / "tokenizer.json")).pre_tokenizer.pre_tokenize_str("a  12")
+    assert [word.replace("Ġ", " ") for word, _ in split] == ["a", "  ", "1", "2"]
+    assert (special.bos, special.eos) == (1, (2, 3))
+    assert (bundle / "chat_template.jinja").read_text() == TEMPLATE
+    assert unknown_split(checkpoint.header) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AttentionInterface
 
@@ -102,6 +103,13 @@ def test_a_checkpoint_of_a_recipes_shape_in_any_spelling():
     values = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": nested}
     found = support.load_config(Checkpoint(Path("x"), values | {"max_position_embeddings": 99}, {}))
     support.check_shape(found, SHAPE | {"max_position_embeddings": 4096}, "mine")
+
+
+def test_a_gguf_files_numbers_fit_a_recipes_shape():
+    """GGUF files store fp32; 1e-5 in fp32 is another number."""
+    rounded = {"rms_norm_eps": float(np.float32(1e-5)), "rope_theta": float(np.float32(12345.6))}
+    found = support.load_config(Checkpoint(Path("x"), SHAPE | rounded, {}))
+    support.check_shape(found, SHAPE | {"rms_norm_eps": 1e-5, "rope_theta": 12345.6}, "mine")
 
 
 @pytest.mark.parametrize(

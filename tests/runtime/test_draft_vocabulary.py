@@ -66,7 +66,8 @@ def test_texts_are_plain_decodings_own(opened: Open, max_num_seqs: int, budget: 
         plain = [text.token_ids for text in runtime.generate(PROMPTS, PARAMS, "none")]
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=budget))
     assert [text.token_ids for text in found] == plain
-    assert sum(text.metrics.num_accepted_draft_tokens for text in found) > 0
+    if budget is not None:  # without a budget, costs measured on this machine decide whether to draft
+        assert sum(text.metrics.num_accepted_draft_tokens for text in found) > 0
 
 
 class TorchDrafter:

@@ -105,7 +105,9 @@ def test_drafted_text_is_the_verifiers_own(
     for prompt, text, traced in zip(PROMPTS, plain, sorted_by_prompt(played.requests), strict=True):
         assert traced[: len(prompt) + len(text)] == prompt + text
     assert played.steps[OfferKind.FRESH] > 0
-    assert (played.steps[OfferKind.RESAMPLE] > 0) == options.get("resample", True)
+    resamples = options.get("resample", True)
+    if budget is not None or not resamples:  # without a budget, costs measured on this machine decide
+        assert (played.steps[OfferKind.RESAMPLE] > 0) == resamples
     if budget is None or budget == FULL:
         assert played.accepted[OfferKind.FRESH] > 0
     if budget == FULL or method:  # otherwise the lookup may have had all accepted tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ from redraft.errors import CheckpointError
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import TOKEN_COUNTS, DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
+from redraft.export.gguf_checkpoint import GgufCheckpoint
 from tests.export.models import write_checkpoint
 
 CONFIG = LyannaConfig(
@@ -187,3 +189,11 @@ def test_missing_or_damaged_weights_are_refused(folder, content, problem):
         (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors {problem}"):
         load(folder)
+
+
+def test_a_gguf_files_identity_is_its_own_digest(tmp_path):
+    """It holds its tokenizer, so one in the same folder does not count."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"weights")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert Identity.of(GgufCheckpoint.open(file)) == Identity((hashlib.sha256(b"weights").hexdigest(),), "")

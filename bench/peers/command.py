@@ -1,0 +1,159 @@
+"""Greedy decoding of one checkpoint by redraft, onnxruntime-genai, OpenVINO GenAI and llama.cpp, in turns.
+
+    python -m redraft.bench.peers --engines build/fp32 build/int8 build/int4 --checkpoint DIR --chat \\
+        --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --limit 4 --keep build/peers
+
+Each bundle is a column: peers decode models of its precision. They convert the checkpoint, and `--keep` keeps their
+models. Each library and precision has a process of its own. Every decoder continues a prompt before the next prompt,
+with the same token ids and as many new tokens as the plain answer of the first bundle has. End tokens do not end a
+text. A time is the seconds from the first new token to the last, over the tokens after the first.
+
+Peers that are not installed are left out. A peer that fails is named, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from redraft.bench.command import as_json, bundle_parser
+from redraft.bench.environment import environment
+from redraft.bench.peers.base import Model, Peer, PeerError, Source
+from redraft.bench.peers.figures import figures
+from redraft.bench.peers.genai import GENAI
+from redraft.bench.peers.llamacpp import GIVEN, LLAMA
+from redraft.bench.peers.models import open_peer
+from redraft.bench.peers.openvino import OPENVINO
+from redraft.bench.peers.ours import NAME, Ours
+from redraft.bench.peers.table import markdown
+from redraft.bench.peers.turns import Key, Question, make_questions, take_turns
+from redraft.bench.peers.worker import Opener, Worker
+from redraft.bench.prompts import load_prompts
+from redraft.config import Precision
+from redraft.engines import open_bundle
+from redraft.errors import UsageError
+from redraft.packages import package_version
+from redraft.runtime import Runtime
+
+PEERS = (GENAI, OPENVINO, LLAMA, GIVEN)
+
+
+def main() -> None:
+    """Measure and print a table, or JSON. Raises PeerError at the end if a peer has failed."""
+    options = _arguments()
+    result = measure(options)
+    print(as_json(result) if options.json else markdown(result))
+    if result["failed"]:
+        raise PeerError(f"not measured: {', '.join(result['failed'])}")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurements that the options ask for: a JSON object. Raises UsageError, BundleError, DataError."""
+    bundles = _bundles(options.engines)
+    source = Source(options.checkpoint, options.optimum_cli)
+    if not options.checkpoint.is_dir():
+        raise UsageError(f"no checkpoint folder {options.checkpoint}", "check --checkpoint")
+    peers = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
+    questions = _questions(options)
+    with _kept(options.keep) as keep, ExitStack() as stack:
+        openers = _openers(
+            bundles, [peer for peer in peers if peer.installed], source, keep, options.threads, questions
+        )
+        workers, failed = _start(openers, stack)
+        results = take_turns(workers, questions, _report)
+    results.failed |= failed
+    for key, reason in results.failed.items():
+        _report(f"{key} failed: {reason}")
+    return {
+        "environment": environment(options.threads),
+        "rule": "every text has as many new tokens as the plain answer of the first bundle; end tokens end none",
+        "chat": options.chat,
+        "max_new_tokens": options.max_new_tokens,
+        "precisions": list(bundles),
+        "peers": [peer.name for peer in peers],
+        "versions": {NAME: package_version(NAME), **{peer.name: package_version(peer.package) for peer in peers}},
+        "left_out": {peer.name: peer.install for peer in peers if not peer.installed},
+        **figures(results, questions, {key: worker.opened for key, worker in workers.items()}),
+    }
+
+
+def _questions(options: argparse.Namespace) -> tuple[Question, ...]:
+    """Return the prompts with the plain answers of the first bundle."""
+    prompts = load_prompts(options.prompts, options.limit)
+    with Runtime.open(options.engines[0], threads=options.threads) as runtime:
+        return make_questions(runtime, prompts, options.max_new_tokens, options.chat, options.system)
+
+
+def _bundles(paths: Sequence[Path]) -> dict[Precision, Path]:
+    """Return bundles by precision. Raises UsageError for two of one precision, and BundleError."""
+    found: dict[Precision, Path] = {}
+    for path in paths:
+        precision = open_bundle(path).manifest.precision
+        if precision in found:
+            raise UsageError(f"{found[precision]} and {path} both are {precision}", "give one bundle a precision")
+        found[precision] = path
+    return found
+
+
+def _openers(
+    bundles: Mapping[Precision, Path], peers: Sequence[Peer], source: Source, keep: Path, threads: int,
+    questions: Sequence[Question],
+) -> dict[Key, Opener]:  # fmt: skip
+    """Return the decoders to open, ours first in each precision."""
+    context = max(len(question.token_ids) + question.count for question in questions)
+    openers: dict[Key, Opener] = {}
+    for precision, path in bundles.items():
+        openers[Key(NAME, precision)] = partial(Ours, Model(path, precision, threads, context))
+        for peer in peers:
+            if precision in peer.formats:
+                openers[Key(peer.name, precision)] = partial(open_peer, peer, source, precision, keep, threads, context)
+    return openers
+
+
+def _start(openers: Mapping[Key, Opener], stack: ExitStack) -> tuple[dict[Key, Worker], dict[Key, str]]:
+    """Start a worker for each decoder, one after the other. Return those that opened, and the errors of the others."""
+    workers: dict[Key, Worker] = {}
+    failed: dict[Key, str] = {}
+    for key, opener in openers.items():
+        _report(f"opening {key}")
+        try:
+            workers[key] = Worker(opener)
+        except PeerError as error:
+            failed[key] = str(error)
+        else:
+            stack.callback(workers[key].close)
+    return workers, failed
+
+
+@contextmanager
+def _kept(keep: Path | None) -> Iterator[Path]:
+    """Yield the folder of converted models: `keep`, or a temporary one."""
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
+
+
+def _report(line: str) -> None:
+    print(f"peers: {line}", file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = bundle_parser(__doc__, 96, bundles=True)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint of all bundles")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the chat template")
+    parser.add_argument("--system", help="the system message of each chat")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="all by default")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps the peers' models for the next run")
+    exporter = Path(sys.executable).with_name("optimum-cli")
+    parser.add_argument("--optimum-cli", type=Path, default=exporter, help="the program that exports to OpenVINO")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args()

@@ -1,0 +1,86 @@
+"""Turns to figures: milliseconds a token by decoder and mode, ratios from pairs, and texts that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from redraft.bench.peers.base import PLAIN
+from redraft.bench.peers.ours import NAME
+from redraft.bench.peers.turns import Key, Question, Results
+from redraft.bench.peers.worker import Opened, Turn
+from redraft.bench.statistics import first_difference, loops, median_estimate
+
+
+def figures(results: Results, questions: Sequence[Question], opened: Mapping[Key, Opened]) -> dict[str, Any]:
+    """Return all figures as JSON: `decoders` and `ratios` by precision and name, and what was decoded."""
+    precisions = list(dict.fromkeys(key.precision for key in results.turns))
+    return {
+        "prompts": len(questions),
+        "new_tokens": sum(question.count for question in questions),
+        "looping_answers": sum(loops(question.answer) for question in questions),
+        "decoders": {
+            p: _by_name(results, p, lambda key: _decoder(results, questions, key, opened)) for p in precisions
+        },
+        "ratios": {p: _by_name(results, p, lambda key: _ratios(results, questions, key)) for p in precisions},
+        "failed": {str(key): reason for key, reason in results.failed.items()},
+    }
+
+
+def _by_name(results: Results, precision: str, figure: Callable[[Key], dict[str, Any] | None]) -> dict[str, Any]:
+    """Return a figure of every decoder of a precision that has one."""
+    found = {key.name: figure(key) for key in results.turns if key.precision == precision}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: Mapping[Key, Opened]) -> dict[str, Any]:
+    """Return a decoder's figures.
+
+    busy_threads: processor time over time, while it decodes.
+    idle_cpu_ms: the most processor time between two of its turns. Below the pause before turns, no other loses.
+    """
+    modes = results.turns[key]
+    turns = [turn for mode in modes.values() for turn in mode]
+    return {
+        "settings": dict(opened[key].settings),
+        "modes": {mode: _mode(results, questions, key, mode) for mode in modes},
+        "busy_threads": sum(turn.cpu_seconds for turn in turns) / sum(turn.wall_seconds for turn in turns),
+        "idle_cpu_ms": 1e3 * max(turn.idle_cpu_seconds for turn in turns),
+    }
+
+
+def _mode(results: Results, questions: Sequence[Question], key: Key, mode: str) -> dict[str, Any]:
+    """Return milliseconds a token, and by prompt the first token that differs from our plain text."""
+    turns = results.turns[key][mode]
+    ours = results.turns.get(Key(NAME, key.precision))
+    differences = {}
+    for question, turn, plain in zip(questions, turns, ours[PLAIN] if ours else (), strict=bool(ours)):
+        place = first_difference(plain.decoded.token_ids, turn.decoded.token_ids)
+        if place is not None:
+            differences[question.prompt.id] = place
+    return {"ms_per_token": vars(median_estimate(_ms(turns))), "first_differences": differences}
+
+
+def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
+    """Return the times of a peer's best mode over ours on the same prompts: above 1, we are faster."""
+    ours = results.turns.get(Key(NAME, key.precision))
+    if key.name == NAME or ours is None:
+        return None
+    modes = results.turns[key]
+    best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
+    theirs = _ms(modes[best])
+    kinds = [question.prompt.kind for question in questions]
+    return {"best_mode": best, **{mode: _ratio(theirs, _ms(turns), kinds) for mode, turns in ours.items()}}
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the median of pairs with its interval, over all prompts and by kind."""
+    values = [a / b for a, b in zip(theirs, ours, strict=True)]
+    of_kind = {
+        kind: [value for value, k in zip(values, kinds, strict=True) if k == kind] for kind in sorted(set(kinds))
+    }
+    return {name: vars(median_estimate(group)) for name, group in {"all": values, **of_kind}.items()}
+
+
+def _ms(turns: Sequence[Turn]) -> list[float]:
+    return [turn.decoded.ms_per_token for turn in turns]

@@ -1,0 +1,117 @@
+"""Worker processes of peers, and the models that peers convert."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.standins import peers
+
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoder, Model, PeerError, Source
+from redraft.bench.peers.genai import convert as convert_genai
+from redraft.bench.peers.llamacpp import gguf_file
+from redraft.bench.peers.models import RECORD, kept_model
+from redraft.bench.peers.openvino import convert as convert_openvino
+from redraft.bench.peers.worker import Worker
+
+MODEL = Model(Path("none"), "fp32", threads=2, context=9)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Callable[[Model], Decoder]], Worker]]:
+    """Starts a worker that ends with the test."""
+    started: list[Worker] = []
+
+    def worker(open_model: Callable[[Model], Decoder]) -> Worker:
+        started.append(Worker(partial(open_model, MODEL)))
+        return started[-1]
+
+    yield worker
+    for each in started:
+        each.close()
+
+
+def test_a_worker_decodes_and_its_prints_are_not_figures(
+    start: Callable[..., Worker], capfd: pytest.CaptureFixture[str]
+) -> None:
+    worker = start(peers.Counter)
+    assert (worker.opened.modes, worker.opened.settings) == ((PLAIN, NGRAM), {"threads": 2, "context": 9})
+    assert worker.decode(PLAIN, [4, 5], 3).decoded.token_ids == (6, 7, 8)
+    worker.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "decoding" in err
+
+
+def test_threads_that_spin_between_turns_show(start: Callable[..., Worker]) -> None:
+    idle = {}
+    for kind in (peers.Counter, peers.Spinning):
+        worker = start(kind)
+        worker.decode(PLAIN, [1], 3)
+        time.sleep(0.4)
+        idle[kind] = worker.decode(PLAIN, [1], 3).idle_cpu_seconds
+        worker.close()
+    assert idle[peers.Counter] < 0.05 < idle[peers.Spinning]
+
+
+def test_a_decoder_that_cannot_be_opened_says_why(start: Callable[..., Worker]) -> None:
+    with pytest.raises(PeerError, match=r"^RuntimeError: no such model$"):
+        start(peers.refused)
+
+
+def test_a_process_that_ends_is_an_error_now_and_later(start: Callable[..., Worker]) -> None:
+    worker = start(peers.Crashing)
+    for _ in range(2):
+        with pytest.raises(PeerError, match="its process ended with status 3"):
+            worker.decode(PLAIN, [1], 3)
+
+
+def test_a_text_of_another_length_is_an_error(start: Callable[..., Worker]) -> None:
+    with pytest.raises(PeerError, match="expected 3 new tokens, found 2"):
+        start(peers.Short).decode(PLAIN, [1], 3)
+
+
+def test_a_model_is_converted_again_only_for_other_files(tmp_path: Path) -> None:
+    source = Source(tmp_path / "checkpoint", Path("none"))
+    source.checkpoint.mkdir()
+    (source.checkpoint / "model.safetensors").write_text("a")
+    convert = partial(kept_model, peers.COUNTER, source, "fp32", tmp_path / "keep")
+    assert (convert() / "model").read_text() == "fp32"
+    convert()
+    assert (source.checkpoint / "conversions").read_text() == "x"
+    (source.checkpoint / "model.safetensors").write_text("ab")
+    convert()
+    assert (source.checkpoint / "conversions").read_text() == "xx"
+
+
+def test_a_failed_conversion_keeps_no_model(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="no fp32 for you"):
+        kept_model(peers.BROKEN, Source(tmp_path, Path("none")), "fp32", tmp_path / "keep")
+    assert not list((tmp_path / "keep").rglob(RECORD))
+    assert not (tmp_path / "keep" / "broken" / "fp32").exists()
+
+
+def test_a_checkpoint_needs_one_gguf_file(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"expected one GGUF file in .*, found none"):
+        gguf_file(tmp_path)
+    (tmp_path / "a.gguf").touch()
+    assert gguf_file(tmp_path) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(PeerError, match=r"found a.gguf, b.gguf; leave one there"):
+        gguf_file(tmp_path)
+
+
+def test_openvino_needs_its_exporter(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"no exporter .*optimum-intel"):
+        convert_openvino(Source(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_converter_that_fails_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    with pytest.raises(PeerError, match=r"onnxruntime_genai.models.builder … . failed: \w+") as caught:
+        convert_genai(Source(tmp_path, Path("none")), "fp32", tmp_path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,200 @@
+"""Measurements of peers: turns, figures, tables, and the command with stand-ins for peers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.runtime.fakes import make_runtime
+from tests.standins import peers
+
+from redraft.bench.peers import command, turns
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, PeerError
+from redraft.bench.peers.figures import figures
+from redraft.bench.peers.ours import NAME
+from redraft.bench.peers.table import markdown
+from redraft.bench.peers.turns import Key, Question, Results, make_questions, take_turns
+from redraft.bench.peers.worker import Opened, Turn
+from redraft.bench.prompts import Prompt
+from redraft.errors import DataError, UsageError
+
+OURS, THEIRS = Key(NAME, "fp32"), Key("peer", "fp32")
+OPENED = Opened((PLAIN, NGRAM), {"threads": 2})
+QUESTIONS = [Question(Prompt(name, kind, name), [1], (2, 3, 4)) for name, kind in (("a", "x"), ("b", "y"), ("c", "x"))]
+
+
+def turn(seconds: float, *tokens: int) -> Turn:
+    return Turn(Decoded(tokens or (2, 3, 4), seconds), cpu_seconds=4.0, wall_seconds=2.0, idle_cpu_seconds=0.03)
+
+
+class Taker:
+    """Writes down its turns, and fails at the turn `fails`."""
+
+    def __init__(self, key: Key, log: list[str], fails: int = -1) -> None:
+        self.opened = OPENED
+        self.key, self.log, self.fails, self.taken = key, log, fails, 0
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
+        self.taken += 1
+        if self.taken == self.fails:
+            raise PeerError("broke")
+        self.log.append(f"{self.key.name} {mode}")
+        return turn(1.0)
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "SETTLE_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_the_order_of_turns_flips_after_a_warm_up() -> None:
+    log: list[str] = []
+    results = take_turns({key: Taker(key, log) for key in (OURS, THEIRS)}, QUESTIONS, lambda line: None)
+    once = [f"{NAME} plain", f"{NAME} ngram", "peer plain", "peer ngram"]
+    assert log == [*once, *once, *once[::-1], *once]
+    assert [len(found) for modes in results.turns.values() for found in modes.values()] == [3] * 4
+
+
+@pytest.mark.usefixtures("no_pause")
+@pytest.mark.parametrize("fails", [1, 6])
+def test_a_decoder_that_fails_is_left_out_and_the_others_go_on(fails: int) -> None:
+    """It fails in the warm-up, or later."""
+    log: list[str] = []
+    takers = {OURS: Taker(OURS, log), THEIRS: Taker(THEIRS, log, fails)}
+    results = take_turns(takers, QUESTIONS, lambda line: None)
+    assert results.failed == {THEIRS: "broke"}
+    assert list(results.turns) == [OURS]
+    assert log.count(f"{NAME} ngram") == 4
+    assert takers[THEIRS].taken == fails
+
+
+def test_questions_are_first_turns_with_our_answers() -> None:
+    """The first prompt's answer ends after 9 tokens, the second's after 3, which are too few to time."""
+    ends = {b"a"[0]: 9, b"b"[0]: 3}
+
+    def rule(tokens: list[int]) -> int:
+        return 257 if len(tokens) >= ends[tokens[0]] + 1 else 100
+
+    runtime = make_runtime(rule)
+    eos = runtime.generate([[97]])[0].token_ids
+    assert len(eos) == 10
+    prompts = [Prompt("p", "k", "a", ("later",)), Prompt("q", "k", "b")]
+    (question,) = make_questions(runtime, prompts, 20, chat=False, system=None)
+    assert (question.prompt.id, list(question.token_ids), question.count) == ("p", [97], 10)
+    with pytest.raises(DataError, match="no answer has 8 tokens"):
+        make_questions(runtime, prompts[1:], 20, chat=False, system=None)
+
+
+def test_a_prompt_that_fills_the_context_is_named() -> None:
+    with pytest.raises(UsageError, match="prompt long: the prompt has 30 tokens"):
+        make_questions(make_runtime(max_model_len=30), [Prompt("long", "k", "a" * 30)], 20, chat=False, system=None)
+
+
+def results() -> Results:
+    """Our plain decoding takes 10, 20 and 30 ms a token; the peer's n-grams 20, 20 and 90, its plain decoding more."""
+    ours = {PLAIN: [turn(0.02), turn(0.04), turn(0.06)], NGRAM: [turn(0.01), turn(0.02), turn(0.03)]}
+    theirs = {PLAIN: [turn(1.0)] * 3, NGRAM: [turn(0.04), turn(0.04, 2, 9, 4), turn(0.18)]}
+    return Results({OURS: ours, THEIRS: theirs}, {Key("peer", "int8"): "broke"})
+
+
+def measured() -> dict:
+    found = figures(results(), QUESTIONS, {OURS: OPENED, THEIRS: OPENED})
+    return {
+        "environment": {"threads": 2, "cpu": "a processor"},
+        "precisions": ["fp32", "int8"],
+        "peers": ["peer", "absent"],
+        "versions": {NAME: "1", "peer": "2", "absent": None},
+        "left_out": {"absent": "pip install absent"},
+        **found,
+    }
+
+
+def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
+    found = measured()
+    decoders, ratios = found["decoders"]["fp32"], found["ratios"]["fp32"]
+    assert decoders[NAME]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(20)
+    assert (decoders["peer"]["busy_threads"], decoders["peer"]["idle_cpu_ms"]) == pytest.approx((2, 30))
+    assert decoders["peer"]["modes"][NGRAM]["first_differences"] == {"b": 1}
+    assert list(ratios) == ["peer"]
+    assert ratios["peer"]["best_mode"] == NGRAM
+    assert ratios["peer"][PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
+    assert ratios["peer"][PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
+    assert ratios["peer"][NGRAM]["all"] == pytest.approx({"median": 4, "low": 2, "high": 6, "count": 3})
+
+
+def test_tables_have_a_row_a_library_and_a_column_a_precision() -> None:
+    lines = markdown(measured()).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert rows == [
+        "|  | fp32 | 8 bits |",
+        "| --- | --- | --- |",
+        f"| {NAME} | 20.0 / 10.0 | not offered |",
+        "| peer | 500.0 / 20.0 | failed |",
+        "| absent | not installed | not installed |",
+        "|  | fp32 | 8 bits |",
+        "| --- | --- | --- |",
+        "| peer | 2.00 (1.00 to 3.00) / 4.00 (2.00 to 6.00) of ngram | failed |",
+        "| absent | not installed | not installed |",
+    ]
+    assert "- absent is not installed: `pip install absent`" in lines
+    assert "- peer int8 failed: broke" in lines
+    assert [line for line in lines if "plain 3, ngram 2 of 3" in line]
+
+
+Measure = Callable[..., None]
+
+
+@pytest.fixture
+def measure(lyanna_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """The command on two prompts with stand-ins, given further options."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(turns, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(command, "PEERS", (peers.COUNTER, peers.BROKEN, peers.ABSENT, peers.OTHER))
+    prompts, checkpoint = tmp_path / "prompts.jsonl", tmp_path / "checkpoint"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("abcd", "efgh")))
+    checkpoint.mkdir()
+
+    def run(*options: str, engines: Sequence[Path] = (lyanna_bundle,)) -> None:
+        given = ["--engines", *engines, "--checkpoint", checkpoint, "--prompts", prompts, "--max-new-tokens", "9"]
+        monkeypatch.setattr(sys, "argv", ["peers", *map(str, given), *options])
+        command.main()
+
+    return run
+
+
+def test_the_command_measures_what_works_and_fails_for_the_rest(
+    measure: Measure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(PeerError, match=r"^not measured: broken fp32$"):
+        measure("--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["failed"] == {"broken fp32": "no fp32 for you"}
+    assert found["left_out"] == {"absent": "pip install absent"}
+    assert list(found["decoders"]["fp32"]) == [NAME, "counter"]
+    assert list(found["decoders"]["fp32"][NAME]["modes"]) == [PLAIN, NGRAM, "ngram+lyanna"]
+    assert found["decoders"]["fp32"]["counter"]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(25)
+    assert found["ratios"]["fp32"]["counter"]["best_mode"] == NGRAM
+    assert (found["prompts"], found["new_tokens"]) == (2, 18)
+
+
+def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
+    measure("--peers", "counter", "other")
+    out = capsys.readouterr().out
+    assert "| counter | 25.0 / 12.5 |" in out
+    assert "| other | not offered |" in out
+    assert "broken" not in out
+
+
+def test_bundles_differ_in_precision(measure: Measure, lyanna_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="both are fp32; give one bundle a precision"):
+        measure(engines=(lyanna_bundle, lyanna_bundle))
+
+
+def test_a_missing_checkpoint_is_named(measure: Measure, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").rmdir()
+    with pytest.raises(UsageError, match="no checkpoint folder"):
+        measure()

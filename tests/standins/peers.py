@@ -1,0 +1,90 @@
+"""A peer without a model, for worker processes: it continues a prompt by counting."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
+from redraft.config import Precision
+
+SECONDS = {PLAIN: 0.2, NGRAM: 0.1}
+"""Of a decoded text, by mode."""
+
+
+class Counter:
+    """Counts on from the last token, and prints, as libraries do."""
+
+    modes = (PLAIN, NGRAM)
+
+    def __init__(self, model: Model) -> None:
+        self.settings: Mapping[str, Any] = {"threads": model.threads, "context": model.context}
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
+        """Return `count` tokens in the mode's time."""
+        print("decoding")
+        return Decoded(tuple(token_ids[-1] + 1 + i for i in range(count)), SECONDS[mode])
+
+
+class Short(Counter):
+    """Ends a text early."""
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
+        """Return a token less."""
+        return super().decode(mode, token_ids, count - 1)
+
+
+class Spinning(Counter):
+    """Has a thread that computes between turns."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        threading.Thread(target=self._spin, daemon=True).start()
+
+    def _spin(self) -> None:
+        while True:
+            pass
+
+
+class Crashing(Counter):
+    """Ends its process when it decodes."""
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
+        """End the process."""
+        os._exit(3)
+
+
+def refused(model: Model) -> Counter:
+    """Fail to open, as a library does."""
+    raise RuntimeError("no such\nmodel")
+
+
+def write_model(source: Source, precision: Precision, folder: Path) -> None:
+    """Write a model that counts its conversions."""
+    log = source.checkpoint / "conversions"
+    log.write_text(log.read_text() + "x" if log.exists() else "x")
+    (folder / "model").write_text(precision)
+
+
+def write_nothing(source: Source, precision: Precision, folder: Path) -> None:
+    """Fail to convert."""
+    (folder / "half").write_text("")
+    raise PeerError(f"no {precision} for you")
+
+
+COUNTER = Peer(
+    name="counter",
+    package="numpy",
+    module="numpy",
+    install="pip install counter",
+    formats={"fp32": "F32"},
+    convert=write_model,
+    open=Counter,
+)
+BROKEN = replace(COUNTER, name="broken", convert=write_nothing)
+ABSENT = replace(COUNTER, name="absent", module="no_such_module", install="pip install absent")
+OTHER = replace(COUNTER, name="other", formats={"int8": "Q8_0"})
