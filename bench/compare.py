@@ -73,7 +73,7 @@ def compare(
     Raises UsageError naming the prompt if it cannot be decoded; for a first turn, before anything is decoded.
     """
     order = list(dict.fromkeys((PLAIN, *methods)))
-    first_turns = [_first_turn(runtime, prompt, settings) for prompt in prompts]
+    first_turns = [first_turn(runtime, prompt, settings) for prompt in prompts]
 
     def decode_by(method: str, ids: Sequence[int]) -> Generation:
         if method != INEXACT:
@@ -105,7 +105,7 @@ def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings:
     return runtime.generate([prompt], settings.params, SpeculationParams(method, budget=budget), forced)[0]
 
 
-def _first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:
+def first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:
     """Return token ids of a prompt, or of the first turn of a chat."""
     conversation = Conversation(runtime, settings.system) if settings.chat else None
     with _named(f"prompt {prompt.id}"):
@@ -120,7 +120,7 @@ def _decode_turns(
 ) -> Iterator[Run]:
     """Yield a run of a prompt, or of every turn of a chat that fits the context."""
     if not settings.chat:
-        ids = _first_turn(runtime, prompt, settings)
+        ids = first_turn(runtime, prompt, settings)
         yield Run(prompt, ids, decode_by_all(ids))
         return
     conversation = Conversation(runtime, settings.system)

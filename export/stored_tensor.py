@@ -143,8 +143,9 @@ def _value(tensor: Any, checkpoint: AnyCheckpoint) -> Any:
     if not isinstance(tensor, StoredTensor):
         return tensor
     if tensor.entry is not None:
-        slabs = list(checkpoint.slabs(tensor.entry))
-        return torch.from_numpy(slabs[0] if len(slabs) == 1 else np.concatenate(slabs))
+        return torch.from_numpy(
+            np.concatenate(list(checkpoint.slabs(tensor.entry)))
+        )  # torch refuses a mapped file's slab
     assert tensor.made is not None
     func, args, kwargs, item = tensor.made
     result = func(*_value(tuple(args), checkpoint), **{key: _value(v, checkpoint) for key, v in kwargs.items()})

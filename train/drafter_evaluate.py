@@ -12,7 +12,7 @@ from typing import Any
 from redraft.errors import DataError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.acceptance import Acceptance, acceptance_of
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.method import DrafterObjective
 from redraft.train.objectives import find_method
 from redraft.train.questions import ChatTurns
@@ -71,7 +71,7 @@ def open_drafter(checkpoint: DrafterCheckpoint, verifier: VerifierModel) -> Draf
     checkpoint.check_verifier(config, verifier.hidden_size, verifier.vocab_size, verifier.identity)
     module = method.module(config)
     tokens = checkpoint.load(module)
-    vocabulary = DraftVocabulary.of(tokens.draft_vocabulary, config.vocab_size)
+    vocabulary = DraftColumns.of(tokens.draft_vocabulary, config.vocab_size)
     objective = method.objective(verifier.model, config, method.recipe(), vocabulary, False)
     objective.drafter.load_state_dict(module.state_dict())
     return objective

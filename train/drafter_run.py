@@ -28,7 +28,7 @@ from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import LayerConfig
 from redraft.records import from_plain
-from redraft.train.draft_vocabulary import DraftVocabulary, coverage
+from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import DrafterLog
 from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
@@ -153,11 +153,11 @@ def train_drafter(
     return ran
 
 
-def draft_vocabulary(config: LayerConfig, counts: NDArray[np.int64]) -> DraftVocabulary:
+def draft_vocabulary(config: LayerConfig, counts: NDArray[np.int64]) -> DraftColumns:
     """Return the drafter's vocabulary: the most frequent tokens by counts [V], or all."""
     if not config.draft_vocab_size:
-        return DraftVocabulary.whole(config.vocab_size)
-    return DraftVocabulary.most_frequent(counts, config.draft_vocab_size)
+        return DraftColumns.whole(config.vocab_size)
+    return DraftColumns.most_frequent(counts, config.draft_vocab_size)
 
 
 def _begin(out: Path, facts: RunFacts, resume: bool) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from redraft.export.drafters.layer import LayerConfig
 from redraft.train.batches import Batch
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.objective import Objective
 from redraft.train.states import States
@@ -33,7 +33,7 @@ class DrafterObjective(Objective, Protocol):
         """Move the drafter."""
 
     @property
-    def vocabulary(self) -> DraftVocabulary:
+    def vocabulary(self) -> DraftColumns:
         """The tokens of the drafts' logits."""
 
     def states(self, batch: Batch) -> States:
@@ -63,6 +63,6 @@ class Method:
     config: type[LayerConfig]
     module: Callable[[Any], nn.Module]
     configure: Callable[[Any, VerifierModel], LayerConfig]
-    objective: Callable[[Any, Any, Any, DraftVocabulary, bool], DrafterObjective]
+    objective: Callable[[Any, Any, Any, DraftColumns, bool], DrafterObjective]
     lookahead: Callable[[Any], int]
     starts: Mapping[str, Callable[[Any, VerifierModel], None]]

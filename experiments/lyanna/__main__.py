@@ -1,13 +1,14 @@
 """The ablations of Lyanna's paper (Chen et al., §7.3 and §7.4), measured on a model of ours, whatever their sign.
 
     python -m experiments.lyanna acceptance --verifier assets/tiny --out RUNS --data code=stdlib …       Table 1
+    python -m experiments.lyanna traces     --engines DIR … --prompts assets/tiny/prompts/*.jsonl        Table 1
     python -m experiments.lyanna resampling --engines build/engines/tiny --prompts assets/tiny/prompts/*.jsonl
     python -m experiments.lyanna latency    --engines build/engines/tiny                                 Figure 13
     python -m experiments.lyanna table      --verifier assets/tiny --drafter DIR --prompts …
 
-Prints tables, or one JSON object with --json. The first part trains, and only reads earlier runs with the same --out
-and options. Resampling is Figure 12; `table` compares draft vocabularies (§6.1) and stored forms of token information
-(§5.1).
+`acceptance` measures over every position of texts, `traces` in decoding; `table` compares draft vocabularies (§6.1) and
+stored forms of token information (§5.1); `resampling` is Figure 12. Prints tables, or one JSON object with --json. The
+first part trains. With the same --out and options, it only reads its earlier runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from redraft.export.quiet import quiet_export
 from redraft.types import Budget
 
 INITS = ("random", "mtp")
-PARTS = ("acceptance", "resampling", "latency", "table")
+PARTS = ("acceptance", "traces", "resampling", "latency", "table")
 """Each is a module of this folder with `measure` and `tables`."""
 
 
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.lyanna", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = found.add_subparsers(dest="part", required=True, metavar="PART")
-    adders = (_acceptance, _resampling, _latency, _table)
+    adders = (_acceptance, _traces, _resampling, _latency, _table)
     for name, add in zip(PARTS, adders, strict=True):
         module = parts.add_parser(name, help=(add.__doc__ or "").rstrip("."))
         add(module)
@@ -72,6 +73,15 @@ def _acceptance(part: argparse.ArgumentParser) -> None:
     part.add_argument("--held-out-rows", type=int, default=32, help="texts to measure on, for each kind")
     part.add_argument("--init", choices=INITS, help="instead of the recipe's; a start at random favours no variant")
     part.add_argument("--seed", type=int, help="instead of the recipe's")
+
+
+def _traces(part: argparse.ArgumentParser) -> None:
+    """Acceptance by step in decoding, for bundles of variants that `acceptance` trained."""
+    part.add_argument("--engines", type=Path, nargs="+", required=True, help="engine bundles with a Lyanna drafter")
+    part.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
+    part.add_argument("--limit", type=int, help="prompts a kind")
+    part.add_argument("--chat", action="store_true", help="prompts go through the chat template")
+    part.add_argument("--max-new-tokens", type=int, default=128)
 
 
 def _resampling(part: argparse.ArgumentParser) -> None:

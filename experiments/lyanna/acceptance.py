@@ -1,11 +1,15 @@
-"""Table 1 of Lyanna's paper: conditional acceptance by step, with and without token information and first token."""
+"""Table 1 of Lyanna's paper: conditional acceptance by step, with and without token information and first token.
+
+Measured on greedy texts of the verifier, over every position. Each variant's drafter is written to OUT/NAME/drafter, to
+build bundles for the part `traces`, which measures in decoding.
+"""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from experiments.lyanna.training import FULL, mean_of_kinds, open_texts, percents, train_variant
+from experiments.lyanna.training import FULL, mean_of_kinds, open_texts, percents, publish_variant, train_variant
 from redraft.bench.environment import environment
 from redraft.train.acceptance import WIDTH
 
@@ -22,7 +26,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     texts = open_texts(options)
     variants = {}
     for name, changes in VARIANTS.items():
-        last = train_variant(texts, name, **changes)[0][-1]
+        measured, objective = train_variant(texts, name, **changes)
+        publish_variant(texts, name, objective)
+        last = measured[-1]
         means = {rule: mean_of_kinds(last["acceptance"], rule) for rule in RULES}
         variants[name] = {"steps": last["step"], "kinds": last["acceptance"], "mean": means}
     return {"environment": environment(options.threads), "recipe": texts.recipe.to_dict(), "variants": variants}

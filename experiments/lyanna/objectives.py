@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from redraft import names
 from redraft.export.drafters.lyanna_token_tree import lookup
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives.lyanna import LyannaObjective
 
 
@@ -26,7 +26,7 @@ class TableObjective(LyannaObjective):
         """exact: the objective of the drafter, which this one shares."""
         config = exact.drafter.config
         drafted = tables.get(names.DRAFT_VOCABULARY)
-        vocabulary = DraftVocabulary.of(None if drafted is None else torch.from_numpy(drafted), config.vocab_size)
+        vocabulary = DraftColumns.of(None if drafted is None else torch.from_numpy(drafted), config.vocab_size)
         size = 0 if vocabulary.is_whole else len(vocabulary)
         super().__init__(exact.verifier, replace(config, draft_vocab_size=size), vocabulary=vocabulary)
         self.drafter = exact.drafter

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
+from redraft.export.drafters.checkpoint import save_drafter
 from redraft.methods.lyanna import METHOD
 from redraft.train.acceptance import Acceptance, greedy_rows
 from redraft.train.batches import Batch, BatchPlan
@@ -153,6 +154,15 @@ def train_variant(
     if not measured:
         raise UsageError(f"{folder} has a checkpoint and no {PROGRESS}", "remove the folder; it is trained again")
     return measured, found
+
+
+def publish_variant(texts: Texts, name: str, trained: LyannaObjective) -> None:
+    """Write a variant's drafter to OUT/NAME/drafter, with the draft logit scale of its last measurement."""
+    scale = read_progress(texts.out / name / PROGRESS)[-1]["draft_logit_scale"]
+    config = replace(trained.drafter.config, draft_logit_scale=scale)
+    vocabulary = None if trained.vocabulary.is_whole else trained.vocabulary.tokens
+    folder, counts = texts.out / name / "drafter", torch.from_numpy(texts.counts)
+    save_drafter(folder, METHOD.id, config, texts.verifier.identity, trained.drafter, counts, {}, vocabulary)
 
 
 def mean_of_kinds(kinds: Mapping[str, Mapping[str, Any]], rule: str) -> list[float]:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from experiments.lyanna import __main__ as lyanna
-from experiments.lyanna import latency, resampling, training
+from experiments.lyanna import latency, resampling, traces, training
 from experiments.lyanna.acceptance import VARIANTS
 from experiments.lyanna.acceptance import tables as acceptance_tables
 from experiments.lyanna.head import WHOLE, find_head, needed, outputs_of, write_stages
@@ -422,6 +422,47 @@ def test_resampling_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert found[FRESH]["resampled_steps"] == 0.0
     lyanna.main(command[:-1])
     assert "resampling, r = 1  150       1.500" in capsys.readouterr().out
+
+
+def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, capsys):
+    """Each run has its own request 0; the shares of all kinds are of their sums."""
+    asked = []
+
+    class Drafting(FakeRuntime):
+        def encode(self, text):
+            return [len(text)]
+
+        def generate(self, prompts, params, speculation, trace=None):
+            asked.append(speculation.budget)
+            (ids,) = prompts
+            accepted = ids == [1]
+            step = {"position": 1, "source": "fresh", "tokens": [2, 3], "parents": [-1, 0], "log_probs": [0, -1]}
+            end = {"said": [3, 4], "path": [1], "committed": [3, 4]} if accepted else {
+                "said": [5, 4], "path": [], "committed": [5]}  # fmt: skip
+            lines = {"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}, {"request": 0, **step, **end}
+            trace.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(
+        traces.Runtime, "open", lambda path, threads, drafter_options: Drafting(drafter_options["lyanna"])
+    )
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"id": str(i), "category": kind, "turns": [text]} for i, (kind, text) in enumerate(
+        [("a", "x"), ("a", "xx"), ("b", "x"), ("b", "x")])]  # fmt: skip
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    lyanna.main(["traces", "--engines", "one", "two", "--prompts", str(prompts), "--json"])
+    found = json.loads(capsys.readouterr().out)["bundles"]
+    assert (
+        found["one"]
+        == found["two"]
+        == {
+            "a": {"acceptance": [0.5], "drafts": 2},
+            "b": {"acceptance": [1.0], "drafts": 2},
+            "all": {"acceptance": [0.75], "drafts": 4},
+        }
+    )
+    assert set(asked) == {traces.TREE}
+    lyanna.main(["traces", "--engines", "one", "--prompts", str(prompts)])
+    assert "all   one     75.0 %" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(tmp_path, capsys):

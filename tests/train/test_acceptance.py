@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
 from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, greedy_draft_logit_scale, greedy_rows
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.states import states_of
 
@@ -24,7 +24,7 @@ SAID = [1, 2, 3, 4, 5, 6, 7]  # after each position
 
 def objective(drafts, said=SAID, vocabulary=None):
     """Two steps. `drafts[step][start]` are candidates, most probable first."""
-    vocabulary = vocabulary or DraftVocabulary.whole(VOCAB)
+    vocabulary = vocabulary or DraftColumns.whole(VOCAB)
 
     def logits(candidates):
         scores = torch.zeros(len(vocabulary))
@@ -105,7 +105,7 @@ def test_a_bf16_verifier_is_measured_with_a_drafter_in_fp32(device):
 
 def test_a_token_outside_the_draft_vocabulary_is_a_wrong_draft():
     """Columns are mapped to tokens, and the share of right drafts counts all tokens of the verifier."""
-    some = DraftVocabulary(torch.tensor([2, 3, 5, 6, 7, 8, 9, 10, 11]), VOCAB)  # without 4
+    some = DraftColumns(torch.tensor([2, 3, 5, 6, 7, 8, 9, 10, 11]), VOCAB)  # without 4
     first = [[2, 9], [3, 9], [9, 10], [5, 9], [6, 9]]
     found = acceptance(objective([first, SECOND], vocabulary=some), [TEXT], 0)
     assert found.top[0] == pytest.approx(4 / 5)

@@ -16,7 +16,7 @@ from torch import nn
 
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch, gather_places
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import linear_cross_entropy
 from redraft.train.states import States, run_verifier, states_of
 from redraft.train.verifier_model import autocast_of
@@ -123,14 +123,14 @@ class LyannaObjective(nn.Module):
 
     def __init__(
         self, verifier: Any, config: LyannaConfig, weights: LossWeights = LossWeights(),
-        vocabulary: DraftVocabulary | None = None, compile_graph: bool = False,
+        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
         """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
         super().__init__()
         self.drafter = LyannaDrafter(config)
         self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
         self._weights = weights
-        self.vocabulary = vocabulary or DraftVocabulary.whole(config.vocab_size)
+        self.vocabulary = vocabulary or DraftColumns.whole(config.vocab_size)
         if len(self.vocabulary) != config.draft_size:
             raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, not {config.draft_size}")
         self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]

@@ -11,7 +11,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.records import PositiveInt
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp
@@ -71,7 +71,7 @@ def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
 
 
 def objective(
-    model: Any, config: LyannaConfig, recipe: LyannaRecipe, vocabulary: DraftVocabulary, compile_graph: bool
+    model: Any, config: LyannaConfig, recipe: LyannaRecipe, vocabulary: DraftColumns, compile_graph: bool
 ) -> LyannaObjective:
     """Return the loss of a recipe."""
     table = recipe.drafter

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch
-from redraft.train.draft_vocabulary import DraftVocabulary
+from redraft.train.draft_columns import DraftColumns
 from redraft.train.mtp import MtpModule, load_mtp
 from redraft.train.objectives.lyanna import LossWeights, LyannaObjective, chains
 from redraft.train.objectives.lyanna_method import (
@@ -112,7 +112,7 @@ def test_loss_equals_a_loop_over_starts_and_steps(verifier, tokens, size):
     settings = config(draft_vocab_size=size % 400)
     some = torch.randperm(400, generator=torch.Generator().manual_seed(2))[:size].sort().values
     weights = LossWeights(alpha=0.5, beta=2.0, gamma=0.3, step=0.7)
-    objective = LyannaObjective(verifier.model, settings, weights, DraftVocabulary(some, 400))
+    objective = LyannaObjective(verifier.model, settings, weights, DraftColumns(some, 400))
     objective.drafter.load_state_dict(drafter_of(settings).state_dict())
     embed, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings().weight
     inside = torch.zeros(400).index_fill_(0, some, 1.0)

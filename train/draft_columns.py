@@ -1,4 +1,4 @@
-"""The tokens that a drafter can draft: all, or the most frequent ones of its texts (EAGLE-3's d2t).
+"""The columns of a drafter's logits in training: all tokens, or the most frequent ones of its texts (EAGLE-3's d2t).
 
 Head, softmax, token information and top-k of a drafter have one column for each of them. A small vocabulary makes a
 draft cheaper; the verifier's other tokens are never drafted.
@@ -13,35 +13,35 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
+from redraft.export.drafters.draft_vocabulary import most_frequent
 
 SIZES = (8192, 12288, 16384, 32768)
 """Sizes whose coverage is reported."""
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class DraftColumns:
     """Token ids of the columns, int64 [H], ascending, out of `size` tokens."""
 
     tokens: torch.Tensor
     size: int
 
     @classmethod
-    def whole(cls, size: int) -> DraftVocabulary:
+    def whole(cls, size: int) -> DraftColumns:
         """Return a vocabulary of all tokens."""
         return cls(torch.arange(size), size)
 
     @classmethod
-    def of(cls, tokens: torch.Tensor | None, size: int) -> DraftVocabulary:
+    def of(cls, tokens: torch.Tensor | None, size: int) -> DraftColumns:
         """Return a drafter's vocabulary, all tokens if it has none of its own."""
         return cls.whole(size) if tokens is None else cls(tokens, size)
 
     @classmethod
-    def most_frequent(cls, counts: NDArray[np.int64], size: int) -> DraftVocabulary:
+    def most_frequent(cls, counts: NDArray[np.int64], size: int) -> DraftColumns:
         """Return the `size` most frequent tokens by counts [V]. Among equal ones, lower ids come first."""
         if not 0 < size <= len(counts):
             raise UsageError(f"a draft vocabulary of {size} tokens is not possible with {len(counts)}")
-        chosen = np.argsort(-counts, kind="stable")[:size]
-        return cls(torch.from_numpy(np.sort(chosen)), len(counts))
+        return cls(torch.from_numpy(most_frequent(torch.from_numpy(counts), size)), len(counts))
 
     def __len__(self) -> int:
         return len(self.tokens)

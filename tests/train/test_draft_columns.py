@@ -7,28 +7,28 @@ import pytest
 import torch
 
 from redraft.errors import UsageError
-from redraft.train.draft_vocabulary import DraftVocabulary, coverage
+from redraft.train.draft_columns import DraftColumns, coverage
 
 COUNTS = np.array([5, 0, 9, 0, 7, 5])
 
 
 def test_the_most_frequent_tokens_come_in_the_order_of_ids():
     """Of tokens that are equally frequent, those with lower ids come first."""
-    assert DraftVocabulary.most_frequent(COUNTS, 3).tokens.tolist() == [0, 2, 4]
-    assert DraftVocabulary.most_frequent(COUNTS, 5).tokens.tolist() == [0, 1, 2, 4, 5]
+    assert DraftColumns.most_frequent(COUNTS, 3).tokens.tolist() == [0, 2, 4]
+    assert DraftColumns.most_frequent(COUNTS, 5).tokens.tolist() == [0, 1, 2, 4, 5]
     with pytest.raises(UsageError, match="7 tokens is not possible with 6"):
-        DraftVocabulary.most_frequent(COUNTS, 7)
+        DraftColumns.most_frequent(COUNTS, 7)
 
 
 def test_columns_and_tokens_are_inverse_and_other_tokens_have_no_column():
-    some = DraftVocabulary.most_frequent(COUNTS, 3)
+    some = DraftColumns.most_frequent(COUNTS, 3)
     assert some.columns_of(torch.tensor([[2, 1], [4, 0]])).tolist() == [[1, -1], [2, 0]]
     assert some.tokens_of(torch.tensor([[1, 2], [0, 0]])).tolist() == [[2, 4], [0, 0]]
     assert some.rows_of(torch.arange(6)[:, None]).tolist() == [[0], [2], [4]]
-    whole = DraftVocabulary.whole(6)
+    whole = DraftColumns.whole(6)
     assert (len(some), some.is_whole, len(whole), whole.is_whole) == (3, False, 6, True)
     assert whole.columns_of(torch.tensor([5, 1])).tolist() == [5, 1]
-    assert DraftVocabulary.of(None, 6).is_whole
+    assert DraftColumns.of(None, 6).is_whole
 
 
 def test_coverage_is_the_share_of_occurrences():
