@@ -104,14 +104,15 @@ def _serve(pipe: Connection, opener: Opener) -> None:
     try:
         decoder = opener()
         pipe.send(Opened(decoder.modes, decoder.settings))
-        _answer_requests(pipe, decoder)
+        answer_requests(pipe, decoder)
     except EOFError:
         return
     except Exception as error:  # noqa: BLE001  (the parent reports it)
         pipe.send(str(error) if isinstance(error, RedraftError) else reason_of(error))
 
 
-def _answer_requests(pipe: Connection, decoder: Decoder) -> None:
+def answer_requests(pipe: Connection, decoder: Decoder) -> None:
+    """Answer requests with turns. Raises EOFError when the pipe closes."""
     idle_from = time.process_time()
     while True:
         mode, token_ids, count = pipe.recv()

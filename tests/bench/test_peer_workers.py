@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,11 +12,10 @@ import pytest
 from tests.standins import peers
 
 from redraft.bench.peers.base import NGRAM, PLAIN, Decoder, Model, PeerError, Source
-from redraft.bench.peers.genai import convert as convert_genai
 from redraft.bench.peers.llamacpp import gguf_file
-from redraft.bench.peers.models import RECORD, kept_model
+from redraft.bench.peers.models import RECORD, kept_model, run_tool
 from redraft.bench.peers.openvino import convert as convert_openvino
-from redraft.bench.peers.worker import Worker
+from redraft.bench.peers.worker import Turn, Worker, answer_requests
 
 MODEL = Model(Path("none"), "fp32", threads=2, context=9)
 
@@ -46,15 +46,33 @@ def test_a_worker_decodes_and_its_prints_are_not_figures(
     assert "decoding" in err
 
 
-def test_threads_that_spin_between_turns_show(start: Callable[..., Worker]) -> None:
-    idle = {}
-    for kind in (peers.Counter, peers.Spinning):
-        worker = start(kind)
-        worker.decode(PLAIN, [1], 3)
-        time.sleep(0.4)
-        idle[kind] = worker.decode(PLAIN, [1], 3).idle_cpu_seconds
-        worker.close()
-    assert idle[peers.Counter] < 0.05 < idle[peers.Spinning]
+class BusyPipe:
+    """A pipe whose process computes for `BUSY` seconds before each request but the first."""
+
+    BUSY = 0.2
+
+    def __init__(self, requests: int) -> None:
+        self.requests, self.turns = requests, []
+
+    def recv(self) -> tuple[str, list[int], int]:
+        if len(self.turns) == self.requests:
+            raise EOFError
+        until = time.process_time() + (self.BUSY if self.turns else 0)
+        while time.process_time() < until:
+            pass
+        return PLAIN, [1], 3
+
+    def send(self, turn: Turn) -> None:
+        self.turns.append(turn)
+
+
+def test_processor_time_between_turns_shows() -> None:
+    pipe = BusyPipe(3)
+    with pytest.raises(EOFError):
+        answer_requests(pipe, peers.Counter(MODEL))
+    first, *later = (turn.idle_cpu_seconds for turn in pipe.turns)
+    assert first < BusyPipe.BUSY <= min(later)
+    assert max(turn.cpu_seconds for turn in pipe.turns) < BusyPipe.BUSY
 
 
 def test_a_decoder_that_cannot_be_opened_says_why(start: Callable[..., Worker]) -> None:
@@ -109,9 +127,16 @@ def test_openvino_needs_its_exporter(tmp_path: Path) -> None:
         convert_openvino(Source(tmp_path, tmp_path / "optimum-cli"), "int4", tmp_path)
 
 
-@pytest.mark.slow
-def test_a_converter_that_fails_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime_genai")
-    with pytest.raises(PeerError, match=r"onnxruntime_genai.models.builder … . failed: \w+") as caught:
-        convert_genai(Source(tmp_path, Path("none")), "fp32", tmp_path)
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; print('no'); sys.exit('first\\n last')", "failed: last"),
+        ("print('only line'); exit(1)", "failed: only line"),
+        ("exit(4)", "failed: exit status 4"),
+    ],
+)
+def test_a_converter_that_fails_is_one_line(program: str, reason: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        run_tool([sys.executable, "-c", program])
+    assert str(caught.value).endswith(reason)
     assert "\n" not in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,18 +35,6 @@ class Short(Counter):
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """Return a token less."""
         return super().decode(mode, token_ids, count - 1)
-
-
-class Spinning(Counter):
-    """Has a thread that computes between turns."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
-        threading.Thread(target=self._spin, daemon=True).start()
-
-    def _spin(self) -> None:
-        while True:
-            pass
 
 
 class Crashing(Counter):
