@@ -175,7 +175,7 @@ def emit_token_tree(
     every = [op.Concat(*parts, axis=1) for parts in (columns, parents, joints)]
     if not whole:
         every[2] = op.Add(every[2], _beyond(used, steps, width))
-    return _emit_top_nodes(every[0], every[1], every[2], nodes)
+    return _emit_top_nodes(every[0], every[1], every[2], nodes, zeros, tree_size(steps, width))
 
 
 def _emit_lookup(tables: Sequence[Any], rows: Any) -> Any:
@@ -206,14 +206,16 @@ def _beyond(used: Any, steps: int, width: int) -> Any:
     return op.Where(counts, op.Constant(value_float=0.0), op.Constant(value_float=float("-inf")))
 
 
-def _emit_top_nodes(columns: Any, parents: Any, joints: Any, nodes: int) -> tuple[Any, Any, Any]:
-    """Return the most probable nodes in order. Ties go to lower numbers, so that nodes come before their children."""
+def _emit_top_nodes(
+    columns: Any, parents: Any, joints: Any, nodes: int, zeros: Any, total: int
+) -> tuple[Any, Any, Any]:
+    """Return the most probable of `total` nodes in order. Ties go to lower numbers, so parents precede children.
+
+    zeros: int64 [B, 1].
+    """
     best, order = op.TopK(joints, _ints([nodes]))  # [B, K]
-    blank = op.Concat(
-        op.Sub(columns, columns), op.Sub(op.Slice(order, _ints([0]), _ints([1]), _ints([1])), _ints([1])), axis=1
-    )
-    ranks = op.Add(op.Sub(order, order), _ints(list(range(nodes))))
-    ranks = op.ScatterElements(blank, order, ranks, axis=1)  # [B, total + 1]: the last is the root's parent, -1
+    unranked = op.Add(zeros, _ints([0] * total + [-1]))  # [B, total + 1]: the last is the root's parent
+    ranks = op.ScatterElements(unranked, order, op.Add(zeros, _ints(list(range(nodes)))), axis=1)
     parents = op.GatherElements(ranks, op.GatherElements(parents, order, axis=1), axis=1)
     return op.GatherElements(columns, order, axis=1), parents, best
 
