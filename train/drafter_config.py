@@ -58,7 +58,8 @@ class DrafterTable:
     """The fields that every method's `[drafter]` table has. A size of 0 is the verifier's own.
 
     draft_vocabulary: tokens that the drafter can draft, the most frequent ones of its texts; 0 means all.
-    init: `random`; `layer` begins with the verifier's last layer, `mtp` with its multi-token-prediction module.
+    init: `random`; `layer` begins with the verifier's last layer and projections fitted to its
+    inputs, `mtp` with its multi-token-prediction module.
     """
 
     intermediate_size: int = 0

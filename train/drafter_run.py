@@ -140,10 +140,11 @@ def train_drafter(
     _note_data(out, material, counts)
     torch.manual_seed(recipe.seed)
     objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
-    if recipe.drafter.init != "random":
-        method.starts[recipe.drafter.init](objective.drafter, found)
-    objective.to(device)
     recipe = recipe.for_epoch(material.batches)
+    if recipe.drafter.init != "random" and not resume:
+        batches = (plan.batch(step, recipe) for step in range(recipe.steps))
+        method.starts[recipe.drafter.init](objective.drafter, found, batches)
+    objective.to(device)
     log = DrafterLog(out / PROGRESS, objective, material.held_out(objective.lookahead), recipe, report)
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,

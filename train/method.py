@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,7 +56,7 @@ class Method:
     objective:  model, configuration, recipe, draft vocabulary, flag to compile -> objective, initialised by torch's
                 generator.
     lookahead:  configuration -> tokens that a text needs after a draft's start.
-    starts:     by name of `init`: fills a fresh drafter from the verifier.
+    starts:     by name of `init`: fills a fresh drafter from the verifier and, if it needs texts, the run's batches.
     """
 
     recipe: type[DrafterRecipe]
@@ -65,4 +65,4 @@ class Method:
     configure: Callable[[Any, VerifierModel], LayerConfig]
     objective: Callable[[Any, Any, Any, DraftColumns, bool], DrafterObjective]
     lookahead: Callable[[Any], int]
-    starts: Mapping[str, Callable[[Any, VerifierModel], None]]
+    starts: Mapping[str, Callable[[Any, VerifierModel, Iterable[Batch]], None]]

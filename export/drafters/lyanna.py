@@ -11,6 +11,7 @@ Logits are over the H tokens of the draft vocabulary, which may be all V: M and 
 
 The paper does not define ⊕. Here it is a projection of both inputs, each normalized: P [RMSNorm(h_0) ;
 RMSNorm(E(t_1))]. The chain normalizes its states before and after each step, so that h_i has the scale of f.
+With `chain_projection`, h_i passes a second projection before the layer, which thus gets inputs of the same kind.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class LyannaConfig(LayerConfig):
 
     rank:         d of W1 [n, d] and W2 [d, H].   steps: hidden states of a chain, N.
     first_token, token_info: False for the ablations of Table 1.
+    chain_projection: project a chain's own states before the layer.
     """
 
     rank: int = 64
     steps: int = 4
     first_token: bool = True
     token_info: bool = True
+    chain_projection: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,6 +82,7 @@ class LyannaDrafter(nn.Module):
         self.embedding_norm = nn.RMSNorm(n, eps=config.rms_norm_eps) if config.first_token else None
         self.projection = nn.Linear(2 * n if config.first_token else n, n, bias=False)
         self.chain_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.chain_projection = nn.Linear(n, n, bias=False) if config.chain_projection else None
         self.layer = DrafterLayer(config)
         self.norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
         self.token_info = TokenInfo(config) if config.token_info else None
@@ -88,14 +92,21 @@ class LyannaDrafter(nn.Module):
         keep: Keep = all_rows,
     ) -> torch.Tensor:  # fmt: skip
         """Return h_1 of rows that `keep` selects: features [B, T, n] at `positions`, embeddings of the next tokens."""
-        parts = [self.hidden_norm(features)]
-        if self.embedding_norm is not None:
-            parts.append(self.embedding_norm(embeddings))
-        fused = self.projection(torch.cat(parts, dim=-1))
+        fused = self.projection(self.joined(features, embeddings))
         out: torch.Tensor = self.norm(self.layer(fused, positions, attend, keep))
         return out
 
+    def joined(self, features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the first projection's inputs, [..., 2n], or [..., n] without the first token."""
+        parts = [self.hidden_norm(features)]
+        if self.embedding_norm is not None:
+            parts.append(self.embedding_norm(embeddings))
+        return torch.cat(parts, dim=-1)
+
     def following(self, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Return h_{i+1} from h_i [B, T, n]. `positions` are those of the features that h_i predicts."""
-        out: torch.Tensor = self.norm(self.layer(self.chain_norm(hidden), positions, attend))
+        rows = self.chain_norm(hidden)
+        if self.chain_projection is not None:
+            rows = self.chain_projection(rows)
+        out: torch.Tensor = self.norm(self.layer(rows, positions, attend))
         return out

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.records import PositiveInt
+from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
+from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp
 from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
 from redraft.train.verifier_model import VerifierModel
 
-_NOISE = 0.1
-"""Part of a random projection that is added to a given one."""
 _RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
 
 
@@ -35,6 +37,7 @@ class LyannaTable(DrafterTable):
     step_weight: float = 1.0
     first_token: bool = True
     token_info: bool = True
+    chain_projection: bool = False
 
     def __post_init__(self) -> None:
         losses = (self.alpha, self.beta, self.gamma)
@@ -66,6 +69,7 @@ def configure(recipe: LyannaRecipe, verifier: VerifierModel) -> LyannaConfig:
         steps=table.chain,
         first_token=table.first_token,
         token_info=table.token_info,
+        chain_projection=table.chain_projection,
         draft_vocab_size=table.draft_vocabulary,
     )
 
@@ -79,10 +83,10 @@ def objective(
     return LyannaObjective(model, config, weights, vocabulary, compile_graph)
 
 
-def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
-    """Begin with the verifier's last decoder layer and final norm, and a projection that passes both inputs on.
+def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
+    """Begin with the verifier's last decoder layer and final norm, and projections that give this layer its inputs.
 
-    Raises UsageError if the drafter's layer has another shape.
+    The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape.
     """
     state = drafter.state_dict()
     body = verifier.model.get_decoder()
@@ -95,13 +99,18 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
                 "leave the drafter's sizes to the verifier, or set init = 'random'",
             )
         state[name] = tensor.detach().to(torch.float32).clone()
-    width = drafter.config.hidden_size
-    projection = torch.eye(width).repeat(1, state["projection.weight"].shape[1] // width)
-    state["projection.weight"] = projection + state["projection.weight"] * _NOISE
     drafter.load_state_dict(state)
+    drafter.to(verifier.model.device)
+    embed = verifier.model.get_input_embeddings()
+    fits: list[tuple[nn.Linear, Inputs]] = [
+        (drafter.projection, lambda features, tokens: drafter.joined(features, embed(tokens).float()))
+    ]
+    if drafter.chain_projection is not None:
+        fits.append((drafter.chain_projection, lambda features, _: drafter.chain_norm(features)))
+    fit_projections(fits, verifier.model, batches)
 
 
-def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
+def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[Batch]) -> None:
     """Begin with the verifier's MTP module, which has the same form except the norm on a chain's own states.
 
     Raises CheckpointError if the verifier has none, UsageError if the drafter has another shape.
@@ -121,6 +130,8 @@ def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel) -> None:
             )
         state[renamed] = tensor.to(torch.float32)
     state["chain_norm.weight"] = state["hidden_norm.weight"].clone()
+    if drafter.chain_projection is not None:
+        state["chain_projection.weight"] = torch.eye(width)
     drafter.load_state_dict(state)
 
 

@@ -30,6 +30,6 @@ def pruned(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def trained(little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Trained with a draft vocabulary of 23 tokens, a table in fp16, resampled trees as large as possible."""
-    config = replace(CONFIG, draft_vocab_size=23)
+    """Trained with a draft vocabulary of 23 tokens and a projected chain, resampled trees as large as possible."""
+    config = replace(CONFIG, draft_vocab_size=23, chain_projection=True)
     return export(tmp_path_factory.mktemp("trained"), little_verifier, config, resample_nodes=100)

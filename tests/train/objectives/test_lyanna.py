@@ -219,7 +219,7 @@ def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_
     """The module without the fused token equals one with a zero embedding."""
     recipe = LyannaRecipe(drafter=LyannaTable(first_token=first_token))
     drafter = LyannaDrafter(configure(recipe, verifier))
-    start_from_mtp(drafter, verifier)
+    start_from_mtp(drafter, verifier, [])
     module: MtpModule = load_mtp(verifier.checkpoint.path)
     embed = verifier.model.get_input_embeddings()
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_warm_start_makes_the_first_step_the_mtp_module(verifier, tokens, first_
 def test_warm_start_of_another_shape_is_refused(verifier):
     drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(intermediate_size=40)), verifier))
     with pytest.raises(UsageError, match="init = 'random'"):
-        start_from_mtp(drafter, verifier)
+        start_from_mtp(drafter, verifier, [])
 
 
 def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
@@ -245,14 +245,42 @@ def test_shape_is_the_verifiers_if_the_recipe_has_none(verifier):
     assert found == LyannaConfig(**expected, rank=7, steps=5)
 
 
-def test_a_start_from_the_last_layer_is_that_layer(verifier):
-    drafter = LyannaDrafter(configure(LyannaRecipe(), verifier))
-    start_from_layer(drafter, verifier)
+def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
+    """The projections predict the inputs of the layer better than chance: of the first step, and of the later ones."""
+    drafter = LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(chain_projection=True)), verifier))
+    generator = torch.Generator().manual_seed(2)
+    texts = [Batch.whole(torch.randint(0, 400, (32, 24), generator=generator), ("a",) * 32, 3) for _ in range(6)]
+    start_from_layer(drafter, verifier, texts)
     body = verifier.model.get_decoder()
     assert torch.equal(drafter.layer.gate_proj.weight, body.layers[-1].mlp.gate_proj.weight)
     assert torch.equal(drafter.layer.k_proj.weight, body.layers[-1].self_attn.k_proj.weight)
     assert torch.equal(drafter.norm.weight, body.norm.weight)
-    both = drafter.projection.weight.view(32, 2, 32)
-    assert ((both[:, 0] - torch.eye(32)).abs() < 0.1).all()
+    layer_input = str(len(body.layers) - 1)
+    tokens = texts[0].tokens
+    with torch.no_grad():
+        hidden, _ = run_verifier(verifier.model, tokens, ("last", layer_input))
+        embeddings = verifier.model.get_input_embeddings()(tokens[:, 1:])
+        first = drafter.projection(drafter.joined(hidden["last"][:, :-1], embeddings))
+        later = drafter.chain_projection(drafter.chain_norm(hidden["last"][:, :-1]))
+    wanted = hidden[layer_input][:, 1:]
+    spread = F.mse_loss(wanted.mean((0, 1)).expand_as(wanted), wanted)
+    assert F.mse_loss(first, wanted) < 0.5 * spread
+    assert F.mse_loss(later, wanted) < spread
     with pytest.raises(UsageError, match="init = 'layer'"):
-        start_from_layer(LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(heads=4)), verifier)), verifier)
+        start_from_layer(LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(heads=4)), verifier)), verifier, [])
+
+
+def test_a_projected_chain_differs_from_its_states_alone_and_equals_them_at_identity(verifier, tokens):
+    """Only steps after the first are projected."""
+    plain, embed = drafter_of(config()), verifier.model.get_input_embeddings()
+    projected = LyannaDrafter(config(chain_projection=True))
+    found = {}
+    for name, weight in (("identity", torch.eye(32)), ("other", -torch.eye(32))):
+        projected.load_state_dict(plain.state_dict() | {"chain_projection.weight": weight})
+        with torch.no_grad():
+            found[name] = list(chains(projected, features_of(verifier, tokens), tokens, STARTS, embed))
+    with torch.no_grad():
+        expected = list(chains(plain, features_of(verifier, tokens), tokens, STARTS, embed))
+    assert torch.equal(torch.stack(found["identity"]), torch.stack(expected))
+    assert torch.equal(found["other"][0], expected[0])
+    assert not torch.allclose(found["other"][1], expected[1], atol=0.1)

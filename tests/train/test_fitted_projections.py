@@ -1,0 +1,84 @@
+"""A fitted projection gives the least-squares prediction of the last layer's inputs, from as much text as it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redraft.train import fitted_projections
+from redraft.train.batches import Batch
+from redraft.train.fitted_projections import fit_projections
+from redraft.train.states import run_verifier
+from redraft.train.verifier_model import open_verifier
+
+LENGTH = 20
+
+
+@pytest.fixture(scope="module")
+def verifier(verifier_folder):
+    return open_verifier(verifier_folder, "cpu")
+
+
+def texts(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield Batch.whole(torch.randint(0, 400, (8, LENGTH), generator=generator), ("a",) * 8, 2)
+
+
+def known_and_wanted(verifier, batch):
+    """Rows of all texts: hidden states, the tokens after them, and the last layer's inputs at the next position."""
+    layers = len(verifier.model.get_decoder().layers)
+    hidden, _ = run_verifier(verifier.model, batch.tokens, ("last", str(layers - 1)))
+    return (
+        hidden["last"][:, :-1].flatten(0, 1),
+        batch.tokens[:, 1:].flatten(),
+        hidden[str(layers - 1)][:, 1:].flatten(0, 1),
+    )
+
+
+def normalized(embed):
+    """Embeddings of the size of hidden states."""
+    return lambda tokens: F.rms_norm(embed(tokens), (32,))
+
+
+def test_the_fit_is_that_of_least_squares(verifier):
+    """Both projections of one call, against torch's solver over the same rows."""
+    embed = normalized(verifier.model.get_input_embeddings())
+    both, alone = nn.Linear(64, 32, bias=False), nn.Linear(32, 32, bias=False)
+    fit_projections(
+        [(both, lambda hidden, tokens: torch.cat([hidden, embed(tokens)], -1)), (alone, lambda hidden, _: hidden)],
+        verifier.model, texts(40, 0),
+    )  # fmt: skip
+    parts = [known_and_wanted(verifier, batch) for batch in texts(22, 0)]  # 22 * 8 * 19 rows are the first over 50 * 64
+    hidden, tokens, wanted = (torch.cat(part) for part in zip(*parts, strict=True))
+    for projection, inputs in ((both, torch.cat([hidden, embed(tokens)], -1)), (alone, hidden)):
+        expected = torch.linalg.lstsq(inputs, wanted).solution.mT
+        error = (inputs @ projection.weight.mT - wanted).square().mean()
+        least = (inputs @ expected.mT - wanted).square().mean()
+        assert least <= error < 1.02 * least
+        assert error < 0.9 * wanted.var(0).mean()
+
+
+def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        fitted_projections, "run_verifier", lambda *args: calls.append(args) or run_verifier(*args)
+    )  # fmt: skip
+    fit_projections([(nn.Linear(32, 32, bias=False), lambda hidden, _: hidden)], verifier.model, texts(40, 0))
+    assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
+
+
+def test_padding_is_not_fitted(verifier):
+    """Positions after a text's end change nothing."""
+    tokens = torch.randint(0, 400, (8, LENGTH), generator=torch.Generator().manual_seed(3))
+    padded = torch.cat([tokens, torch.zeros(8, 7, dtype=torch.long)], 1)
+    ends = torch.full((8,), LENGTH)
+    found = []
+    for rows in (tokens, padded):
+        projection = nn.Linear(32, 32, bias=False)
+        batch = Batch(rows, ("a",) * 8, torch.zeros(8, 1, dtype=torch.long), ends)
+        fit_projections([(projection, lambda hidden, _: hidden)], verifier.model, [batch])
+        found.append(projection.weight)
+    assert torch.allclose(*found, atol=1e-5)

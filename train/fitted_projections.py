@@ -1,0 +1,72 @@
+"""Projections whose output resembles the inputs of the verifier's last layer, fitted by least squares to some texts.
+
+A drafter that begins with the verifier's last layer needs such inputs from its first step on: a hidden state after the
+final norm differs in scale and directions from what this layer was trained for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from redraft.names import LAST_HIDDEN_STATE
+from redraft.train.batches import Batch
+from redraft.train.states import run_verifier
+
+_ROWS_A_COLUMN = 50
+"""Rows of text for every input of a projection."""
+_RIDGE = 1e-3
+"""Part of the mean square of inputs that is added to every square."""
+
+Inputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Hidden states [L, n] and the tokens i64[L] that follow them -> a projection's inputs [L, I]."""
+
+
+@torch.no_grad()
+def fit_projections(
+    projections: Sequence[tuple[nn.Linear, Inputs]], verifier: Any, batches: Iterable[Batch]
+) -> None:  # fmt: skip
+    """Fill the weights of projections that predict the last layer's input at a position from what is known before it.
+
+    What is known is the hidden state `last` of the position before. The verifier computes `batches`, as many as needed.
+    """
+    layer_input = str(verifier.config.num_hidden_layers - 1)
+    needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
+    sums = [_Sums(projection) for projection, _ in projections]
+    rows = 0
+    for batch in batches:
+        if rows >= needed:
+            break
+        batch = batch.to(verifier.device)
+        hidden, _ = run_verifier(verifier, batch.tokens, (LAST_HIDDEN_STATE, layer_input))
+        for row, end in enumerate(batch.ends.tolist()):
+            known = hidden[LAST_HIDDEN_STATE][row, : end - 1].float(), batch.tokens[row, 1:end]
+            targets = hidden[layer_input][row, 1:end].float()
+            for own, (_, inputs) in zip(sums, projections, strict=True):
+                own.add(inputs(*known).float(), targets)
+            rows += end - 1
+    for own, (projection, _) in zip(sums, projections, strict=True):
+        projection.weight.copy_(own.solve())
+
+
+class _Sums:
+    """Products of inputs with inputs [I, I] and with targets [I, n], over all rows."""
+
+    def __init__(self, projection: nn.Linear) -> None:
+        width, device = projection.in_features, projection.weight.device
+        self._squares = torch.zeros(width, width, device=device)
+        self._products = torch.zeros(width, projection.out_features, device=device)
+
+    def add(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._squares.addmm_(inputs.mT, inputs)
+        self._products.addmm_(inputs.mT, targets)
+
+    def solve(self) -> torch.Tensor:
+        """Return the weight [n, I]."""
+        squares = self._squares.double()
+        squares.diagonal().add_(_RIDGE * squares.diagonal().mean())
+        weight: torch.Tensor = torch.linalg.solve(squares, self._products.double()).mT.float()
+        return weight
