@@ -16,7 +16,7 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu lint format typecheck check-types check-imports \
+.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter lint format typecheck check-types check-imports \
   typed-tree clean
 
 install: $(STAMP)
@@ -43,6 +43,15 @@ engines: install
 	  $(if $(WEIGHTS),--weights $(WEIGHTS)) $(if $(MAX_MODEL_LEN),--max-model-len $(MAX_MODEL_LEN)) \
 	  $(foreach drafter,$(DRAFTERS),--drafter $(drafter)) \
 	  $(if $(FORCE),--force))
+
+# Trains the drafter of SmolLM2-135M-Instruct anew, from the texts in assets/smollm2/text: two hours on two cores. First it
+# computes the verifier's hidden states (7 GB). If it was interrupted, give it again with RESUME=--resume.
+TRAINED := build/train/smollm2
+smollm2-drafter: install
+	$(BIN)/redraft train states assets/smollm2/text --verifier smollm2-135m --out $(TRAINED)/text
+	$(BIN)/redraft train lyanna --verifier smollm2-135m --texts $(TRAINED)/text --config lyanna-smollm2 \
+	  --out $(TRAINED)/run $(RESUME)
+	$(BIN)/redraft train publish $(TRAINED)/run --out $(TRAINED)/lyanna
 
 # Builds the kernels for CUDA and TensorRT that this machine has the tools for; the last lines list the libraries.
 # ARCHITECTURES="80 90" builds for these compute capabilities only, `native` for those of this machine's GPUs. Variables that

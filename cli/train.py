@@ -39,7 +39,9 @@ DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
 Dtype = Annotated[
     Products, typer.Option(help="Type of products; `auto` is bf16 if the device multiplies it faster, else fp32.")
 ]
-Verifier = Annotated[Path, typer.Option(help="The verifier: a Hugging Face checkpoint's folder, or a GGUF file.")]
+Verifier = Annotated[
+    str, typer.Option(help="The verifier: a checkpoint's folder, a GGUF file, a Hugging Face id, or a recipe.")
+]
 Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
 Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]
@@ -100,7 +102,7 @@ def drafter(
     with ProgressReport(console) as report:
         ran = train_drafter(
             name,
-            verifier,
+            _verifier_path(verifier),
             parse_sources(data or []),
             out,
             recipe,
@@ -202,7 +204,7 @@ def publish(
 @app.command()
 def acceptance(
     folder: Annotated[Path, typer.Argument(help="A published drafter.")],
-    verifier: Annotated[Path, typer.Option(help="Folder of its verifier.")],
+    verifier: Verifier,
     prompts: Annotated[list[Path], typer.Option(help="A .jsonl file of prompts with turns; may be given again.")],
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the verifier writes after a prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
@@ -215,7 +217,7 @@ def acceptance(
     from redraft.train.drafter_evaluate import evaluate_drafter
 
     _use_threads(threads)
-    found = evaluate_drafter(folder, verifier, prompts, new_tokens, limit, chat, device.value)
+    found = evaluate_drafter(folder, _verifier_path(verifier), prompts, new_tokens, limit, chat, device.value)
     if as_json:
         typer.echo(json.dumps({kind: values.to_dict() for kind, values in found.items()}))
         return
@@ -234,11 +236,20 @@ def _dtype(products: Products, device: Device) -> torch.dtype:
     return {Products.auto: fast_dtype(device.value), Products.fp32: torch.float32}.get(products, torch.bfloat16)
 
 
-def _open_verifier(folder: Path, device: Device, dtype: Products) -> Any:
+def _verifier_path(name: str) -> Path:
+    """Return the checkpoint that --verifier names. Downloads a Hugging Face id, and a recipe's package once."""
+    from redraft.assembly.models import Place, find_model, find_recipe
+
+    if (folder := Path(name)).is_dir():
+        return folder  # also one without a model, which training refuses with more detail
+    return find_model(name, find_recipe(name), Place(None, False, folder), lambda line: typer.echo(line, err=True)).path
+
+
+def _open_verifier(name: str, device: Device, dtype: Products) -> Any:
     from redraft.train.verifier_model import check_device, open_verifier
 
     check_device(device.value)
-    return open_verifier(folder, device.value, _dtype(dtype, device))
+    return open_verifier(_verifier_path(name), device.value, _dtype(dtype, device))
 
 
 def _batches(quiet: bool) -> Callable[[str, int, int, int], None]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from redraft.assembly import models
+from redraft.cli import train
 from redraft.cli.train import app
+from redraft.train import drafter_run
 
 RUNNER = CliRunner()
 
@@ -45,6 +50,24 @@ def test_train_publish_and_measure_a_drafter(sources, verifier_folder, tmp_path)
     assert len(json.loads(result.stdout)["p"]["top"]) == 2
     result = RUNNER.invoke(app, [*measure, "--new-tokens", "16"])
     assert "p (1 prompts): " in result.stdout
+
+
+@pytest.mark.parametrize(("name", "found"), [("smollm2-135m", "cached.gguf"), ("tiny", "assets/tiny"), (".", ".")])
+def test_a_verifier_is_named_as_in_a_build(monkeypatch, tmp_path, name, found):
+    """A recipe with a package, a recipe with a folder, and a folder."""
+    calls = []
+    monkeypatch.setattr(models, "fetch_package_file", lambda *args: Path("cached.gguf"))
+    monkeypatch.setattr(drafter_run, "train_drafter", lambda *args, **options: calls.append(args) or 0)
+    monkeypatch.setattr(train, "_trained", lambda *args: None)
+    result = RUNNER.invoke(app, ["lyanna", "--verifier", name, "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    assert calls[0][1].resolve() == Path(found).resolve()
+
+
+def test_a_name_that_is_no_verifier_is_refused(tmp_path):
+    result = RUNNER.invoke(app, ["lyanna", "--verifier", "nothing", "--out", str(tmp_path / "run")])
+    assert str(result.exception).startswith("no model 'nothing'")
+    assert not (tmp_path / "run").exists()
 
 
 def test_lines_of_a_drafters_run_show_writing_losses_and_acceptance(verifier_folder, tmp_path):
