@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -44,7 +45,7 @@ Verifier = Annotated[
 ]
 Config = Annotated[str | None, typer.Option(help="A recipe of redraft, or a .toml file.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps of the whole run, instead of the recipe's.")]
-Seed = Annotated[int | None, typer.Option(help="Seed, instead of the recipe's.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed, instead of the recipe's.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Use torch.compile (needs a C++ compiler).")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")]
@@ -185,7 +186,7 @@ def states(
 
     _use_threads(threads)
     kept = tuple(hidden_states.split(","))
-    compute_states(_open_verifier(verifier, device, dtype), texts, out, kept, progress=_batches(as_json), warn=_warn)
+    compute_states(_open_verifier(verifier, device, dtype), texts, out, kept, progress=_batches(as_json))
     _report({"out": str(out), "hidden_states": list(kept)}, f"wrote {out}", as_json)
 
 
@@ -254,16 +255,19 @@ def _open_verifier(name: str, device: Device, dtype: Products) -> Any:
 
 def _batches(quiet: bool) -> Callable[[str, int, int, int], None]:
     """Return a report of batches: a line for each, with speed and the time left."""
-    started, before, total = time.monotonic(), -1, 0
+    started: dict[str, tuple[float, int]] = {}  # by stage: seconds, batches done before
+    total: Counter[str] = Counter()
 
     def show(stage: str, done: int, of: int, tokens: int) -> None:
-        nonlocal before, total
-        before, total = (done - 1 if before < 0 else before), total + tokens
-        seconds = time.monotonic() - started
-        left_min = seconds / (done - before) * (of - done) / 60
+        now = time.monotonic()
+        begin, before = started.setdefault(stage, (last["seconds"], done - 1))
+        last["seconds"] = now
+        total[stage] += tokens
+        left_min = (now - begin) / (done - before) * (of - done) / 60
         if not quiet:
-            typer.echo(f"{stage} {done}/{of} | {total / seconds:.0f} tokens/s, {left_min:.0f} min left")
+            typer.echo(f"{stage} {done}/{of} | {total[stage] / (now - begin):.0f} tokens/s, {left_min:.0f} min left")
 
+    last = {"seconds": time.monotonic()}
     return show
 
 

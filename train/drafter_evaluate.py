@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from redraft.errors import DataError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.train.acceptance import Acceptance, acceptance_of
@@ -16,10 +18,9 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.method import DrafterObjective
 from redraft.train.objectives import find_method
 from redraft.train.questions import ChatTurns
+from redraft.train.self_text import continue_greedily
 from redraft.train.text_batches import text_batch
-from redraft.train.text_shards import split
 from redraft.train.verifier_model import VerifierModel, check_device, open_verifier
-from redraft.train.writer import Prompt, Writer
 
 _TEXTS_AT_ONCE = 8
 
@@ -56,8 +57,8 @@ def evaluate_drafter(
     found = open_verifier(verifier, device)
     objective = open_drafter(checkpoint, found)
     objective.to(device)
-    turns = ChatTurns.of(str(found.texts), found.eos) if chat else None
-    ends = turns.ends if turns else frozenset([] if found.eos is None else [found.eos])
+    turns = ChatTurns.of(str(found.texts), found.ends) if chat else None
+    ends = turns.ends if turns else found.ends
     return {
         kind: _measure(objective, found, ends, kind, _encoded(found, turns, some), new_tokens)
         for kind, some in texts.items()
@@ -109,16 +110,19 @@ def _measure(
     new_tokens: int,
 ) -> KindAcceptance:  # fmt: skip
     """Leave out prompts whose text would pass the verifier's positions."""
-    most = getattr(verifier.config, "max_position_embeddings", None)
+    most = verifier.max_positions
     ids = [prompt for prompt in ids if prompt and (not most or len(prompt) + new_tokens <= most)]
     if not ids:
         raise DataError(f"no prompt of {kind} fits the verifier with {new_tokens} more tokens", "give shorter prompts")
-    written = Writer(verifier.model, ends, new_tokens).write([Prompt(prompt) for prompt in sorted(ids, key=len)], 0)
+    written = continue_greedily(verifier.model, ids, new_tokens, ends)
     texts = [
-        ({"tokens": tokens}, int(prompt))
-        for tokens, prompt in zip(split(written.lengths, written.tokens), written.prompts, strict=True)
-        if len(tokens) >= prompt + objective.lookahead
+        ({"tokens": np.array(tokens)}, len(prompt))
+        for prompt, tokens in zip(ids, written, strict=True)
+        if len(tokens) >= len(prompt) + objective.lookahead
     ]
+    if not texts:
+        raise DataError(f"every answer of {kind} is shorter than a draft", "give other prompts")
+    texts.sort(key=lambda text: len(text[0]["tokens"]))
     parts = [texts[i : i + _TEXTS_AT_ONCE] for i in range(0, len(texts), _TEXTS_AT_ONCE)]
     batches = (text_batch([t for t, _ in part], [p for _, p in part], (kind,) * len(part)) for part in parts)
     return KindAcceptance(len(texts), acceptance_of(objective, batches))

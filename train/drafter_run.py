@@ -88,6 +88,10 @@ class RunFacts:
                 f"{_short(self.verifier)}",
                 "give the same --verifier as before",
             )
+        if before.data != self.data:
+            raise TrainingError(
+                f"the run in {run} was trained on other data", "give the same --data or --texts as before"
+            )
         for name, value in self.texts.items():
             if before.texts.get(name) != value:
                 raise TrainingError(
@@ -132,12 +136,13 @@ def train_drafter(
         material = DocumentText(out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe
     facts = RunFacts(method_name, asdict(config), found.identity, material.digest, material.settings)
-    _begin(out, facts, resume)
+    _begin(out, facts, resume, drops_texts=texts is None)
     material.check(found, method.lookahead(config))
     plan = material.plan(method.lookahead(config))
     counts = material.counts(found.vocab_size)
     vocabulary = draft_vocabulary(config, counts)
-    _note_data(out, material, counts)
+    if not resume:
+        _note_data(out, material, counts)
     torch.manual_seed(recipe.seed)
     objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
     recipe = recipe.for_epoch(material.batches)
@@ -161,13 +166,14 @@ def draft_vocabulary(config: LayerConfig, counts: NDArray[np.int64]) -> DraftCol
     return DraftColumns.most_frequent(counts, config.draft_vocab_size)
 
 
-def _begin(out: Path, facts: RunFacts, resume: bool) -> None:
-    """Make the folder this run's. Drops the texts of another run that wrote no checkpoint."""
+def _begin(out: Path, facts: RunFacts, resume: bool, drops_texts: bool) -> None:
+    """Make the folder this run's. `drops_texts` drops the texts of another run that wrote no checkpoint."""
     if resume:
         facts.check_same(out)
     elif RunFacts.read(out) != facts:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / TEXTS, ignore_errors=True)
+        if drops_texts:
+            shutil.rmtree(out / TEXTS, ignore_errors=True)
         facts.write(out)
 
 

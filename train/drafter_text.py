@@ -29,7 +29,7 @@ _HELD_OUT_ROWS = 8
 class DrafterText(Protocol):
     """Texts of a drafter's run.
 
-    recipe:   the run's recipe, with a weight for every kind.   digest: of the texts or their documents.
+    recipe:   the run's recipe; documents have a weight for every kind.   digest: of the texts or their documents.
     settings: values of the recipe that made the texts; a resumed run must have the same.
     """
 
@@ -86,7 +86,7 @@ class DocumentText:
     def check(self, verifier: VerifierModel, lookahead: int) -> None:
         """Raise UsageError if rows are longer than the verifier's positions."""
         recipe = self.recipe
-        limit = getattr(verifier.config, "max_position_embeddings", None)
+        limit = verifier.max_positions
         text = recipe.self_text.prompt_tokens + recipe.self_text.new_tokens
         rows = max(recipe.seq_len, recipe.decay_seq_len) + lookahead
         if limit and max(text, rows) > limit:

@@ -31,9 +31,10 @@ def fit_projections(
 ) -> None:  # fmt: skip
     """Fill the weights of projections that predict the last layer's input at a position from what is known before it.
 
-    What is known is the hidden state `last` of the position before. The verifier computes `batches`, as many as needed.
+    What is known is the hidden state `last` of the position before. The verifier computes `batches`, as many as needed,
+    and has at least two layers.
     """
-    layer_input = str(verifier.config.num_hidden_layers - 1)
+    layer_input = str(verifier.config.num_hidden_layers - 2)
     needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
     sums = [_Sums(projection) for projection, _ in projections]
     rows = 0

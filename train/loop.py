@@ -90,7 +90,7 @@ def _state(objective: Objective, optimizers: Optimizers, recipe: Recipe, identit
 def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> tuple[int, Optimizers]:
     state = load_checkpoint(out)
     if state["identity"] != identity:
-        raise TrainingError(f"the checkpoint in {out} was trained on other data", "give the same --data as before")
+        raise TrainingError(f"the checkpoint in {out} was trained on other data", "give the same texts as before")
     step = int(state["step"])
     before = type(recipe).from_dict(state["recipe"], str(out))
     _check_same_course(before, recipe, step, out)

@@ -40,7 +40,7 @@ class ChatTurns:
     """A verifier's chat template as token ids around a user's message.
 
     before: tokens up to the message.   after: tokens from the end of the turn to the answer.
-    ends:   tokens that end an answer: the end of a turn, and the model's end-of-text token.
+    ends:   tokens that end an answer: the end of a turn if it is a special token, and the model's end-of-text tokens.
     """
 
     tokenizer: Any
@@ -49,8 +49,11 @@ class ChatTurns:
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, checkpoint: str, eos: int | None) -> ChatTurns:
-        """Read the template of a checkpoint folder. Raises CheckpointError if it has none that shows a message."""
+    def of(cls, checkpoint: str, ends: frozenset[int]) -> ChatTurns:
+        """Read the template of a checkpoint folder whose model ends texts with tokens of `ends`.
+
+        Raises CheckpointError if there is no template that shows a message.
+        """
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         if not tokenizer.chat_template:
             raise CheckpointError(
@@ -63,8 +66,8 @@ class ChatTurns:
         if not mark:
             raise CheckpointError(f"the chat template of {checkpoint} does not show the user's message")
         ids = [tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (before, after)]
-        ends = {ids[1][0], *([] if eos is None else [eos])}
-        return cls(tokenizer, ids[0], ids[1], frozenset(ends))
+        turn = {token for token in ids[1][:1] if token in tokenizer.all_special_ids}
+        return cls(tokenizer, ids[0], ids[1], ends | turn)
 
     def ask(self, question: str) -> tuple[int, ...]:
         """Return the tokens up to the answer of a question."""

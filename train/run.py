@@ -52,7 +52,7 @@ def facts_of(corpus: Corpus, tokens: int) -> dict[str, Any]:
 
 
 def data_facts(out: Path) -> dict[str, Any]:
-    """Return the record that `prepare` wrote of each kind: documents, characters, tokens, held-out names."""
+    """Return the record that a run wrote of each kind: documents, characters, tokens, held-out names."""
     facts: dict[str, Any] = json.loads((out / DATA).read_text(encoding="utf-8"))
     return facts
 

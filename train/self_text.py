@@ -46,10 +46,10 @@ def _seed_of(seed: int, first: int) -> int:
 
 
 def continue_greedily(
-    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, ends: frozenset[int]
 ) -> list[list[int]]:
-    """Continue prompts of any lengths greedily, up to `eos`. Returns prompts with their continuations."""
-    writer = Writer(model, frozenset([] if eos is None else [eos]), new_tokens)
+    """Continue prompts of any lengths greedily, up to a token of `ends`. Returns prompts with their continuations."""
+    writer = Writer(model, ends, new_tokens)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     texts: list[list[int]] = [[]] * len(prompts)
     for begin in range(0, len(order), ROWS_AT_ONCE):

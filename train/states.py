@@ -67,14 +67,25 @@ def run_verifier(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return hidden states [B, L, n] by name, and logits [B, L, V] in fp32, of tokens [B, L].
 
-    `last` is after the final norm; `3` is the residual stream after layer 3.   arguments: for the model's forward.
+    Names are those of engines: `last` is after the final norm, `3` is the output of the layer with index 3, from 0.
+    arguments: for the model's forward.
     """
-    kept: list[torch.Tensor] = []
-    hook = verifier.get_output_embeddings().register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    layers = [name for name in hidden_states if name != LAST_HIDDEN_STATE]
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda module, args, *output: kept.update({name: _tensor(output[0]) if output else args[0]})
+
+    layers = verifier.get_decoder().layers if set(hidden_states) - {LAST_HIDDEN_STATE} else ()
+    hooks = [verifier.get_output_embeddings().register_forward_pre_hook(keep(LAST_HIDDEN_STATE))]
+    hooks += [layers[int(n)].register_forward_hook(keep(n)) for n in hidden_states if n != LAST_HIDDEN_STATE]
     try:
-        out = verifier(tokens, output_hidden_states=bool(layers), **{"use_cache": False, **arguments})
+        out = verifier(tokens, **{"use_cache": False, **arguments})
     finally:
-        hook.remove()
-    found = {name: kept[0] if name == LAST_HIDDEN_STATE else out.hidden_states[int(name)] for name in hidden_states}
-    return found, out.logits.float()
+        for hook in hooks:
+            hook.remove()
+    return {name: kept[name] for name in hidden_states}, out.logits.float()
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return found

@@ -49,6 +49,7 @@ class TextSet:
         self._hidden_states = tuple(hidden_states)
         self.training: list[_Text] = []
         self.held_out: list[_Text] = []
+        Shards(folder).check_complete()
         sha = hashlib.sha256()
         for shard in Shards(folder):
             tokens = shard.array("tokens").astype(np.uint32)

@@ -5,7 +5,7 @@
     kinds, temperatures             by text
     hidden.NAME, top_ids, top_logits, log_sum    of every token, as of `states.States`; missing if not kept
 
-text.json has the recipe, and digests of verifier and data.
+text.json has the recipe, the number of texts, and digests of verifier and data.
 
 A folder has a shard for every batch that was written, as .npy files that are memory-mapped. A shard is written under
 another name and then renamed, so every shard is whole. A packed file (.npz) has all tokens as one shard. It has no
@@ -15,12 +15,13 @@ states, which are computed again if needed, and less than a thousandth of the si
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,10 @@ class Shard:
         return name in _packed(self.path) if self.path.suffix == ".npz" else (self.path / f"{name}.npy").exists()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return an array; a folder's is memory-mapped."""
-        return _packed(self.path)[name] if self.path.suffix == ".npz" else _mapped(self.path / f"{name}.npy")
+        """Return an array; a large one of a folder is memory-mapped."""
+        if self.path.suffix == ".npz":
+            return _packed(self.path)[name]
+        return (_loaded if name in _OF_TEXTS else _mapped)(self.path / f"{name}.npy")
 
 
 class Shards:
@@ -68,6 +71,24 @@ class Shards:
         written = sorted(path for path in self._shards.glob("*") if path.suffix != ".tmp")
         packed = self._folder / PACKED
         yield from map(Shard, written or ([packed] if packed.exists() else []))
+
+    def packed(self) -> Shard:
+        """Return the packed file. Raises UsageError if the folder has none."""
+        path = self._folder / PACKED
+        if not path.is_file():
+            raise UsageError(f"{self._folder} has no {PACKED}", "give a folder that `redraft train pack` wrote")
+        return Shard(path)
+
+    def check_complete(self) -> None:
+        """Raise DataError if texts are missing that text.json counts."""
+        if not (self._folder / FACTS).exists():
+            return
+        expected = load_facts(self._folder).get("texts")
+        found = sum(len(shard.array("lengths")) for shard in self)
+        if expected is not None and found != expected:
+            raise DataError(
+                f"{self._folder} has {found} of {expected} texts", "give the command that wrote it again: it continues"
+            )
 
     def _path(self, index: int) -> Path:
         return self._shards / f"{index:04d}"
@@ -93,6 +114,7 @@ def pack(texts: Path, out: Path) -> None:
     shards = list(Shards(texts))
     if not shards:
         raise UsageError(f"{texts} has no texts", "give a folder that `redraft train text` wrote")
+    Shards(texts).check_complete()
     arrays = {name: np.concatenate([shard.array(name) for shard in shards]) for name in ("tokens", *_OF_TEXTS)}
     small = arrays["tokens"].max() < 1 << 16
     arrays["tokens"] = arrays["tokens"].astype(np.uint16 if small else np.uint32)
@@ -137,8 +159,8 @@ def load_packed(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as found:
             return dict(found)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} is damaged ({error})", "remove it; the next run writes it again") from None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"{path} is damaged ({error})", "write or copy it again") from None
 
 
 def split(lengths: NDArray[np.int64], flat: NDArray[Any]) -> Sequence[NDArray[Any]]:
@@ -152,9 +174,20 @@ def _packed(path: Path) -> Arrays:
 
 
 @lru_cache(maxsize=8192)
+def _loaded(path: Path) -> NDArray[Any]:
+    return _array(path, None)
+
+
+@lru_cache(maxsize=512)  # each has an open file
 def _mapped(path: Path) -> NDArray[Any]:
+    return _array(path, "r")
+
+
+def _array(path: Path, mmap_mode: Literal["r"] | None) -> NDArray[Any]:
     try:
-        found: NDArray[Any] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
+        found: NDArray[Any] = np.load(path, mmap_mode=mmap_mode)
+    except (FileNotFoundError, ValueError, EOFError) as error:
         raise DataError(f"{path} is damaged ({error})", f"remove {path.parent}; it is written again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     return found

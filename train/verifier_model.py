@@ -64,6 +64,16 @@ class VerifierModel:
         return int(self.config.hidden_size)
 
     @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text, if the configuration has a limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
     def bos(self) -> int | None:
         """The token that begins a text, or None."""
         return _first(self.config.bos_token_id)
@@ -72,6 +82,13 @@ class VerifierModel:
     def eos(self) -> int | None:
         """The token that ends a text, or None."""
         return _first(self.config.eos_token_id)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text, by the configuration and the generation configuration."""
+        named = [self.config.eos_token_id, getattr(self.model.generation_config, "eos_token_id", None)]
+        tokens = [token for some in named for token in (some if isinstance(some, (list, tuple)) else [some])]
+        return frozenset(token for token in tokens if isinstance(token, int))
 
     @property
     def logit_scale(self) -> float:

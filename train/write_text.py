@@ -7,6 +7,7 @@ shards/NNNN/     see `redraft.train.text_shards`
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.errors import TrainingError, UsageError
+from redraft.export import support
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt, from_plain, to_plain
 from redraft.train.config import read_recipe
@@ -88,27 +90,33 @@ def write_text(
     If the disk has too little space for states, only tokens are kept, and `warn` gets a line. Raises TrainingError if
     `out` holds texts of another recipe, verifier or data.
     """
-    turns = ChatTurns.of(str(verifier.texts), verifier.eos)
+    turns = ChatTurns.of(str(verifier.texts), verifier.ends)
     facts = {
         "recipe": to_plain(recipe),
         "verifier": to_plain(verifier.identity),
         "data": {kind: corpora[kind].digest() for kind in recipe.data_kinds},
     }
+    support.check_hidden_states(recipe.hidden_states, verifier.layers)
     _begin(out, facts)
     questions, shards = out / QUESTIONS, Shards(out)
     if not questions.exists():
-        save_packed(questions, _questions_in_order(verifier.model, turns, corpora, recipe, progress))
+        save_packed(questions, _questions_in_order(verifier, turns, corpora, recipe, progress))
     found = load_packed(questions)
     prompts = [
         Prompt(tuple(tokens.tolist()), float(temperature))
         for tokens, temperature in zip(split(found["lengths"], found["tokens"]), found["temperatures"], strict=True)
     ]
+    save_facts(out, {**load_facts(out), "texts": len(prompts)})
     batches = [slice(i, i + recipe.rows) for i in range(0, len(prompts), recipe.rows)]
     for index, some in enumerate(batches):
         if index in shards:
             continue
         longest = max(len(prompt.tokens) for prompt in prompts[some]) + recipe.new_tokens
-        kept = _kept(recipe, shards, longest * len(prompts[some]) * verifier.hidden_size, index, warn)
+        needed = _bytes_of(longest * len(prompts[some]), len(recipe.hidden_states), verifier.hidden_size)
+        kept = recipe.hidden_states
+        if kept and not shards.fits(needed):
+            warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
+            kept = ()
         writer = Writer(verifier.model, turns.ends, recipe.new_tokens, kept)
         written = writer.write(prompts[some], recipe.seed + index)
         about = {name: found[name][some] for name in ("kinds", "temperatures")}
@@ -135,13 +143,9 @@ def check_written_by(texts: Path, verifier: VerifierModel) -> None:
         )
 
 
-def _kept(recipe: TextRecipe, shards: Shards, numbers: int, index: int, warn: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the hidden states to keep: the recipe's, or none if the disk lacks space for `numbers` of each."""
-    needed = 2 * numbers * len(recipe.hidden_states) + 6 * TOP_LOGITS * numbers
-    if not recipe.hidden_states or shards.fits(needed):
-        return recipe.hidden_states
-    warn(f"the disk has too little space for hidden states: shard {index} keeps tokens alone")
-    return ()
+def _bytes_of(tokens: int, hidden_states: int, width: int) -> int:
+    """Return the size of so many tokens' states: halves, and an id and a half for each likely token."""
+    return tokens * (2 * width * hidden_states + 6 * TOP_LOGITS + 4)
 
 
 def arrays_of(written: Written) -> dict[str, NDArray[Any]]:
@@ -153,18 +157,20 @@ def arrays_of(written: Written) -> dict[str, NDArray[Any]]:
 
 
 def _questions_in_order(
-    model: Any, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress
+    verifier: VerifierModel, turns: ChatTurns, corpora: Mapping[str, Corpus], recipe: TextRecipe, progress: Progress
 ) -> dict[str, NDArray[Any]]:
     """Return prompts, kinds and temperatures in the order of writing: batches of similar lengths, in random order."""
     rng = np.random.Generator(np.random.PCG64(recipe.seed))
+    longest = (verifier.max_positions or sys.maxsize) - recipe.new_tokens
     asked: list[tuple[str, tuple[int, ...]]] = []
     for kind, count in recipe.texts.items():
         if kind == "chat":
-            found = _asked_by_itself(model, turns, count, recipe, progress)
+            found = _asked_by_itself(verifier.model, turns, count, recipe, progress)
         else:
             found = [turns.ask(question) for question in _questions(kind, corpora[kind], count, rng)]
+        found = [tokens for tokens in found if len(tokens) <= longest]
         if not found:
-            raise UsageError(f"there is no question of kind {kind}", "give more data")
+            raise UsageError(f"there is no question of kind {kind} that fits the verifier", "give more data")
         taken = [found[i] for i in rng.permutation(len(found))]
         asked += [(kind, taken[i % len(taken)]) for i in range(min(count, _MOST_FREQUENT * len(taken)))]
     temperatures = np.where(rng.random(len(asked)) < recipe.greedy, 0.0, 1.0)
@@ -220,26 +226,28 @@ def _asked_by_itself(
 @torch.inference_mode()
 def compute_states(
     verifier: VerifierModel, texts: Path, out: Path, hidden_states: tuple[str, ...], rows: int = 256,
-    progress: Progress = lambda stage, done, of, tokens: None, warn: Callable[[str], None] = print,
+    progress: Progress = lambda stage, done, of, tokens: None,
 ) -> None:  # fmt: skip
     """Write the texts of a packed folder with their states into `out`, or continue to. Nothing is written again.
 
-    Raises TrainingError if `out` holds the states of other texts or of another verifier.
+    Raises UsageError if `texts` is not such a folder or a hidden state is unknown. Raises TrainingError if `out` holds
+    the states of other texts or of another verifier, or if the disk is full.
     """
-    (packed,) = Shards(texts)
+    packed = Shards(texts).packed()
+    support.check_hidden_states(hidden_states, verifier.layers)
     tokens = split(packed.array("lengths"), packed.array("tokens"))
     check_written_by(texts, verifier)
     _begin(out, {**load_facts(texts), "hidden_states": list(hidden_states)})
     shards = Shards(out)
-    recipe = TextRecipe({"chat": 1}, hidden_states=hidden_states)
     parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]
     for index, some in enumerate(parts):
         if index in shards:
             continue
         total = sum(map(len, tokens[some]))
-        kept = _kept(recipe, shards, total * verifier.hidden_size, index, warn)
+        if not shards.fits(_bytes_of(total, len(hidden_states), verifier.hidden_size)):
+            raise TrainingError(f"the disk of {out} is full", "free some space and give the same command again")
         about = {name: packed.array(name)[some] for name in ("lengths", "prompts", "kinds", "temperatures")}
-        states = _states_of_texts(verifier.model, tokens[some], kept) if kept else {}
+        states = _states_of_texts(verifier.model, tokens[some], hidden_states)
         flat = np.concatenate(tokens[some]).astype(np.uint32)
         shards.add(index, {"tokens": flat, **about, **states})
         progress("states", index + 1, len(parts), total)

@@ -159,7 +159,7 @@ def written(
     limit = getattr(verifier.config, "max_position_embeddings", None) or sys.maxsize
     ids = [found.ids for texts in prompts.values() for found in verifier.tokenizer.encode_batch(list(texts))]
     ids = [prompt for prompt in ids if prompt and len(prompt) + new_tokens <= limit]
-    rows = continue_greedily(verifier.model, ids, new_tokens, verifier.eos)
+    rows = continue_greedily(verifier.model, ids, new_tokens, verifier.ends)
     return [
         batch
         for prompt, row in zip(ids, rows, strict=True)

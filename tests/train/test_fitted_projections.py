@@ -30,11 +30,11 @@ def texts(count, seed):
 def known_and_wanted(verifier, batch):
     """Rows of all texts: hidden states, the tokens after them, and the last layer's inputs at the next position."""
     layers = len(verifier.model.get_decoder().layers)
-    hidden, _ = run_verifier(verifier.model, batch.tokens, ("last", str(layers - 1)))
+    hidden, _ = run_verifier(verifier.model, batch.tokens, ("last", str(layers - 2)))
     return (
         hidden["last"][:, :-1].flatten(0, 1),
         batch.tokens[:, 1:].flatten(),
-        hidden[str(layers - 1)][:, 1:].flatten(0, 1),
+        hidden[str(layers - 2)][:, 1:].flatten(0, 1),
     )
 
 

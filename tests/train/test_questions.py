@@ -30,6 +30,7 @@ class Words:
     """A tokenizer of single characters with a chat template."""
 
     chat_template = "yes"
+    all_special_ids = (ord("<"),)
 
     def __init__(self, shown="<u>{}<end>\n<a>"):
         self.shown = shown
@@ -42,17 +43,22 @@ class Words:
         return [ord(character) for character in text]
 
 
-def turns(monkeypatch, tokenizer, eos=7):
+def turns(monkeypatch, tokenizer, ends=frozenset([7])):
     monkeypatch.setattr("redraft.train.questions.AutoTokenizer.from_pretrained", lambda folder: tokenizer)
-    return ChatTurns.of("model", eos)
+    return ChatTurns.of("model", ends)
 
 
 def test_the_users_turn_is_cut_out_of_the_template(monkeypatch):
     found = turns(monkeypatch, Words())
     assert "".join(map(chr, found.before)) == "<u>"
     assert "".join(map(chr, found.ask("why?"))) == "<u>why?<end>\n<a>"
-    assert found.ends == {ord("<"), 7}  # the first token after the message ends a turn
-    assert turns(monkeypatch, Words(), None).ends == {ord("<")}
+    assert found.ends == {ord("<"), 7}  # the special token after the message ends a turn
+    assert turns(monkeypatch, Words(), frozenset()).ends == {ord("<")}
+
+
+def test_an_ordinary_token_after_the_message_ends_no_turn(monkeypatch):
+    for shown in ("User: {}\n\nAssistant:", "ask {}"):
+        assert turns(monkeypatch, Words(shown)).ends == {7}
 
 
 def test_a_model_without_a_chat_template_is_refused(monkeypatch):

@@ -58,10 +58,10 @@ def test_prompts_of_any_length_continue_as_each_does_alone(model, monkeypatch):
     monkeypatch.setattr("redraft.train.self_text.ROWS_AT_ONCE", 3)
     prompts = [PROMPTS[0].tolist(), PROMPTS[1, :2].tolist(), PROMPTS[2, :4].tolist(), [5]]
     alone = [generated(model, prompt, 10) for prompt in prompts]
-    assert continue_greedily(model, prompts, 10, None) == alone
+    assert continue_greedily(model, prompts, 10, frozenset()) == alone
     eos = alone[0][5 + 3]  # a token that the first text contains
     cut = [generated(model, prompt, 10, eos) for prompt in prompts]
-    assert continue_greedily(model, prompts, 10, eos) == cut
+    assert continue_greedily(model, prompts, 10, frozenset([eos])) == cut
     assert len(cut[0]) < len(alone[0])
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from redraft.cli.main import app
-from redraft.errors import TrainingError, UsageError
+from redraft.errors import DataError, TrainingError, UsageError
 from redraft.records import to_plain
 from redraft.train.data import load_corpus
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import train_drafter
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
-from redraft.train.questions import ChatTurns
+from redraft.train.questions import ChatTurns, word_problems
 from redraft.train.states import run_verifier, states_of
 from redraft.train.text_shards import PACKED, Shards, pack, split
 from redraft.train.verifier_model import open_verifier
@@ -63,7 +63,7 @@ def asked(verifier, corpora, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         any_end = frozenset(range(0, verifier.vocab_size, 3))
         honest = ChatTurns.of
-        patch.setattr(ChatTurns, "of", lambda folder, eos: replace(honest(folder, eos), ends=any_end))
+        patch.setattr(ChatTurns, "of", lambda folder, ends: replace(honest(folder, ends), ends=any_end))
         write_text(verifier, corpora, RECIPE, out)
     return out
 
@@ -96,10 +96,10 @@ def test_writing_continues_after_an_interrupt_with_the_same_texts(asked, verifie
     shutil.copytree(asked, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "shards" / "0001")
     written = []
-    turns = ChatTurns.of(str(verifier.texts), verifier.eos)
+    turns = ChatTurns.of(str(verifier.texts), verifier.ends)
     with pytest.MonkeyPatch.context() as patch:
         any_end = frozenset(range(0, verifier.vocab_size, 3))
-        patch.setattr(ChatTurns, "of", lambda folder, eos: replace(turns, ends=any_end))
+        patch.setattr(ChatTurns, "of", lambda folder, ends: replace(turns, ends=any_end))
         write_text(verifier, corpora, RECIPE, tmp_path / "again", lambda *line: written.append(line[:2]))
     assert written == [("texts", 2)]
     for one, other in zip(texts_of(asked), texts_of(tmp_path / "again"), strict=True):
@@ -119,11 +119,27 @@ def test_a_folder_of_another_recipe_is_refused_and_kept(asked, verifier, corpora
     assert sorted(path.name for path in asked.rglob("*")) == before
 
 
-def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, tmp_path, monkeypatch):
+def limit_disk(monkeypatch, free):
+    """`free` bytes above those that are left free."""
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("redraft.train.text_shards.shutil.disk_usage", lambda path: usage(1, 1, 4 << 30))
+    monkeypatch.setattr("redraft.train.text_shards.shutil.disk_usage", lambda path: usage(1, 1, (4 << 30) + free))
+
+
+def test_without_space_tokens_are_kept_alone_and_it_says_so(verifier, corpora, tmp_path, monkeypatch):
+    """The need is that of the longest texts possible: two hidden states of 32 halves, 64 ids and halves, a sum."""
     lines = []
     recipe = replace(RECIPE, texts={"math": 8})
+    limit_disk(monkeypatch, 1 << 30)
+    write_text(verifier, corpora, recipe, tmp_path / "enough", warn=lines.append)
+    assert not lines
+    (shard,) = Shards(tmp_path / "enough")
+    longest = max(shard.array("prompts")) + recipe.new_tokens
+    need = 8 * longest * (2 * 2 * 32 + 64 * 6 + 4)
+    assert shard.array("tokens").size <= 8 * longest
+    limit_disk(monkeypatch, need + 1)
+    write_text(verifier, corpora, recipe, tmp_path / "just", warn=lines.append)
+    assert not lines
+    limit_disk(monkeypatch, need)
     write_text(verifier, corpora, recipe, tmp_path / "out", warn=lines.append)
     assert lines == ["the disk has too little space for hidden states: shard 0 keeps tokens alone"]
     (shard,) = Shards(tmp_path / "out")
@@ -144,6 +160,47 @@ def test_states_of_packed_texts_are_computed_without_writing_again(asked, verifi
     assert not done
     with pytest.raises(TrainingError, match="another hidden_states"):
         compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("2",), rows=5)
+
+
+def test_states_that_cannot_be_computed_are_refused_before_anything_is_written(asked, verifier, tmp_path, monkeypatch):
+    pack(asked, tmp_path / "packed")
+    with pytest.raises(UsageError, match=r"has no texts\.npz"):
+        compute_states(verifier, asked, tmp_path / "states", ("last",))
+    with pytest.raises(UsageError, match="unknown hidden state 'first'"):
+        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last", "first"))
+    assert not (tmp_path / "states").exists()
+    limit_disk(monkeypatch, 100)
+    with pytest.raises(TrainingError, match="is full"):
+        compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("last",))
+
+
+def test_an_interrupted_folder_is_not_taken_for_whole(asked, chat_folder, tmp_path):
+    part = shutil.copytree(asked, tmp_path / "part")
+    shutil.rmtree(part / "shards" / "0002")
+    for use in (
+        lambda: pack(part, tmp_path / "packed"),
+        lambda: train_drafter("lyanna", chat_folder, {}, tmp_path / "run", drafter_recipe(), texts=part),
+    ):
+        with pytest.raises(DataError, match="has 16 of 24 texts"):
+            use()
+
+
+def test_texts_inside_the_run_are_not_dropped(asked, chat_folder, tmp_path):
+    texts = shutil.copytree(asked, tmp_path / "run" / "texts")
+    assert train_drafter("lyanna", chat_folder, {}, tmp_path / "run", drafter_recipe(), texts=texts) == 4
+
+
+def test_questions_that_do_not_fit_the_verifier_are_left_out(verifier, corpora, tmp_path, monkeypatch):
+    lengths = sorted(
+        len(ChatTurns.of(str(verifier.texts), verifier.ends).ask(d)) for d in word_problems(corpora["math"].train)
+    )
+    monkeypatch.setattr(verifier.config, "max_position_embeddings", lengths[2] + RECIPE.new_tokens)
+    recipe = replace(RECIPE, texts={"math": 8}, hidden_states=())
+    write_text(verifier, corpora, recipe, tmp_path / "out")
+    assert max(shard.array("prompts").max() for shard in Shards(tmp_path / "out")) == lengths[2]
+    monkeypatch.setattr(verifier.config, "max_position_embeddings", lengths[0] + RECIPE.new_tokens - 1)
+    with pytest.raises(UsageError, match="no question of kind math that fits"):
+        write_text(verifier, corpora, recipe, tmp_path / "none")
 
 
 def drafter_recipe(**table):
@@ -189,8 +246,11 @@ def test_resuming_with_other_texts_is_refused(asked, chat_folder, tmp_path):
     train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=asked, checkpoint_every=2)
     shutil.copytree(asked, other)
     shutil.rmtree(other / "shards" / "0002")
+    (other / "text.json").write_text((other / "text.json").read_text().replace('"texts": 24', '"texts": 16'))
+    before = {name: (run / name).read_bytes() for name in ("token_counts.npy", "data.json", "run.json")}
     with pytest.raises(TrainingError, match="trained on other data"):
         train_drafter("lyanna", chat_folder, {}, run, drafter_recipe(), texts=other, resume=True)
+    assert before == {name: (run / name).read_bytes() for name in before}
 
 
 @pytest.mark.parametrize(

@@ -164,18 +164,19 @@ class LyannaObjective(nn.Module):
         losses, means, hits = [], [], []
         for step, hidden in enumerate(self._chains(batch, states)):
             places, real = batch.places(step + 1)
-            error = (hidden.float() - gather_places(states.last, places).float()).square().mean(-1)[real].mean()
+            count = real.sum().clamp(min=1)  # short texts may have no token at this depth
+            error = (hidden.float() - gather_places(states.last, places).float()).square().mean(-1)[real].sum() / count
             columns, shares = self._targets(states, places, real)
             targets = weights.beta * shares
             targets[:, 0] += weights.gamma * (shares[:, 0] > 0)
             found = linear_cross_entropy(
                 hidden[real] * self.drafter.config.logit_scale, self._head[0],
-                info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / len(targets),
+                info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / count,
             )  # fmt: skip
             losses.append(weights.alpha * error + found.loss)
             ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
-            means.append(torch.stack([error.detach(), ce.mean()]))
-            hits.append(((found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)).float().mean())
+            means.append(torch.stack([error.detach(), ce.sum() / count]))
+            hits.append(((found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)).sum() / count)
         return torch.stack(losses), torch.stack(means, 1), torch.stack(hits)
 
     def _targets(self, states: States, places: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,17 +13,21 @@ from torch import nn
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
+from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, DrafterTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
-from redraft.train.mtp import load_mtp
-from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
+from redraft.train.mtp import load_mtp, renamed
+from redraft.train.objectives.lyanna import ChainAttention, LossWeights, LyannaObjective
+from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
 
-_RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
+_OTHER_INIT = "leave the drafter's sizes to the verifier, or set init = 'random'"
+_ROUNDING = 0.03
+"""Difference of two equal layers in bf16, relative to their output, at most."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +91,47 @@ def objective(
 def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
     """Begin with the verifier's last decoder layer and final norm, and projections that give this layer its inputs.
 
-    The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape.
+    The projections are fitted to the texts of `batches`. Raises UsageError if the drafter's layer has another shape or
+    computes something else.
     """
+    if verifier.layers < 2:
+        raise UsageError("drafter.init = 'layer' needs a verifier of two layers or more", _OTHER_INIT)
     state = drafter.state_dict()
     body = verifier.model.get_decoder()
-    found = {f"layer.{_renamed(name)}": tensor for name, tensor in body.layers[-1].state_dict().items()}
+    found = {f"layer.{renamed(name)}": tensor for name, tensor in body.layers[-1].state_dict().items()}
     found["norm.weight"] = body.norm.weight
     for name, tensor in found.items():
         if name not in state or state[name].shape != tensor.shape:
             raise UsageError(
                 f"drafter.init = 'layer': {name} of the verifier's last layer does not fit a drafter of this shape",
-                "leave the drafter's sizes to the verifier, or set init = 'random'",
+                _OTHER_INIT,
             )
         state[name] = tensor.detach().to(torch.float32).clone()
     drafter.load_state_dict(state)
     drafter.to(verifier.model.device)
+    batches = iter(batches)
+    first = next(batches)
+    _check_form(drafter, verifier, first.tokens[:1, : int(first.ends[0])])
     embed = verifier.model.get_input_embeddings()
     fits: list[tuple[nn.Linear, Inputs]] = [
         (drafter.projection, lambda features, tokens: drafter.joined(features, embed(tokens).float()))
     ]
     if drafter.chain_projection is not None:
         fits.append((drafter.chain_projection, lambda features, _: drafter.chain_norm(features)))
-    fit_projections(fits, verifier.model, batches)
+    fit_projections(fits, verifier.model, chain([first], batches))
+
+
+@torch.no_grad()
+def _check_form(drafter: LyannaDrafter, verifier: VerifierModel, tokens: torch.Tensor) -> None:
+    """Raise UsageError if the drafter's layer and norm do not compute what the verifier's do. tokens: i64[1, L]."""
+    layer_input = str(verifier.layers - 2)
+    hidden, _ = run_verifier(verifier.model, tokens.to(verifier.model.device), (LAST_HIDDEN_STATE, layer_input))
+    positions = torch.arange(tokens.shape[1], device=verifier.model.device)
+    attend = ChainAttention(drafter.config, positions[None])
+    found = drafter.norm(drafter.layer(hidden[layer_input].float(), positions, attend))
+    wanted = hidden[LAST_HIDDEN_STATE].float()
+    if not (found - wanted).norm() < _ROUNDING * wanted.norm():
+        raise UsageError("drafter.init = 'layer': the verifier's last layer is not of Llama's form", _OTHER_INIT)
 
 
 def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[Batch]) -> None:
@@ -118,27 +142,21 @@ def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[
     state = drafter.state_dict()
     width = drafter.config.hidden_size
     for name, tensor in load_mtp(verifier.checkpoint.path).state_dict().items():
-        renamed = _renamed(name)
+        own = renamed(name)
         if not drafter.config.first_token:
-            if renamed.startswith("embedding_norm"):
+            if own.startswith("embedding_norm"):
                 continue
-            tensor = tensor[:, :width] if renamed == "projection.weight" else tensor
-        if renamed not in state or state[renamed].shape != tensor.shape:
+            tensor = tensor[:, :width] if own == "projection.weight" else tensor
+        if own not in state or state[own].shape != tensor.shape:
             raise UsageError(
                 f"drafter.init = 'mtp': {name} of the verifier's module does not fit a drafter of this shape",
-                "leave the drafter's sizes to the verifier, or set init = 'random'",
+                _OTHER_INIT,
             )
-        state[renamed] = tensor.to(torch.float32)
+        state[own] = tensor.to(torch.float32)
     state["chain_norm.weight"] = state["hidden_norm.weight"].clone()
     if drafter.chain_projection is not None:
         state["chain_projection.weight"] = torch.eye(width)
     drafter.load_state_dict(state)
-
-
-def _renamed(name: str) -> str:
-    for old, new in _RENAMED.items():
-        name = name.replace(old, new)
-    return name
 
 
 METHOD = Method(

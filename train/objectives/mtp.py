@@ -18,9 +18,7 @@ from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_graphs import configuration_of
 from redraft.methods.mtp import METHOD
-from redraft.train.mtp import load_mtp
-
-_RENAMED = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
+from redraft.train.mtp import load_mtp, renamed
 
 
 def publish_module(verifier: Path, out: Path) -> None:
@@ -36,13 +34,6 @@ def publish_module(verifier: Path, out: Path) -> None:
 def vocabulary_of(verifier: Path) -> int:
     """Return the verifier's number of tokens."""
     return int(AutoConfig.from_pretrained(str(verifier)).vocab_size)
-
-
-def renamed(name: str) -> str:
-    """Return a parameter's name in a drafter's layer, from its name in transformers' Llama layer."""
-    for old, new in _RENAMED.items():
-        name = name.replace(old, new)
-    return name
 
 
 def main() -> None:

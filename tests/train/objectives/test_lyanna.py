@@ -152,6 +152,16 @@ def test_only_real_drafts_count(verifier, tokens):
         assert objective.loss(short)[0].item() == pytest.approx(objective.loss(padded)[0].item(), rel=1e-5)
 
 
+def test_a_depth_without_any_token_adds_nothing(verifier, tokens):
+    """Texts that end before the last step give a finite loss, and gradients of the steps before."""
+    objective = LyannaObjective(verifier.model, config())
+    short = Batch(tokens[:, :5], ("a", "a"), torch.tensor([[2], [2]]), torch.tensor([4, 4]))
+    loss, metrics = objective.loss(short)
+    assert all(torch.isfinite(torch.tensor(value)) for value in (loss.item(), *metrics.values()))
+    loss.backward()
+    assert objective.drafter.projection.weight.grad.abs().sum() > 0
+
+
 def test_kept_states_replace_the_verifier(verifier, tokens):
     """A batch with states needs no forward pass, and learns the same."""
     objective = LyannaObjective(verifier.model, config())
@@ -255,7 +265,7 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     assert torch.equal(drafter.layer.gate_proj.weight, body.layers[-1].mlp.gate_proj.weight)
     assert torch.equal(drafter.layer.k_proj.weight, body.layers[-1].self_attn.k_proj.weight)
     assert torch.equal(drafter.norm.weight, body.norm.weight)
-    layer_input = str(len(body.layers) - 1)
+    layer_input = str(len(body.layers) - 2)
     tokens = texts[0].tokens
     with torch.no_grad():
         hidden, _ = run_verifier(verifier.model, tokens, ("last", layer_input))
@@ -268,6 +278,18 @@ def test_a_start_from_the_last_layer_is_that_layer_with_its_inputs(verifier):
     assert F.mse_loss(later, wanted) < spread
     with pytest.raises(UsageError, match="init = 'layer'"):
         start_from_layer(LyannaDrafter(configure(LyannaRecipe(drafter=LyannaTable(heads=4)), verifier)), verifier, [])
+
+
+def test_a_start_from_a_layer_of_another_form_is_refused(verifier):
+    """Equal names and shapes are not enough: the layer must compute the same."""
+    drafter = LyannaDrafter(configure(LyannaRecipe(), verifier))
+    batch = Batch.whole(torch.arange(24)[None], ("a",), 3)
+    mlp = verifier.model.get_decoder().layers[-1].mlp
+    other = mlp.register_forward_hook(lambda module, args, output: output + args[0])
+    with pytest.raises(UsageError, match="not of Llama's form"):
+        start_from_layer(drafter, verifier, [batch])
+    other.remove()
+    start_from_layer(drafter, verifier, [batch])
 
 
 def test_a_projected_chain_differs_from_its_states_alone_and_equals_them_at_identity(verifier, tokens):
