@@ -70,7 +70,7 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
     theirs = _ms(modes[best])
     kinds = [question.prompt.kind for question in questions]
-    return {"best_mode": best, **{mode: _ratio(theirs, _ms(turns), kinds) for mode, turns in ours.items()}}
+    return {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), kinds) for mode, turns in ours.items()}}
 
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float], kinds: Sequence[str]) -> dict[str, Any]:

@@ -121,24 +121,28 @@ def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
     assert decoders["peer"]["modes"][NGRAM]["first_differences"] == {"b": 1}
     assert list(ratios) == ["peer"]
     assert ratios["peer"]["best_mode"] == NGRAM
-    assert ratios["peer"][PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
-    assert ratios["peer"][PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
-    assert ratios["peer"][NGRAM]["all"] == pytest.approx({"median": 4, "low": 2, "high": 6, "count": 3})
+    modes = ratios["peer"]["modes"]
+    assert modes[PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
+    assert modes[PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
+    assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": 2, "high": 6, "count": 3})
 
 
-def test_tables_have_a_row_a_library_and_a_column_a_precision() -> None:
+def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None:
     lines = markdown(measured()).splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert rows == [
-        "|  | fp32 | 8 bits |",
-        "| --- | --- | --- |",
-        f"| {NAME} | 20.0 / 10.0 | not offered |",
-        "| peer | 500.0 / 20.0 | failed |",
-        "| absent | not installed | not installed |",
-        "|  | fp32 | 8 bits |",
-        "| --- | --- | --- |",
-        "| peer | 2.00 (1.00 to 3.00) / 4.00 (2.00 to 6.00) of ngram | failed |",
-        "| absent | not installed | not installed |",
+        "|  | mode | fp32 | 8 bits |",
+        "| --- | --- | --- | --- |",
+        f"| {NAME} | plain | 20.0 | not offered |",
+        f"| {NAME} | ngram | 10.0 | not offered |",
+        "| peer | plain | 500.0 | failed |",
+        "| peer | ngram | 20.0 | failed |",
+        "| absent |  | not installed | not installed |",
+        f"|  | {NAME}'s mode | fp32 | 8 bits |",
+        "| --- | --- | --- | --- |",
+        "| peer | plain | 2.00 (1.00 to 3.00) of ngram | failed |",
+        "| peer | ngram | 4.00 (2.00 to 6.00) of ngram | failed |",
+        "| absent |  | not installed | not installed |",
     ]
     assert "- absent is not installed: `pip install absent`" in lines
     assert "- peer int8 failed: broke" in lines
@@ -184,8 +188,9 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
 def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
     measure("--peers", "counter", "other")
     out = capsys.readouterr().out
-    assert "| counter | 25.0 / 12.5 |" in out
-    assert "| other | not offered |" in out
+    assert "| counter | plain | 25.0 |\n| counter | ngram | 12.5 |\n| other |  | not offered |" in out
+    assert f"| {NAME} | ngram+lyanna |" in out
+    assert "| counter | ngram+lyanna | " in out
     assert "broken" not in out
 
 
