@@ -50,15 +50,20 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
 
 
 def _mode(results: Results, questions: Sequence[Question], key: Key, mode: str) -> dict[str, Any]:
-    """Return milliseconds a token, and by prompt the first token that differs from our plain text."""
-    turns = results.turns[key][mode]
-    ours = results.turns.get(Key(NAME, key.precision))
-    differences = {}
-    for question, turn, plain in zip(questions, turns, ours[PLAIN] if ours else (), strict=bool(ours)):
-        place = first_difference(plain.decoded.token_ids, turn.decoded.token_ids)
-        if place is not None:
-            differences[question.prompt.id] = place
-    return {"ms_per_token": vars(median_estimate(_ms(turns))), "first_differences": differences}
+    """Return milliseconds a token, and the outputs that differ from our plain text; None if ours has failed."""
+    turns, ours = results.turns[key][mode], results.turns.get(Key(NAME, key.precision))
+    differences = None if ours is None else _differences(questions, turns, ours[PLAIN])
+    return {"ms_per_token": vars(median_estimate(_ms(turns))), "differences": differences}
+
+
+def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return an entry for each output that differs: its prompt, and the first token that differs."""
+    places = (first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True))
+    return [
+        {"prompt": question.prompt.id, "token": place}
+        for question, place in zip(questions, places, strict=True)
+        if place is not None
+    ]
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from redraft.bench.peers.ours import NAME
+from redraft.bench.statistics import interval_text
 
 TITLES = {"int8": "8 bits", "int4": "4 bits"}
 
@@ -42,7 +43,7 @@ def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _estimate(found: Mapping[str, Any]) -> str:
-    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+    return f"{found['median']:.2f} ({interval_text(found['low'], found['high'])})"
 
 
 def _table(
@@ -85,10 +86,16 @@ def _notes(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _note(result: Mapping[str, Any], name: str, precision: str, figures: Mapping[str, Any]) -> str:
-    same = {mode: result["prompts"] - len(found["first_differences"]) for mode, found in figures["modes"].items()}
-    texts = ", ".join(f"{mode} {count}" for mode, count in same.items())
+    texts = ", ".join(f"{mode} {_same(result, found)}" for mode, found in figures["modes"].items())
     return (
         f"- {name} {result['versions'][name]} {precision}: {json.dumps(figures['settings'], ensure_ascii=False)}; "
         f"{figures['busy_threads']:.1f} busy threads, at most {figures['idle_cpu_ms']:.0f} ms of processor time "
-        f"between turns; texts equal to our plain ones: {texts} of {result['prompts']}"
+        f"between turns; texts equal to our plain ones: {texts}"
     )
+
+
+def _same(result: Mapping[str, Any], mode: Mapping[str, Any]) -> str:
+    differences = mode["differences"]
+    if differences is None:
+        return "not compared"
+    return f"{result['prompts'] - len(differences)} of {result['prompts']}"

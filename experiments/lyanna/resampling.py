@@ -19,7 +19,7 @@ import numpy as np
 from experiments.lyanna.text import note
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
-from redraft.bench.statistics import median_estimate
+from redraft.bench.statistics import interval_text, median_estimate
 from redraft.bench.summary import FEWEST_TOKENS
 from redraft.methods.lyanna import METHOD
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
@@ -184,8 +184,10 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     return {title: rows, "by kind": by_kind}
 
 
-def _ratio(estimate: dict[str, float] | None) -> list[str]:
-    return [f"{estimate['median']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"] if estimate else ["-", "-"]
+def _ratio(estimate: dict[str, Any] | None) -> list[str]:
+    if estimate is None:
+        return ["-", "-"]
+    return [f"{estimate['median']:.3f}", interval_text(estimate["low"], estimate["high"], digits=3)]
 
 
 def _tree(found: dict[str, float] | None) -> str:

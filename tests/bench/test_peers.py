@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,8 @@ def results() -> Results:
     return Results({OURS: ours, THEIRS: theirs}, {Key("peer", "int8"): "broke"})
 
 
-def measured() -> dict:
-    found = figures(results(), QUESTIONS, {OURS: OPENED, THEIRS: OPENED})
+def measured(taken: Results | None = None) -> dict:
+    found = figures(taken or results(), QUESTIONS, {OURS: OPENED, THEIRS: OPENED})
     return {
         "environment": {"threads": 2, "cpu": "a processor"},
         "precisions": ["fp32", "int8"],
@@ -118,13 +119,31 @@ def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
     decoders, ratios = found["decoders"]["fp32"], found["ratios"]["fp32"]
     assert decoders[NAME]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(20)
     assert (decoders["peer"]["busy_threads"], decoders["peer"]["idle_cpu_ms"]) == pytest.approx((2, 30))
-    assert decoders["peer"]["modes"][NGRAM]["first_differences"] == {"b": 1}
+    assert decoders["peer"]["modes"][NGRAM]["differences"] == [{"prompt": "b", "token": 1}]
     assert list(ratios) == ["peer"]
     assert ratios["peer"]["best_mode"] == NGRAM
     modes = ratios["peer"]["modes"]
     assert modes[PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
     assert modes[PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
-    assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": 2, "high": 6, "count": 3})
+    assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": None, "high": None, "count": 3})
+
+
+def test_outputs_of_prompts_with_equal_ids_are_counted_one_by_one() -> None:
+    """Files may number their prompts alike."""
+    alike = [replace(question, prompt=replace(question.prompt, id="1")) for question in QUESTIONS]
+    taken = results()
+    taken.turns[THEIRS][NGRAM] = [turn(1.0, 9, 3, 4), turn(1.0), turn(1.0, 2, 3, 9)]
+    modes = figures(taken, alike, {OURS: OPENED, THEIRS: OPENED})["decoders"]["fp32"]["peer"]["modes"]
+    assert modes[NGRAM]["differences"] == [{"prompt": "1", "token": 0}, {"prompt": "1", "token": 2}]
+    assert modes[PLAIN]["differences"] == []
+
+
+def test_texts_are_not_compared_if_our_decoder_failed() -> None:
+    taken = results()
+    taken.fail(OURS, PeerError("broke"))
+    found = measured(taken)
+    assert found["decoders"]["fp32"]["peer"]["modes"][PLAIN]["differences"] is None
+    assert "plain not compared, ngram not compared" in markdown(found)
 
 
 def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None:
@@ -140,13 +159,13 @@ def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None
         "| absent |  | not installed | not installed |",
         f"|  | {NAME}'s mode | fp32 | 8 bits |",
         "| --- | --- | --- | --- |",
-        "| peer | plain | 2.00 (1.00 to 3.00) of ngram | failed |",
-        "| peer | ngram | 4.00 (2.00 to 6.00) of ngram | failed |",
+        "| peer | plain | 2.00 (-) of ngram | failed |",
+        "| peer | ngram | 4.00 (-) of ngram | failed |",
         "| absent |  | not installed | not installed |",
     ]
     assert "- absent is not installed: `pip install absent`" in lines
     assert "- peer int8 failed: broke" in lines
-    assert [line for line in lines if "plain 3, ngram 2 of 3" in line]
+    assert [line for line in lines if "plain 3 of 3, ngram 2 of 3" in line]
 
 
 Measure = Callable[..., None]
