@@ -26,7 +26,7 @@ from experiments.lyanna.acceptance import tables as acceptance_tables
 from experiments.lyanna.head import WHOLE, find_head, needed, outputs_of, write_stages
 from experiments.lyanna.objectives import TableObjective
 from experiments.lyanna.parts import cuts, split_runs
-from experiments.lyanna.resampling import FRESH, Variant, drafter_settings, in_turns, sources, speed
+from experiments.lyanna.resampling import FRESH, Variant, decode_in_turns, drafter_settings, sources, speed
 from experiments.lyanna.table import Form, recipe_text, same_choices
 from experiments.lyanna.text import render
 from experiments.lyanna.training import FULL, Lines, Texts, open_texts, recipe_of, train_variant
@@ -372,7 +372,7 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
 
     variants = [Variant("fixed", FRESH), Variant("fixed", "other")]
     prompts = [Prompt(str(i), "k", "") for i in range(2)]
-    decoded = in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
+    decoded = decode_in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
     assert order[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
     assert [len(found) for found in decoded.values()] == [2, 2]
 
@@ -396,6 +396,9 @@ class FakeRuntime:
 
     def __exit__(self, *error):
         return None
+
+    def encode(self, text):
+        return [len(text)]
 
     def generate(self, prompts, params, speculation, trace=None):
         assert speculation.method == "lyanna"
@@ -424,14 +427,39 @@ def test_resampling_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "resampling, r = 1  150       1.500" in capsys.readouterr().out
 
 
+def test_resampling_decodes_chats_as_tables_of_traces_do(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    class Chatting(FakeRuntime):
+        max_model_len = 99
+        tokenizer = Namespace(
+            check_chat_template=lambda: None,
+            apply_chat_template=lambda messages: messages[0]["content"],
+            encode=lambda text, special_tokens: [7] * len(text),
+        )
+
+        def encode(self, ids):
+            return ids
+
+        def generate(self, prompts, params, speculation, trace=None):
+            asked.extend(prompts)
+            return super().generate(prompts, params, speculation, trace)
+
+    monkeypatch.setattr(
+        resampling.Runtime, "open", lambda path, threads, drafter_options: Chatting(drafter_options["lyanna"])
+    )
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["xyz"]}\n')
+    lyanna.main(["resampling", "--engines", "e", "--prompts", str(prompts), "--chat", "--json"])
+    assert json.loads(capsys.readouterr().out)["chat"] is True
+    assert {tuple(ids) for ids in asked} == {(7, 7, 7)}
+
+
 def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, capsys):
     """Each run has its own request 0; the shares of all kinds are of their sums."""
     asked = []
 
     class Drafting(FakeRuntime):
-        def encode(self, text):
-            return [len(text)]
-
         def generate(self, prompts, params, speculation, trace=None):
             asked.append(speculation.budget)
             (ids,) = prompts
