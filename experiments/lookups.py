@@ -7,8 +7,8 @@ Every case is timed in a pair with plain decoding of the same prompt, in an orde
 first:      suffix decoding of a question that is new to the store.   own text: without a store.
 again, thanks, please: the same question with all earlier outputs in the store: unchanged, with "Thank you." at its end,
             with "Please help me." at its beginning.
-word:       the question with one word replaced, when the store has only the outputs of unchanged questions. Questions
-            without a word of over four letters that occurs once are left out.
+word:       the question with one word replaced, when the store has only the output of the unchanged question.
+            Questions without a word of over four letters that occurs once are left out.
 renamed:    the prediction is the model's own text, in which the commonest identifier is replaced. Outputs without an
             identifier that occurs three times are left out.
 unrelated:  the prediction is the output of another prompt.
@@ -41,7 +41,7 @@ LEAST_TOKENS = 16
 """Shorter outputs are not timed."""
 OCCURRENCES = 3
 _SHARED = SpeculationParams("suffix", tenant="all questions")
-_UNCHANGED = SpeculationParams("suffix", tenant="unchanged questions")
+_UNCHANGED = SpeculationParams("suffix", tenant="the unchanged question")
 
 
 @dataclass
@@ -80,6 +80,7 @@ def main() -> dict[str, Any]:
         other, flips = "", Flips()
         for number, prompt in enumerate(prompts):
             text = _continued(runtime, prompt, options.chat, params)
+            runtime.forget(str(_UNCHANGED.tenant))
             runtime.generate([_ids(runtime, prompt.text, options.chat)], params, _UNCHANGED)
             for name, question, how in _cases(prompt, text, other):
                 ids = _ids(runtime, question, options.chat)

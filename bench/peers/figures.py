@@ -74,17 +74,25 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     modes = results.turns[key]
     best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
     theirs = _ms(modes[best])
-    kinds = [question.prompt.kind for question in questions]
-    return {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), kinds) for mode, turns in ours.items()}}
+    return {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), questions) for mode, turns in ours.items()}}
 
 
-def _ratio(theirs: Sequence[float], ours: Sequence[float], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the median of pairs with its interval, over all prompts and by kind."""
-    values = [a / b for a, b in zip(theirs, ours, strict=True)]
-    of_kind = {
-        kind: [value for value, k in zip(values, kinds, strict=True) if k == kind] for kind in sorted(set(kinds))
+def _ratio(theirs: Sequence[float], ours: Sequence[float], questions: Sequence[Question]) -> dict[str, Any]:
+    """Return medians of pairs with intervals: over `all` prompts, those whose answer does not loop, and by kind.
+
+    `not_looping` is None if every answer loops.
+    """
+    pairs = [(question, a / b) for question, a, b in zip(questions, theirs, ours, strict=True)]
+    steady = [ratio for question, ratio in pairs if not loops(question.answer)]
+    kinds = {
+        kind: [ratio for question, ratio in pairs if question.prompt.kind == kind]
+        for kind in sorted({question.prompt.kind for question in questions})
     }
-    return {name: vars(median_estimate(group)) for name, group in {"all": values, **of_kind}.items()}
+    return {
+        "all": vars(median_estimate([ratio for _, ratio in pairs])),
+        "not_looping": vars(median_estimate(steady)) if steady else None,
+        "kinds": {kind: vars(median_estimate(ratios)) for kind, ratios in kinds.items()},
+    }
 
 
 def _ms(turns: Sequence[Turn]) -> list[float]:

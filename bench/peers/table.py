@@ -34,8 +34,13 @@ def _speeds(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
     def cells(figures: Mapping[str, Any]) -> dict[str, str]:
-        best = figures["best_mode"]
-        return {mode: f"{_estimate(found['all'])} of {best}" for mode, found in figures["modes"].items()}
+        best, found = figures["best_mode"], {}
+        for mode, ratios in figures["modes"].items():
+            found[mode] = f"{_estimate(ratios['all'])} of {best}"
+            if result["looping_answers"]:
+                steady = ratios["not_looping"]
+                found[f"{mode}, not looping"] = f"{_estimate(steady)} of {best}" if steady else "every answer loops"
+        return found
 
     yield f"Speed of {NAME} by its mode, over the best mode of a peer: medians of pairs with 95 % intervals."
     yield ""
@@ -62,16 +67,18 @@ def _table(
     yield _row(*("---" for _ in ("", title, *columns)))
     for name in names:
         found = {p: cells(result[section][p][name]) for p in columns if name in result[section].get(p, {})}
-        absent = {p: _absence(result, name, p) for p in columns if p not in found}
+        absent = {p: _absence(result, section, name, p) for p in columns if p not in found}
         for mode in dict.fromkeys(mode for texts in found.values() for mode in texts) or ("",):
             yield _row(name, mode, *(found[p].get(mode, "-") if p in found else absent[p] for p in columns))
 
 
-def _absence(result: Mapping[str, Any], name: str, precision: str) -> str:
-    """Return why a decoder has no figures in a precision."""
-    if {f"{name} {precision}", f"{NAME} {precision}"} & result["failed"].keys():
+def _absence(result: Mapping[str, Any], section: str, name: str, precision: str) -> str:
+    """Return why a table has no figures of a decoder in a precision."""
+    if f"{name} {precision}" in result["failed"]:
         return "failed"
-    return "not installed" if name in result["left_out"] else "not offered"
+    if section == "ratios" and name in result["decoders"].get(precision, {}):
+        return f"{NAME} failed"
+    return "not installed" if name in result["left_out"] else "not measured"
 
 
 def _row(*cells: str) -> str:

@@ -102,8 +102,8 @@ def results() -> Results:
     return Results({OURS: ours, THEIRS: theirs}, {Key("peer", "int8"): "broke"})
 
 
-def measured(taken: Results | None = None) -> dict:
-    found = figures(taken or results(), QUESTIONS, {OURS: OPENED, THEIRS: OPENED})
+def measured(taken: Results | None = None, questions: Sequence[Question] = QUESTIONS) -> dict:
+    found = figures(taken or results(), questions, {OURS: OPENED, THEIRS: OPENED})
     return {
         "environment": {"threads": 2, "cpu": "a processor"},
         "precisions": ["fp32", "int8"],
@@ -124,7 +124,7 @@ def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
     assert ratios["peer"]["best_mode"] == NGRAM
     modes = ratios["peer"]["modes"]
     assert modes[PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
-    assert modes[PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
+    assert modes[PLAIN]["kinds"]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
     assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": None, "high": None, "count": 3})
 
 
@@ -143,7 +143,23 @@ def test_texts_are_not_compared_if_our_decoder_failed() -> None:
     taken.fail(OURS, PeerError("broke"))
     found = measured(taken)
     assert found["decoders"]["fp32"]["peer"]["modes"][PLAIN]["differences"] is None
-    assert "plain not compared, ngram not compared" in markdown(found)
+    shown = markdown(found)
+    assert "plain not compared, ngram not compared" in shown
+    assert f"| {NAME} |  | failed | not measured |" in shown
+    assert f"| peer |  | {NAME} failed | failed |" in shown
+
+
+def test_ratios_are_also_of_answers_that_do_not_loop() -> None:
+    """The first two pairs have ratios of 2 and 1, the third of 3."""
+    looping = replace(QUESTIONS[2], answer=(1,) * 64)
+    found = measured(questions=[*QUESTIONS[:2], looping])
+    ratios = found["ratios"]["fp32"]["peer"]["modes"][PLAIN]
+    assert (ratios["all"]["median"], ratios["not_looping"]["median"]) == pytest.approx((2, 1.5))
+    shown = markdown(found)
+    assert "| peer | plain | 2.00 (-) of ngram |" in shown
+    assert "| peer | plain, not looping | 1.50 (-) of ngram |" in shown
+    every = measured(questions=[looping] * 3)
+    assert "| peer | plain, not looping | every answer loops |" in markdown(every)
 
 
 def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None:
@@ -152,8 +168,8 @@ def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None
     assert rows == [
         "|  | mode | fp32 | 8 bits |",
         "| --- | --- | --- | --- |",
-        f"| {NAME} | plain | 20.0 | not offered |",
-        f"| {NAME} | ngram | 10.0 | not offered |",
+        f"| {NAME} | plain | 20.0 | not measured |",
+        f"| {NAME} | ngram | 10.0 | not measured |",
         "| peer | plain | 500.0 | failed |",
         "| peer | ngram | 20.0 | failed |",
         "| absent |  | not installed | not installed |",
@@ -207,7 +223,7 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
 def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
     measure("--peers", "counter", "other")
     out = capsys.readouterr().out
-    assert "| counter | plain | 25.0 |\n| counter | ngram | 12.5 |\n| other |  | not offered |" in out
+    assert "| counter | plain | 25.0 |\n| counter | ngram | 12.5 |\n| other |  | not measured |" in out
     assert f"| {NAME} | ngram+lyanna |" in out
     assert "| counter | ngram+lyanna | " in out
     assert "broken" not in out
