@@ -229,6 +229,16 @@ def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys:
     assert "broken" not in out
 
 
+def test_a_named_peer_must_be_installed(measure: Measure) -> None:
+    with pytest.raises(UsageError, match=r"^absent is not installed; run `pip install absent`$"):
+        measure("--peers", "counter", "absent")
+
+
+def test_a_system_message_needs_a_chat(measure: Measure) -> None:
+    with pytest.raises(UsageError, match="--system needs --chat"):
+        measure("--system", "a")
+
+
 def test_bundles_differ_in_precision(measure: Measure, lyanna_bundle: Path) -> None:
     with pytest.raises(UsageError, match="both are fp32; give one bundle a precision"):
         measure(engines=(lyanna_bundle, lyanna_bundle))
