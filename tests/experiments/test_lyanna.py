@@ -6,6 +6,7 @@ import io
 import json
 import re
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -455,6 +456,15 @@ def test_resampling_decodes_chats_as_tables_of_traces_do(tmp_path, monkeypatch, 
     assert {tuple(ids) for ids in asked} == {(7, 7, 7)}
 
 
+def manifest(nodes):
+    """A bundle's manifest of a drafter that was built for trees of so many nodes, the root included, two deep."""
+    shape = LyannaShape(
+        hidden=8, vocabulary=16, kv_heads=1, head_dim=8, steps=2, width=4, nodes=nodes, resample_nodes=4,
+        token_info="fp16", draft_vocabulary=16, rank=2,
+    )  # fmt: skip
+    return SimpleNamespace(drafters={"lyanna": SimpleNamespace(shape=asdict(shape))})
+
+
 def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, capsys):
     """Each run has its own request 0; the shares of all kinds are of their sums."""
     asked = []
@@ -470,6 +480,7 @@ def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, cap
             lines = {"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}, {"request": 0, **step, **end}
             trace.write("".join(json.dumps(line) + "\n" for line in lines))
 
+    monkeypatch.setattr(traces, "load_manifest", lambda folder: manifest(nodes=33 if folder.name == "one" else 9))
     monkeypatch.setattr(
         traces.Runtime, "open", lambda path, threads, drafter_options: Drafting(drafter_options["lyanna"])
     )
@@ -478,7 +489,10 @@ def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, cap
         [("a", "x"), ("a", "xx"), ("b", "x"), ("b", "x")])]  # fmt: skip
     prompts.write_text("\n".join(map(json.dumps, lines)))
     lyanna.main(["traces", "--engines", "one", "two", "--prompts", str(prompts), "--json"])
-    found = json.loads(capsys.readouterr().out)["bundles"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["trees"] == {name: {"nodes": nodes, "depth": 2, "width": 4} for name, nodes in
+                               (("one", 16), ("two", 8))}  # fmt: skip
+    found = result["bundles"]
     assert (
         found["one"]
         == found["two"]
