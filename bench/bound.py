@@ -34,7 +34,7 @@ def achieved(runs: list[Run], method: str, table_ms: Sequence[float]) -> dict[st
         "verification_ms": {"one": one_ms, "step": many_ms},
         "draft_ms": drafting_ms,
         "speedup": speedup.median,
-        "speedup_interval": [speedup.low, speedup.high],
+        "speedup_interval": speedup.interval,
         "overall_speedup": reached,
         "bound": bound,
         "share_of_bound": reached / bound,

@@ -1,8 +1,8 @@
 """Plain and speculative decoding of the same prompts, taking turns in one process.
 
-Every method decodes a prompt before the next prompt. The order flips from prompt to prompt. So slow minutes of the
-machine, and caches that one method warms for the next, affect all equally. A chat is decoded turn by turn. All methods
-continue the same messages: the assistant's are the plain answers. A chat that outgrows the context ends there.
+Every method decodes a prompt before the next prompt, in the order of `redraft.bench.turns`. A chat is decoded turn by
+turn. All methods continue the same messages: the assistant's are the plain answers. A chat that outgrows the context
+ends there.
 
 INEXACT is plain decoding by a second runtime, opened with `exact=False`. It measures the cost of exact texts.
 """
@@ -16,6 +16,7 @@ from functools import partial
 
 from redraft.bench.prompts import Prompt
 from redraft.bench.statistics import loops
+from redraft.bench.turns import Report, in_turns
 from redraft.errors import UsageError
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation, ConversationTooLong
@@ -64,7 +65,7 @@ def compare(
     prompts: Sequence[Prompt],
     methods: Sequence[str],
     settings: Settings,
-    report: Callable[[str], None] = lambda message: None,
+    report: Report = lambda message: None,
     inexact: Runtime | None = None,
 ) -> list[Run]:
     """Decode every prompt by PLAIN and by every method, after a warm-up that is not counted.
@@ -81,13 +82,9 @@ def compare(
         assert inexact is not None
         return decode(inexact, ids, PLAIN, settings)
 
-    for method in order:
-        report(f"warming up {method}")
-        decode_by(method, first_turns[0])
+    orders = in_turns(order, [p.kind for p in prompts], lambda method: decode_by(method, first_turns[0]), report)
     runs: list[Run] = []
-    for index, prompt in enumerate(prompts):
-        report(f"prompt {index + 1} of {len(prompts)}")
-        turn_order = order if index % 2 == 0 else order[::-1]
+    for prompt, turn_order in zip(prompts, orders, strict=True):
         runs += _decode_turns(runtime, prompt, settings, partial(_by_each, decode_by, turn_order))
     return runs
 

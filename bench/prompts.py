@@ -35,8 +35,11 @@ class Prompt:
 def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Prompt, ...]:
     """Return the prompts of all files, at most `limit` of each kind, with kinds taking turns.
 
-    Raises UsageError for a missing file, DataError naming file and line for one that cannot be read or holds none.
+    Raises UsageError for a missing file and a limit below 1, DataError naming file and line for one that cannot be read
+    or holds none.
     """
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} leaves no prompt", "give --limit at least 1")
     listed = list(files)
     prompts = [prompt for file in listed for prompt in _read(file)]
     if not prompts:
@@ -51,10 +54,10 @@ def load_prompts(files: Iterable[Path], limit: int | None = None) -> tuple[Promp
 
 
 def read_text(file: Path) -> str:
-    """Return a UTF-8 text file. Raises UsageError if it is missing, DataError if it is not UTF-8."""
+    """Return a UTF-8 text file. Raises UsageError if it cannot be opened, DataError if it is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}", "check the path") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 (byte {error.start})", "convert it, for example with iconv") from error

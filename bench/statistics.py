@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,26 +13,51 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
+FEWEST_VALUES = 6
+"""Fewer values have no interval: even from the least to the largest, it would hold the median less often than 95 %."""
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its bootstrap confidence interval over `count` values."""
+    """A median over `count` values with its bootstrap confidence interval, which is None for too few values."""
 
     median: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
 
+    @property
+    def interval(self) -> list[float] | None:
+        """The interval as JSON."""
+        return None if self.low is None or self.high is None else [self.low, self.high]
 
-def median_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return median and percentile-bootstrap interval (Efron 1979). Raises ValueError on no values."""
+
+def median_estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0) -> Estimate:
+    """Return median and percentile-bootstrap interval (Efron 1979). Raises ValueError on no values.
+
+    clusters: of each value. Values of one cluster depend on each other, so that clusters are resampled as wholes. None
+    if all values are independent. Under FEWEST_VALUES clusters have no interval.
+    """
     if not values:
         raise ValueError("no values to take a median of")
-    data = np.asarray(values, np.float64)
-    picks = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
-    medians = np.median(data[picks], axis=1)
+    median = float(np.median(values))
+    groups: dict[Hashable, list[float]] = {}
+    for cluster, value in zip(range(len(values)) if clusters is None else clusters, values, strict=True):
+        groups.setdefault(cluster, []).append(value)
+    if len(groups) < FEWEST_VALUES:
+        return Estimate(median, None, None, len(values))
+    longest = max(map(len, groups.values()))
+    padded = np.array([group + [math.nan] * (longest - len(group)) for group in groups.values()])
+    picks = np.random.default_rng(seed).integers(0, len(padded), (RESAMPLES, len(padded)))
+    medians = np.nanmedian(padded[picks].reshape(RESAMPLES, -1), axis=1)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(medians, (tail, 1 - tail))
-    return Estimate(float(np.median(data)), float(low), float(high), len(data))
+    return Estimate(median, float(low), float(high), len(values))
+
+
+def interval_text(low: float | None, high: float | None, digits: int = 2) -> str:
+    """Return an interval as a cell of a table, `-` for none."""
+    return "-" if low is None or high is None else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def loops(token_ids: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from redraft.bench.compare import INEXACT, PLAIN, Run
-from redraft.bench.statistics import first_difference, median_estimate
+from redraft.bench.statistics import first_difference, interval_text, median_estimate
 from redraft.runtime import Generation
 
 NEAR_TIE = 1e-4
@@ -73,7 +73,8 @@ def _section(outcomes: Sequence[Outcome], method: str, compared: bool) -> dict[s
 def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Return speed, acceptance and overhead over the runs that are long enough to time.
 
-    `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there.
+    `prompts` counts these runs. In a chat every turn has a prompt of its own, the conversation until there. Turns of a
+    conversation depend on each other, so that the interval is over conversations.
     """
     timed = [run for run in runs if min(_length(g) for g in run.generations.values()) >= FEWEST_TOKENS]
     if not timed:
@@ -83,7 +84,8 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     seconds = np.array([(_length(run.generations[method]) - 1) / rate for run, rate in zip(timed, rates, strict=True)])
     overheads = np.array([other.overhead_fraction for _, other in pairs])
     speedup = median_estimate(
-        [other.decode_tokens_per_second / plain.decode_tokens_per_second for plain, other in pairs]
+        [other.decode_tokens_per_second / plain.decode_tokens_per_second for plain, other in pairs],
+        clusters=[run.prompt for run in timed],
     )
     steps = sum(other.num_steps for _, other in pairs)
     drafted = sum(other.num_draft_tokens for _, other in pairs)
@@ -91,7 +93,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     return {
         "tokens_per_second": float(np.median(rates)),
         "speedup": speedup.median,
-        "speedup_interval": [speedup.low, speedup.high],
+        "speedup_interval": speedup.interval,
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "overhead_fraction": float(seconds @ overheads / seconds.sum()),
@@ -156,11 +158,10 @@ def _same(figures: Mapping[str, Any]) -> str:
 def _cells(figures: Mapping[str, Any]) -> list[str]:
     if not figures["prompts"]:
         return ["-", "-", "-", "-", "-", "0"]
-    low, high = figures["speedup_interval"]
     return [
         f"{figures['tokens_per_second']:.0f}",
         f"{figures['speedup']:.2f}",
-        f"{low:.2f} to {high:.2f}",
+        interval_text(*(figures["speedup_interval"] or (None, None))),
         f"{figures['mean_acceptance_length']:.2f}",
         f"{100 * figures['overhead_fraction']:.1f} %",
         str(figures["prompts"]),

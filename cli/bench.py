@@ -20,7 +20,6 @@ from redraft.cli.options import (
     System,
     Threads,
     Verify,
-    check_system,
     parse_acceptance,
     parse_budget,
     parse_drafter_options,
@@ -74,6 +73,8 @@ def bench(
     listed = [method.strip() for method in methods.split(",")] if methods is not None else []
     if methods is not None and not all(listed):
         raise UsageError(f"--methods {methods!r}: expected names separated by commas", "such as none,ngram")
+    from redraft.runtime.conversation import check_system
+
     check_system(system, chat)
     options = parse_drafter_options(drafter_option)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.console import print_caveats, print_json, progress
-from redraft.cli.options import Device, Json, NewTokens, System, Threads, Verify, check_system
+from redraft.cli.options import Device, Json, NewTokens, System, Threads, Verify
 from redraft.config import Precision
 from redraft.errors import DownloadError
 
@@ -66,6 +66,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Decode the same prompts plainly and speculatively, and compare speed and text."""
+    from redraft.runtime.conversation import check_system
+
     check_system(system, chat or not engines)
     bundles = iter([Shown(path, chat) for path in engines]) if engines else newcomers(as_json)
     results = []

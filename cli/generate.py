@@ -21,7 +21,6 @@ from redraft.cli.options import (
     System,
     Threads,
     Verify,
-    check_system,
     parse_budget,
     parse_drafter_options,
 )
@@ -70,6 +69,8 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the engines of a bundle."""
+    from redraft.runtime.conversation import check_system
+
     check_system(system, chat)
     text, size = read_prompt(prompt, prompt_file), parse_budget(budget, method)
     options = parse_drafter_options(drafter_option)

@@ -61,12 +61,6 @@ DrafterOptions = Annotated[
 ]
 
 
-def check_system(system: str | None, chat: bool) -> None:
-    """Raise UsageError for a system message without a chat."""
-    if system is not None and not chat:
-        raise UsageError("--system needs --chat: a prompt without a template has no messages", "add --chat")
-
-
 def parse_budget(text: str | None, *methods: str | None) -> Budget | None:
     """Parse a budget like `nodes=12,depth=4,width=4`. Raises UsageError for other text, or if no method drafts."""
     if text is None:

@@ -48,7 +48,9 @@ def summarise(played: Replay) -> dict[str, Any]:
 
 
 def _by_depth(shares: list[float]) -> str:
-    return f"; accepted at each depth if before: {' '.join(f'{share:.0%}' for share in shares)}" if shares else ""
+    if not shares:
+        return ""
+    return "; accepted at each depth, given all depths before: " + ", ".join(f"{100 * share:.0f} %" for share in shares)
 
 
 def describe(summary: dict[str, Any]) -> str:

@@ -2,29 +2,34 @@
 
     python -m experiments.exact_texts --chat --engines build/engines/smollm2 --prompts mt_bench.jsonl humaneval.jsonl
 
-Decodes greedily the first turn of every prompt, with kinds taking turns. Prints one JSON object. It has, for each batch
-size and method, the number of differing outputs, their first differing positions, and the number of looping outputs.
+Decodes greedily the first turn of every prompt, with kinds taking turns. Prints one JSON object. It has the environment
+and, for each batch size and method, the number of differing outputs, their first differing positions, and the number of
+looping outputs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from redraft.bench.command import run
+from redraft.bench.environment import environment, usable_threads
 from redraft.bench.prompts import load_prompts
 from redraft.bench.statistics import loops
+from redraft.errors import UsageError
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation
 from redraft.types import Budget
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     """Count the differing texts; see the module."""
     arguments = _arguments()
+    if arguments.limit < 1:
+        raise UsageError(f"a limit of {arguments.limit} leaves no prompt", "give --limit at least 1")
     texts = [prompt.text for prompt in load_prompts(arguments.prompts)[: arguments.limit]]
     found: dict[str, Any] = {}
     plain: list[tuple[int, ...]] = []
@@ -40,7 +45,12 @@ def main() -> None:
                 found[f"{method}, {max_num_seqs} at once"] = result = _compared(plain, outputs)
                 result["seconds"] = round(time.perf_counter() - began, 1)
                 print(method, max_num_seqs, result, file=sys.stderr, flush=True)
-    print(json.dumps({"prompts": len(texts), "looping": sum(map(loops, plain)), "differing": found}))
+    return {
+        "environment": environment(usable_threads()),
+        "prompts": len(texts),
+        "looping": sum(map(loops, plain)),
+        "differing": found,
+    }
 
 
 def _outputs(runtime: Runtime, prompts: list[Any], tokens: int, method: str) -> list[tuple[int, ...]]:
@@ -71,4 +81,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,13 +5,16 @@
 Every case is timed in a pair with plain decoding of the same prompt, in an order that flips. Greedy, the first turn.
 
 first:      suffix decoding of a question that is new to the store.   own text: without a store.
-again, thanks, please, word: the same question with the earlier outputs in the store: unchanged, with "Thank you." at
-            its end, with "Please help me." at its beginning, with one word replaced.
+again, thanks, please: the same question with all earlier outputs in the store: unchanged, with "Thank you." at its end,
+            with "Please help me." at its beginning.
+word:       the question with one word replaced, when the store has only the output of the unchanged question.
+            Questions without a word of over four letters that occurs once are left out.
 renamed:    the prediction is the model's own text, in which the commonest identifier is replaced. Outputs without an
             identifier that occurs three times are left out.
 unrelated:  the prediction is the output of another prompt.
 
-Prints one JSON object. By case: pairs, median and least speedup, tokens a step, and whether all texts are equal.
+Prints one JSON object: the number of prompts by kind and, by kind and case, pairs, median and least speedup, tokens a
+step, and whether all texts are equal.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 from redraft.bench.command import bundle_parser, run
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
+from redraft.bench.turns import Flips
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.conversation import Conversation
 
@@ -36,7 +40,8 @@ STORE = {"suffix": {"suffix_decoding_max_cached_requests": 10_000}}
 LEAST_TOKENS = 16
 """Shorter outputs are not timed."""
 OCCURRENCES = 3
-_SHARED = SpeculationParams("suffix", tenant="benchmark")
+_SHARED = SpeculationParams("suffix", tenant="all questions")
+_UNCHANGED = SpeculationParams("suffix", tenant="the unchanged question")
 
 
 @dataclass
@@ -72,12 +77,14 @@ def main() -> dict[str, Any]:
         params = SamplingParams(max_tokens=options.max_new_tokens)
         prompts = load_prompts(options.prompts, options.limit)
         runtime.generate([_ids(runtime, prompts[0].text, options.chat)], params, "none")
-        other = ""
+        other, flips = "", Flips()
         for number, prompt in enumerate(prompts):
             text = _continued(runtime, prompt, options.chat, params)
-            for turn, (name, question, how) in enumerate(_cases(prompt, text, other)):
+            runtime.forget(str(_UNCHANGED.tenant))
+            runtime.generate([_ids(runtime, prompt.text, options.chat)], params, _UNCHANGED)
+            for name, question, how in _cases(prompt, text, other):
                 ids = _ids(runtime, question, options.chat)
-                order = ("none", how) if (number + turn) % 2 else (how, "none")
+                order = flips.order((prompt.kind, name), ("none", how))
                 found = {one: runtime.generate([ids], params, one)[0] for one in order}
                 if len(found["none"].token_ids) >= LEAST_TOKENS:
                     for kind in (prompt.kind, "all"):
@@ -85,7 +92,11 @@ def main() -> dict[str, Any]:
             other = text or other
             print(f"{number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
     figures = {kind: {name: case.to_json() for name, case in named.items()} for kind, named in cases.items()}
-    return {"environment": environment(options.threads), "cases": figures}
+    return {
+        "environment": environment(options.threads),
+        "prompts": Counter(prompt.kind for prompt in prompts),
+        "cases": figures,
+    }
 
 
 def _cases(prompt: Prompt, text: str, other: str) -> Iterator[tuple[str, str, SpeculationParams | str]]:
@@ -96,7 +107,8 @@ def _cases(prompt: Prompt, text: str, other: str) -> Iterator[tuple[str, str, Sp
     yield "again", question, _SHARED
     yield "thanks", f"{question} Thank you.", _SHARED
     yield "please", f"Please help me. {question}", _SHARED
-    yield "word", _one_word_replaced(question), _SHARED
+    if replaced := _one_word_replaced(question):
+        yield "word", replaced, _UNCHANGED
     if renamed := _renamed(text):
         yield "renamed", question, SpeculationParams("ngram", renamed)
     if other:
@@ -104,9 +116,9 @@ def _cases(prompt: Prompt, text: str, other: str) -> Iterator[tuple[str, str, Sp
 
 
 def _one_word_replaced(question: str) -> str:
-    """Replace the last word of over four letters that occurs once."""
+    """Replace the last word of over four letters that occurs once. Empty if no word does."""
     words = [word for word in re.findall(r"[A-Za-z]{5,}", question) if question.count(word) == 1]
-    return question.replace(words[-1], "something") if words else question
+    return question.replace(words[-1], "something") if words else ""
 
 
 def _renamed(text: str) -> str:

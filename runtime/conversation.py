@@ -15,6 +15,12 @@ class ConversationTooLong(UsageError):
     """The context has no space for an answer to the messages of a chat."""
 
 
+def check_system(system: str | None, chat: bool) -> None:
+    """Raise UsageError for a system message without a chat."""
+    if system is not None and not chat:
+        raise UsageError("--system needs --chat: a prompt without a template has no messages", "add --chat")
+
+
 class Conversation:
     """The messages of one chat, which the model's default chat template turns into prompts.
 

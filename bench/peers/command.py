@@ -8,7 +8,8 @@ models. Each library and precision has a process of its own. Every decoder conti
 with the same token ids and as many new tokens as the plain answer of the first bundle has. End tokens do not end a
 text. A time is the seconds from the first new token to the last, over the tokens after the first.
 
-Peers that are not installed are left out. A peer that fails is named, and the exit status is 1.
+Peers that are not installed are left out, unless `--peers` names them. A peer that fails is named, and the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from redraft.engines import open_bundle
 from redraft.errors import UsageError
 from redraft.packages import package_version
 from redraft.runtime import Runtime
+from redraft.runtime.conversation import check_system
 
 PEERS = (GENAI, OPENVINO, LLAMA, GIVEN)
 
@@ -59,7 +61,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     source = Source(options.checkpoint, options.optimum_cli)
     if not options.checkpoint.is_dir():
         raise UsageError(f"no checkpoint folder {options.checkpoint}", "check --checkpoint")
-    peers = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
+    check_system(options.system, options.chat)
+    peers = _peers(options.peers)
     questions = _questions(options)
     with _kept(options.keep) as keep, ExitStack() as stack:
         openers = _openers(
@@ -81,6 +84,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "left_out": {peer.name: peer.install for peer in peers if not peer.installed},
         **figures(results, questions, {key: worker.opened for key, worker in workers.items()}),
     }
+
+
+def _peers(names: Sequence[str] | None) -> list[Peer]:
+    """Return the peers of these names, or all. Raises UsageError for a named one that is not installed."""
+    if names is None:
+        return list(PEERS)
+    found = [peer for peer in PEERS if peer.name in names]
+    for peer in found:
+        if not peer.installed:
+            raise UsageError(f"{peer.name} is not installed", f"run `{peer.install}`")
+    return found
 
 
 def _questions(options: argparse.Namespace) -> tuple[Question, ...]:

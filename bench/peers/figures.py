@@ -50,15 +50,20 @@ def _decoder(results: Results, questions: Sequence[Question], key: Key, opened: 
 
 
 def _mode(results: Results, questions: Sequence[Question], key: Key, mode: str) -> dict[str, Any]:
-    """Return milliseconds a token, and by prompt the first token that differs from our plain text."""
-    turns = results.turns[key][mode]
-    ours = results.turns.get(Key(NAME, key.precision))
-    differences = {}
-    for question, turn, plain in zip(questions, turns, ours[PLAIN] if ours else (), strict=bool(ours)):
-        place = first_difference(plain.decoded.token_ids, turn.decoded.token_ids)
-        if place is not None:
-            differences[question.prompt.id] = place
-    return {"ms_per_token": vars(median_estimate(_ms(turns))), "first_differences": differences}
+    """Return milliseconds a token, and the outputs that differ from our plain text; None if ours has failed."""
+    turns, ours = results.turns[key][mode], results.turns.get(Key(NAME, key.precision))
+    differences = None if ours is None else _differences(questions, turns, ours[PLAIN])
+    return {"ms_per_token": vars(median_estimate(_ms(turns))), "differences": differences}
+
+
+def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return an entry for each output that differs: its prompt, and the first token that differs."""
+    places = (first_difference(a.decoded.token_ids, b.decoded.token_ids) for a, b in zip(plain, turns, strict=True))
+    return [
+        {"prompt": question.prompt.id, "token": place}
+        for question, place in zip(questions, places, strict=True)
+        if place is not None
+    ]
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
@@ -69,17 +74,25 @@ def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[s
     modes = results.turns[key]
     best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
     theirs = _ms(modes[best])
-    kinds = [question.prompt.kind for question in questions]
-    return {"best_mode": best, **{mode: _ratio(theirs, _ms(turns), kinds) for mode, turns in ours.items()}}
+    return {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), questions) for mode, turns in ours.items()}}
 
 
-def _ratio(theirs: Sequence[float], ours: Sequence[float], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the median of pairs with its interval, over all prompts and by kind."""
-    values = [a / b for a, b in zip(theirs, ours, strict=True)]
-    of_kind = {
-        kind: [value for value, k in zip(values, kinds, strict=True) if k == kind] for kind in sorted(set(kinds))
+def _ratio(theirs: Sequence[float], ours: Sequence[float], questions: Sequence[Question]) -> dict[str, Any]:
+    """Return medians of pairs with intervals: over `all` prompts, those whose answer does not loop, and by kind.
+
+    `not_looping` is None if every answer loops.
+    """
+    pairs = [(question, a / b) for question, a, b in zip(questions, theirs, ours, strict=True)]
+    steady = [ratio for question, ratio in pairs if not loops(question.answer)]
+    kinds = {
+        kind: [ratio for question, ratio in pairs if question.prompt.kind == kind]
+        for kind in sorted({question.prompt.kind for question in questions})
     }
-    return {name: vars(median_estimate(group)) for name, group in {"all": values, **of_kind}.items()}
+    return {
+        "all": vars(median_estimate([ratio for _, ratio in pairs])),
+        "not_looping": vars(median_estimate(steady)) if steady else None,
+        "kinds": {kind: vars(median_estimate(ratios)) for kind, ratios in kinds.items()},
+    }
 
 
 def _ms(turns: Sequence[Turn]) -> list[float]:

@@ -100,7 +100,7 @@ def gguf_file(checkpoint: Path) -> Path:
 
 _INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON pip install 'redraft[llama-cpp]'"
 LLAMA = Peer(
-    name="llama.cpp",
+    name="llama-cpp-python",
     package="llama-cpp-python",
     module="llama_cpp",
     install=_INSTALL,
@@ -109,7 +109,7 @@ LLAMA = Peer(
     open=LlamaDecoder,
 )
 GIVEN = Peer(
-    name="llama.cpp-given",
+    name="llama-cpp-python-given",
     package="llama-cpp-python",
     module="llama_cpp",
     install=_INSTALL,

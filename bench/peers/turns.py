@@ -1,9 +1,9 @@
-"""Turns: every decoder continues a prompt in every mode before the next prompt, in an order that flips each time."""
+"""Turns: every decoder continues a prompt in every mode before the next prompt."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,14 +13,13 @@ from redraft.bench.peers.base import PeerError
 from redraft.bench.peers.worker import Opened, Turn
 from redraft.bench.prompts import Prompt
 from redraft.bench.summary import FEWEST_TOKENS
+from redraft.bench.turns import Report, in_turns
 from redraft.config import Precision
 from redraft.errors import DataError
 from redraft.runtime import Runtime, SamplingParams
 
 SETTLE_SECONDS = 0.1
 """Pause before a turn, until the threads of the decoder before stop spinning. onnxruntime-genai's spin for 0.03 s."""
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,17 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.name} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A decoder in one of its modes."""
+
+    key: Key
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.mode}"
 
 
 @dataclass(frozen=True)
@@ -96,25 +106,23 @@ def make_questions(
 def take_turns(takers: Mapping[Key, Taker], questions: Sequence[Question], report: Report) -> Results:
     """Decode every question by every decoder in each of its modes, after a warm-up on the first question."""
     results = Results({key: {mode: [] for mode in taker.opened.modes} for key, taker in takers.items()})
-    order = [(key, mode) for key, modes in results.turns.items() for mode in modes]
-    for key, mode in order:
-        report(f"warming up {key} {mode}")
-        _turn(takers, key, mode, questions[0], results)
-    for index, question in enumerate(questions):
-        report(f"prompt {index + 1} of {len(questions)}")
-        for key, mode in order if index % 2 == 0 else order[::-1]:
+    ways = [Way(key, mode) for key, modes in results.turns.items() for mode in modes]
+    kinds = [question.prompt.kind for question in questions]
+    orders = in_turns(ways, kinds, lambda way: _turn(takers, way, questions[0], results), report)
+    for question, order in zip(questions, orders, strict=True):
+        for way in order:
             time.sleep(SETTLE_SECONDS)
-            if turn := _turn(takers, key, mode, question, results):
-                results.turns[key][mode].append(turn)
+            if turn := _turn(takers, way, question, results):
+                results.turns[way.key][way.mode].append(turn)
     return results
 
 
-def _turn(takers: Mapping[Key, Taker], key: Key, mode: str, question: Question, results: Results) -> Turn | None:
+def _turn(takers: Mapping[Key, Taker], way: Way, question: Question, results: Results) -> Turn | None:
     """Return a decoder's turn, or None if it has failed, now or before."""
-    if key in results.failed:
+    if way.key in results.failed:
         return None
     try:
-        return takers[key].decode(mode, question.token_ids, question.count)
+        return takers[way.key].decode(way.mode, question.token_ids, question.count)
     except PeerError as error:
-        results.fail(key, error)
+        results.fail(way.key, error)
         return None

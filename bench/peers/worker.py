@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -58,28 +59,40 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, opener), daemon=True)
         self._process.start()
         theirs.close()
-        try:
+        with self._closed_on_error():
             self.opened: Opened = self._answer()
-        except PeerError:
-            self.close()
-            raise
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Turn:
-        """Return the decoder's answer. Raises PeerError if decoding fails or the process ends."""
-        try:
-            self._pipe.send((mode, list(token_ids), count))
-        except OSError:
-            raise self._ended() from None
-        turn: Turn = self._answer()
-        if len(turn.decoded.token_ids) != count:
-            raise PeerError(f"expected {count} new tokens, found {len(turn.decoded.token_ids)}")
-        return turn
+        """Return the decoder's answer. Raises PeerError if decoding fails or the process ends; the worker is closed."""
+        with self._closed_on_error():
+            try:
+                self._pipe.send((mode, list(token_ids), count))
+            except OSError:
+                raise self._ended() from None
+            turn: Turn = self._answer()
+            if len(turn.decoded.token_ids) != count:
+                raise PeerError(f"expected {count} new tokens, found {len(turn.decoded.token_ids)}")
+            return turn
 
     def close(self) -> None:
-        """End the process. Closing again does nothing."""
+        """End the process, and the programs that it runs. Closing again does nothing."""
+        if self._pipe.closed:
+            return
         self._pipe.close()
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or has no group yet
+            os.killpg(self._process.pid, signal.SIGTERM)
         self._process.terminate()
         self._process.join()
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close the worker on an error or an interrupt, so that it does not compute in the turns of others."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _answer(self) -> Any:
         if not self._pipe.poll(LONGEST_SECONDS):
@@ -99,20 +112,21 @@ class Worker:
 
 def _serve(pipe: Connection, opener: Opener) -> None:
     """Open the decoder and answer requests until the pipe closes. An error is sent as text and ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    os.setsid()  # Ctrl-C interrupts the parent only, which ends this process and its children as one group
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print; standard output is for figures only
     try:
         decoder = opener()
         pipe.send(Opened(decoder.modes, decoder.settings))
         answer_requests(pipe, decoder)
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         return
     except Exception as error:  # noqa: BLE001  (the parent reports it)
-        pipe.send(str(error) if isinstance(error, RedraftError) else reason_of(error))
+        with suppress(BrokenPipeError):
+            pipe.send(str(error) if isinstance(error, RedraftError) else reason_of(error))
 
 
 def answer_requests(pipe: Connection, decoder: Decoder) -> None:
-    """Answer requests with turns. Raises EOFError when the pipe closes."""
+    """Answer requests with turns. Raises EOFError or BrokenPipeError when the pipe closes."""
     idle_from = time.process_time()
     while True:
         mode, token_ids, count = pipe.recv()

@@ -188,7 +188,7 @@ def compacted(kernels: Kernels, sizes: dict[str, int], copy: float) -> dict[str,
             "share_of_copy": least / (cold * 1e-6) / copy}  # fmt: skip
 
 
-def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float | None]:
     estimate = median_estimate([a / b for a, b in zip(theirs, ours, strict=True)])
     return {"median": estimate.median, "low": estimate.low, "high": estimate.high}
 

@@ -14,14 +14,11 @@ first part trains. With the same --out and options, it only reads its earlier ru
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from importlib import import_module
 from pathlib import Path
 
 from experiments.lyanna.text import render
-from redraft.bench.command import budget, sizes
-from redraft.errors import RedraftError
+from redraft.bench.command import as_json, budget, one_line_errors, sizes
 from redraft.export.quiet import quiet_export
 from redraft.types import Budget
 
@@ -35,13 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     quiet_export()
     part = import_module(f"experiments.lyanna.{options.part}")
-    try:
+    with one_line_errors():
         result = part.measure(options)
-    except RedraftError as error:
-        print(f"redraft: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) if options.json else None
-    print(text or render(part.tables(result)))
+        print(as_json(result) if options.json else render(part.tables(result)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -89,6 +82,7 @@ def _resampling(part: argparse.ArgumentParser) -> None:
     part.add_argument("--engines", type=Path, required=True, help="an engine bundle with a Lyanna drafter")
     part.add_argument("--prompts", type=Path, nargs="+", required=True, help="JSON lines")
     part.add_argument("--limit", type=int, help="prompts a kind")
+    part.add_argument("--chat", action="store_true", help="prompts go through the chat template")
     part.add_argument(
         "--budget", type=budget, default=Budget(nodes=8, depth=4, width=4), help="nodes of the fixed trees"
     )

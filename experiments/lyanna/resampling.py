@@ -12,15 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 import numpy as np
 
 from experiments.lyanna.text import note
+from redraft.bench.compare import Settings, first_turn
 from redraft.bench.environment import environment
 from redraft.bench.prompts import Prompt, load_prompts
-from redraft.bench.statistics import median_estimate
+from redraft.bench.statistics import interval_text, median_estimate
 from redraft.bench.summary import FEWEST_TOKENS
+from redraft.bench.turns import in_turns
 from redraft.methods.lyanna import METHOD
 from redraft.runtime import Budget, Generation, Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.trace import Replay, replay
@@ -48,30 +51,27 @@ Decoded = dict[Variant, list[Generation]]
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Decode the prompts by all variants. Raises UsageError if the bundle has no such drafter."""
     prompts = load_prompts(options.prompts, options.limit)
-    params = SamplingParams(max_tokens=options.max_new_tokens)
+    settings = Settings(SamplingParams(max_tokens=options.max_new_tokens), chat=options.chat)
     budgets: dict[str, Budget | None] = {"fixed": options.budget, "adaptive": None}
     with ExitStack() as stack:
         runtimes = {}
-        for name, settings in drafter_settings(options.thresholds).items():
-            opened = Runtime.open(options.engines, threads=options.threads, drafter_options={METHOD.id: settings})
+        for name, chosen in drafter_settings(options.thresholds).items():
+            opened = Runtime.open(options.engines, threads=options.threads, drafter_options={METHOD.id: chosen})
             runtimes[name] = stack.enter_context(opened)
 
-        def decoder(variant: Variant) -> Decode:
-            runtime, budget = runtimes[variant.drafts], budgets[variant.controller]
-            return lambda prompt: runtime.generate([prompt.text], params, SpeculationParams(METHOD.id, budget=budget))[
-                0
-            ]
+        def decode(variant: Variant, prompt: Prompt, trace: TextIO | None = None) -> Generation:
+            runtime = runtimes[variant.drafts]
+            how = SpeculationParams(METHOD.id, budget=budgets[variant.controller])
+            ids = first_turn(runtime, prompt, settings)
+            return runtime.generate([ids], settings.params, how, trace=trace)[0]
 
         def traced(variant: Variant, prompt: Prompt) -> Replay:
             file = io.StringIO()
-            budget = budgets[variant.controller]
-            runtimes[variant.drafts].generate(
-                [prompt.text], params, SpeculationParams(METHOD.id, budget=budget), trace=file
-            )
+            decode(variant, prompt, file)
             return replay(file.getvalue().splitlines())
 
         variants = [Variant(controller, drafts) for controller in budgets for drafts in runtimes]
-        decoded = in_turns({variant: decoder(variant) for variant in variants}, prompts)
+        decoded = decode_in_turns({variant: partial(decode, variant) for variant in variants}, prompts)
         note("tracing")
         traces = {variant: [traced(variant, prompt) for prompt in prompts] for variant in variants}
     return {
@@ -79,6 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "budget": asdict(options.budget),
         "prompts": len(prompts),
         "max_new_tokens": options.max_new_tokens,
+        "chat": options.chat,
         "controllers": {
             controller: {drafts: _figures(Variant(controller, drafts), decoded, traces, prompts) for drafts in runtimes}
             for controller in budgets
@@ -92,14 +93,13 @@ def drafter_settings(thresholds: Sequence[int]) -> dict[str, dict[str, Any]]:
     return {FRESH: {"resample": False}, **resampling}
 
 
-def in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
-    """Decode every prompt by every variant, in an order that flips each time, after an uncounted warm-up."""
-    for decode in decoders.values():
-        decode(prompts[0])
+def decode_in_turns(decoders: Mapping[Variant, Decode], prompts: Sequence[Prompt]) -> Decoded:
+    """Decode every prompt by every variant, after an uncounted warm-up."""
     decoded: Decoded = {variant: [] for variant in decoders}
-    for index, prompt in enumerate(prompts):
-        note(f"prompt {index + 1} of {len(prompts)}")
-        for variant in list(decoders)[:: -1 if index % 2 else 1]:
+    kinds = [prompt.kind for prompt in prompts]
+    orders = in_turns(list(decoders), kinds, lambda variant: decoders[variant](prompts[0]), note)
+    for prompt, order in zip(prompts, orders, strict=True):
+        for variant in order:
             decoded[variant].append(decoders[variant](prompt))
     return decoded
 
@@ -184,8 +184,10 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     return {title: rows, "by kind": by_kind}
 
 
-def _ratio(estimate: dict[str, float] | None) -> list[str]:
-    return [f"{estimate['median']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}"] if estimate else ["-", "-"]
+def _ratio(estimate: dict[str, Any] | None) -> list[str]:
+    if estimate is None:
+        return ["-", "-"]
+    return [f"{estimate['median']:.3f}", interval_text(estimate["low"], estimate["high"], digits=3)]
 
 
 def _tree(found: dict[str, float] | None) -> str:

@@ -1,7 +1,7 @@
 """Table 1 of Lyanna's paper by its own measure: which drafts of real decodings are accepted, by step (§7.3).
 
-Every bundle decodes the same prompts with trees three deep, four wide, of 16 nodes, and without resampling. A step
-counts if all steps before it were accepted.
+Every bundle decodes the same prompts without resampling, with trees at most three deep, four wide and of 16 nodes. A
+drafter that was built for smaller trees makes those. A step counts if all steps before it were accepted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 from experiments.lyanna.text import note
@@ -16,6 +17,7 @@ from experiments.lyanna.training import percents
 from redraft.bench.compare import Settings, first_turn
 from redraft.bench.environment import environment
 from redraft.bench.prompts import load_prompts
+from redraft.engines.manifest import load_manifest
 from redraft.methods.lyanna import METHOD
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.trace import Replay, replay
@@ -28,10 +30,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Decode the prompts with each bundle; return acceptance by step and the number of drafts, by bundle and kind."""
     prompts = load_prompts(options.prompts, options.limit)
     found: dict[str, Any] = {}
+    trees: dict[str, dict[str, int]] = {}
     for folder in options.engines:
         note(f"decoding with {folder}")
         resample = {METHOD.id: {"resample": False}}
         with Runtime.open(folder, threads=options.threads, drafter_options=resample) as runtime:
+            trees[str(folder)] = largest_tree(folder)
             settings = Settings(SamplingParams(max_tokens=options.max_new_tokens), chat=options.chat)
             how, kinds = SpeculationParams(METHOD.id, budget=TREE), defaultdict(list)
             for prompt in prompts:
@@ -40,7 +44,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 kinds[prompt.kind].append(replay(trace.getvalue().splitlines()))
         everything = [played for some in kinds.values() for played in some]
         found[str(folder)] = {kind: _figures(some) for kind, some in {**kinds, "all": everything}.items()}
-    return {"environment": environment(options.threads), "tree": vars(TREE), "bundles": found}
+    return {"environment": environment(options.threads), "trees": trees, "bundles": found}
+
+
+def largest_tree(folder: Path) -> dict[str, int]:
+    """Return the limits of a bundle's trees: those of TREE, or its drafter's own if they are smaller."""
+    built = METHOD.limits(METHOD.parse_shape(load_manifest(folder).drafters[METHOD.id].shape))
+    return {name: min(most, vars(TREE)[name]) for name, most in vars(built).items()}
 
 
 def _figures(played: list[Replay]) -> dict[str, Any]:
@@ -54,11 +64,12 @@ def _figures(played: list[Replay]) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Return one table: rows by kind and bundle, columns by step."""
-    rows = [["kind", "bundle", *(f"step {step}" for step in range(1, TREE.depth + 1)), "drafts"]]
+    """Return one table: rows by kind and bundle, columns by step, and the largest tree's nodes without its root."""
+    rows = [["kind", "bundle", *(f"step {step}" for step in range(1, TREE.depth + 1)), "drafts", "nodes"]]
     for name, kinds in result["bundles"].items():
         for kind, found in kinds.items():
             missing = [""] * (TREE.depth - len(found["acceptance"]))
-            rows.append([kind, name, *percents(found["acceptance"]), *missing, str(found["drafts"])])
+            counts = (found["drafts"], result["trees"][name]["nodes"])
+            rows.append([kind, name, *percents(found["acceptance"]), *missing, *map(str, counts)])
     rows[1:] = sorted(rows[1:], key=lambda row: (row[0] == "all", row[0]))
     return {"conditional acceptance in decoding": rows}

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import pytest
 from tests.standins import peers
 
+from redraft.bench.peers import worker as workers
 from redraft.bench.peers.base import NGRAM, PLAIN, Decoder, Model, PeerError, Source
 from redraft.bench.peers.llamacpp import gguf_file
 from redraft.bench.peers.models import RECORD, kept_model, run_tool
@@ -90,6 +92,53 @@ def test_a_process_that_ends_is_an_error_now_and_later(start: Callable[..., Work
 def test_a_text_of_another_length_is_an_error(start: Callable[..., Worker]) -> None:
     with pytest.raises(PeerError, match="expected 3 new tokens, found 2"):
         start(peers.Short).decode(PLAIN, [1], 3)
+
+
+def test_a_worker_that_takes_too_long_is_ended(start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start(peers.Slow)
+    monkeypatch.setattr(workers, "LONGEST_SECONDS", 0.1)
+    with pytest.raises(PeerError, match="no answer in 0 seconds"):
+        worker.decode(PLAIN, [1], 3)
+    with pytest.raises(PeerError, match="its process ended with status -15"):
+        worker.decode(PLAIN, [1], 3)
+
+
+def test_an_interrupt_ends_the_program_that_a_worker_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent is interrupted while its worker waits for an exporter."""
+
+    def interrupted(worker: Worker) -> None:
+        until = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "_answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Worker(partial(peers.Exporting, Model(tmp_path, "fp32", threads=2, context=9)))
+    program = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 10
+    while runs(program) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not runs(program)
+
+
+def runs(program: int) -> bool:
+    """Return true if a process exists and has not ended: one that ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{program}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_without_a_parent_ends_quietly() -> None:
+    """Its answer may come after the parent has gone."""
+    ours, theirs = Pipe()
+    ours.close()
+    process = get_context("spawn").Process(target=workers._serve, args=(theirs, partial(peers.Counter, MODEL)))
+    process.start()
+    theirs.close()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_model_is_converted_again_only_for_other_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,11 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_pause")
-def test_the_order_of_turns_flips_after_a_warm_up() -> None:
+def test_the_order_of_turns_flips_within_a_kind_after_a_warm_up() -> None:
     log: list[str] = []
     results = take_turns({key: Taker(key, log) for key in (OURS, THEIRS)}, QUESTIONS, lambda line: None)
     once = [f"{NAME} plain", f"{NAME} ngram", "peer plain", "peer ngram"]
-    assert log == [*once, *once, *once[::-1], *once]
+    assert log == [*once, *once, *once, *once[::-1]]
     assert [len(found) for modes in results.turns.values() for found in modes.values()] == [3] * 4
 
 
@@ -101,8 +102,8 @@ def results() -> Results:
     return Results({OURS: ours, THEIRS: theirs}, {Key("peer", "int8"): "broke"})
 
 
-def measured() -> dict:
-    found = figures(results(), QUESTIONS, {OURS: OPENED, THEIRS: OPENED})
+def measured(taken: Results | None = None, questions: Sequence[Question] = QUESTIONS) -> dict:
+    found = figures(taken or results(), questions, {OURS: OPENED, THEIRS: OPENED})
     return {
         "environment": {"threads": 2, "cpu": "a processor"},
         "precisions": ["fp32", "int8"],
@@ -118,31 +119,69 @@ def test_figures_are_medians_and_ratios_of_pairs_with_the_best_mode() -> None:
     decoders, ratios = found["decoders"]["fp32"], found["ratios"]["fp32"]
     assert decoders[NAME]["modes"][PLAIN]["ms_per_token"]["median"] == pytest.approx(20)
     assert (decoders["peer"]["busy_threads"], decoders["peer"]["idle_cpu_ms"]) == pytest.approx((2, 30))
-    assert decoders["peer"]["modes"][NGRAM]["first_differences"] == {"b": 1}
+    assert decoders["peer"]["modes"][NGRAM]["differences"] == [{"prompt": "b", "token": 1}]
     assert list(ratios) == ["peer"]
     assert ratios["peer"]["best_mode"] == NGRAM
-    assert ratios["peer"][PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
-    assert ratios["peer"][PLAIN]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
-    assert ratios["peer"][NGRAM]["all"] == pytest.approx({"median": 4, "low": 2, "high": 6, "count": 3})
+    modes = ratios["peer"]["modes"]
+    assert modes[PLAIN]["all"]["median"] == pytest.approx(2)  # of 2, 1 and 3
+    assert modes[PLAIN]["kinds"]["x"]["median"] == pytest.approx(2.5)  # of 2 and 3
+    assert modes[NGRAM]["all"] == pytest.approx({"median": 4, "low": None, "high": None, "count": 3})
 
 
-def test_tables_have_a_row_a_library_and_a_column_a_precision() -> None:
+def test_outputs_of_prompts_with_equal_ids_are_counted_one_by_one() -> None:
+    """Files may number their prompts alike."""
+    alike = [replace(question, prompt=replace(question.prompt, id="1")) for question in QUESTIONS]
+    taken = results()
+    taken.turns[THEIRS][NGRAM] = [turn(1.0, 9, 3, 4), turn(1.0), turn(1.0, 2, 3, 9)]
+    modes = figures(taken, alike, {OURS: OPENED, THEIRS: OPENED})["decoders"]["fp32"]["peer"]["modes"]
+    assert modes[NGRAM]["differences"] == [{"prompt": "1", "token": 0}, {"prompt": "1", "token": 2}]
+    assert modes[PLAIN]["differences"] == []
+
+
+def test_texts_are_not_compared_if_our_decoder_failed() -> None:
+    taken = results()
+    taken.fail(OURS, PeerError("broke"))
+    found = measured(taken)
+    assert found["decoders"]["fp32"]["peer"]["modes"][PLAIN]["differences"] is None
+    shown = markdown(found)
+    assert "plain not compared, ngram not compared" in shown
+    assert f"| {NAME} |  | failed | not measured |" in shown
+    assert f"| peer |  | {NAME} failed | failed |" in shown
+
+
+def test_ratios_are_also_of_answers_that_do_not_loop() -> None:
+    """The first two pairs have ratios of 2 and 1, the third of 3."""
+    looping = replace(QUESTIONS[2], answer=(1,) * 64)
+    found = measured(questions=[*QUESTIONS[:2], looping])
+    ratios = found["ratios"]["fp32"]["peer"]["modes"][PLAIN]
+    assert (ratios["all"]["median"], ratios["not_looping"]["median"]) == pytest.approx((2, 1.5))
+    shown = markdown(found)
+    assert "| peer | plain | 2.00 (-) of ngram |" in shown
+    assert "| peer | plain, not looping | 1.50 (-) of ngram |" in shown
+    every = measured(questions=[looping] * 3)
+    assert "| peer | plain, not looping | every answer loops |" in markdown(every)
+
+
+def test_tables_have_a_row_a_library_and_mode_and_a_column_a_precision() -> None:
     lines = markdown(measured()).splitlines()
     rows = [line for line in lines if line.startswith("|")]
     assert rows == [
-        "|  | fp32 | 8 bits |",
-        "| --- | --- | --- |",
-        f"| {NAME} | 20.0 / 10.0 | not offered |",
-        "| peer | 500.0 / 20.0 | failed |",
-        "| absent | not installed | not installed |",
-        "|  | fp32 | 8 bits |",
-        "| --- | --- | --- |",
-        "| peer | 2.00 (1.00 to 3.00) / 4.00 (2.00 to 6.00) of ngram | failed |",
-        "| absent | not installed | not installed |",
+        "|  | mode | fp32 | 8 bits |",
+        "| --- | --- | --- | --- |",
+        f"| {NAME} | plain | 20.0 | not measured |",
+        f"| {NAME} | ngram | 10.0 | not measured |",
+        "| peer | plain | 500.0 | failed |",
+        "| peer | ngram | 20.0 | failed |",
+        "| absent |  | not installed | not installed |",
+        f"|  | {NAME}'s mode | fp32 | 8 bits |",
+        "| --- | --- | --- | --- |",
+        "| peer | plain | 2.00 (-) of ngram | failed |",
+        "| peer | ngram | 4.00 (-) of ngram | failed |",
+        "| absent |  | not installed | not installed |",
     ]
     assert "- absent is not installed: `pip install absent`" in lines
     assert "- peer int8 failed: broke" in lines
-    assert [line for line in lines if "plain 3, ngram 2 of 3" in line]
+    assert [line for line in lines if "plain 3 of 3, ngram 2 of 3" in line]
 
 
 Measure = Callable[..., None]
@@ -184,9 +223,20 @@ def test_the_command_measures_what_works_and_fails_for_the_rest(
 def test_the_command_prints_tables_of_the_chosen_peers(measure: Measure, capsys: pytest.CaptureFixture[str]) -> None:
     measure("--peers", "counter", "other")
     out = capsys.readouterr().out
-    assert "| counter | 25.0 / 12.5 |" in out
-    assert "| other | not offered |" in out
+    assert "| counter | plain | 25.0 |\n| counter | ngram | 12.5 |\n| other |  | not measured |" in out
+    assert f"| {NAME} | ngram+lyanna |" in out
+    assert "| counter | ngram+lyanna | " in out
     assert "broken" not in out
+
+
+def test_a_named_peer_must_be_installed(measure: Measure) -> None:
+    with pytest.raises(UsageError, match=r"^absent is not installed; run `pip install absent`$"):
+        measure("--peers", "counter", "absent")
+
+
+def test_a_system_message_needs_a_chat(measure: Measure) -> None:
+    with pytest.raises(UsageError, match="--system needs --chat"):
+        measure("--system", "a")
 
 
 def test_bundles_differ_in_precision(measure: Measure, lyanna_bundle: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from redraft.bench.prompts import load_prompts
+from redraft.errors import UsageError
 
 
 def write(path: Path, *rows: dict[str, object]) -> Path:
@@ -19,6 +22,18 @@ def test_kinds_take_turns_and_limit_counts_by_kind(tmp_path: Path) -> None:
     prose = write(tmp_path / "p.jsonl", *({"id": f"p{i}", "category": "prose", "turns": ["y"]} for i in range(2)))
     assert [p.id for p in load_prompts([code, prose])] == ["c0", "p0", "c1", "p1", "c2", "c3"]
     assert [p.id for p in load_prompts([code, prose], limit=1)] == ["c0", "p0"]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_leaves_prompts(tmp_path: Path, limit: int) -> None:
+    with pytest.raises(UsageError, match=f"a limit of {limit} leaves no prompt"):
+        load_prompts([write(tmp_path / "c.jsonl", {"turns": ["x"]})], limit)
+
+
+def test_a_path_through_a_file_cannot_be_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.jsonl", {"turns": ["x"]})
+    with pytest.raises(UsageError, match=r"cannot read .*c.jsonl/x: Not a directory"):
+        load_prompts([file / "x"])
 
 
 def test_first_turn_is_the_text_and_the_file_names_the_kind(tmp_path: Path) -> None:

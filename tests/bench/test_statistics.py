@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from redraft.bench.statistics import first_difference, loops, median_estimate
+from redraft.bench.statistics import Estimate, first_difference, loops, median_estimate
 
 
 def test_median_and_interval_of_known_values() -> None:
@@ -17,9 +17,28 @@ def test_median_and_interval_of_known_values() -> None:
     assert estimate == median_estimate(values)
 
 
-def test_one_value_is_its_own_interval() -> None:
-    estimate = median_estimate([3.0])
-    assert (estimate.median, estimate.low, estimate.high, estimate.count) == (3.0, 3.0, 3.0, 1)
+def test_under_six_values_have_no_interval() -> None:
+    """The range of five independent values misses their distribution's median once in 16 times."""
+    assert median_estimate([1.0, 2.0, 3.0, 4.0, 9.0]) == Estimate(3.0, None, None, 5)
+    assert median_estimate([1.0, 2.0, 3.0, 4.0, 9.0, 9.0]).interval is not None
+    assert median_estimate([3.0]).interval is None
+
+
+def test_clusters_are_resampled_as_wholes() -> None:
+    """Ten equal values in each of eight clusters say no more than eight values."""
+    values = list(np.random.default_rng(1).normal(2.0, 0.1, 8))
+    repeated = [value for value in values for _ in range(10)]
+    clusters = [number for number in range(8) for _ in range(10)]
+    whole, single = median_estimate(repeated, clusters), median_estimate(values)
+    assert whole.interval == single.interval
+    assert whole.count == 80
+    assert median_estimate(repeated).interval != single.interval
+    assert median_estimate(repeated[:50], clusters[:50]).interval is None
+
+
+def test_clusters_may_differ_in_size() -> None:
+    estimate = median_estimate([1.0] * 9 + [5.0] * 7, [0] * 3 + [1] * 3 + [2] * 3 + [*range(3, 10)])
+    assert estimate == Estimate(1.0, 1.0, 5.0, 16)
 
 
 def test_no_values_have_no_median() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from redraft.bench.compare import Run
@@ -92,6 +94,18 @@ def test_the_table_has_a_row_without_loops_for_all_and_for_kinds_with_loops() ->
         ("b", "1", "0 of 1", "yes"),
     ]
     assert len({len(row) for row in rows}) == 1
+
+
+def test_an_interval_needs_six_prompts_whatever_their_turns() -> None:
+    """The turns of one chat are one sample."""
+    six = [(generation(), generation(rate=200.0))] * 6
+    found = summarise(runs(*six, kinds="aaaaab"), unused)
+    assert found["ngram"]["speedup_interval"] == [2.0, 2.0]
+    assert found["ngram"]["kinds"]["a"]["speedup_interval"] is None
+    rows = {row[1]: row for row in table(found) if row[0] == "ngram"}
+    assert (rows["all"][4], rows["a"][4]) == ("2.00 to 2.00", "-")
+    chat = [replace(run, prompt=Prompt("1", "a", "")) for run in runs(*six, kinds="aaaaaa")]
+    assert summarise(chat, unused)["ngram"]["speedup_interval"] is None
 
 
 @pytest.mark.parametrize("synthetic", [False, True])

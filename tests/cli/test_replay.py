@@ -37,7 +37,7 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
         "requests": {"0": 6, "1": 3},
     }
     assert redraft("replay", trace).stdout.splitlines() == [
-        "fresh      1 steps, 3 nodes, 1 accepted; accepted at each depth if before: 100% 0%",
+        "fresh      1 steps, 3 nodes, 1 accepted; accepted at each depth, given all depths before: 100 %, 0 %",
         "none       1 steps, 0 nodes, 0 accepted",
         "request 0: 6 tokens, prompt included",
         "request 1: 3 tokens, prompt included",

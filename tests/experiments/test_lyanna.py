@@ -6,6 +6,7 @@ import io
 import json
 import re
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from experiments.lyanna.acceptance import tables as acceptance_tables
 from experiments.lyanna.head import WHOLE, find_head, needed, outputs_of, write_stages
 from experiments.lyanna.objectives import TableObjective
 from experiments.lyanna.parts import cuts, split_runs
-from experiments.lyanna.resampling import FRESH, Variant, drafter_settings, in_turns, sources, speed
+from experiments.lyanna.resampling import FRESH, Variant, decode_in_turns, drafter_settings, sources, speed
 from experiments.lyanna.table import Form, recipe_text, same_choices
 from experiments.lyanna.text import render
 from experiments.lyanna.training import FULL, Lines, Texts, open_texts, recipe_of, train_variant
@@ -372,7 +373,7 @@ def test_variants_take_turns_in_an_order_that_flips(capsys):
 
     variants = [Variant("fixed", FRESH), Variant("fixed", "other")]
     prompts = [Prompt(str(i), "k", "") for i in range(2)]
-    decoded = in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
+    decoded = decode_in_turns({variant: decoder(variant.drafts) for variant in variants}, prompts)
     assert order[2:] == [(FRESH, "0"), ("other", "0"), ("other", "1"), (FRESH, "1")]
     assert [len(found) for found in decoded.values()] == [2, 2]
 
@@ -396,6 +397,9 @@ class FakeRuntime:
 
     def __exit__(self, *error):
         return None
+
+    def encode(self, text):
+        return [len(text)]
 
     def generate(self, prompts, params, speculation, trace=None):
         assert speculation.method == "lyanna"
@@ -424,14 +428,48 @@ def test_resampling_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "resampling, r = 1  150       1.500" in capsys.readouterr().out
 
 
+def test_resampling_decodes_chats_as_tables_of_traces_do(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    class Chatting(FakeRuntime):
+        max_model_len = 99
+        tokenizer = Namespace(
+            check_chat_template=lambda: None,
+            apply_chat_template=lambda messages: messages[0]["content"],
+            encode=lambda text, special_tokens: [7] * len(text),
+        )
+
+        def encode(self, ids):
+            return ids
+
+        def generate(self, prompts, params, speculation, trace=None):
+            asked.extend(prompts)
+            return super().generate(prompts, params, speculation, trace)
+
+    monkeypatch.setattr(
+        resampling.Runtime, "open", lambda path, threads, drafter_options: Chatting(drafter_options["lyanna"])
+    )
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"turns": ["xyz"]}\n')
+    lyanna.main(["resampling", "--engines", "e", "--prompts", str(prompts), "--chat", "--json"])
+    assert json.loads(capsys.readouterr().out)["chat"] is True
+    assert {tuple(ids) for ids in asked} == {(7, 7, 7)}
+
+
+def manifest(nodes):
+    """A bundle's manifest of a drafter that was built for trees of so many nodes, the root included, two deep."""
+    shape = LyannaShape(
+        hidden=8, vocabulary=16, kv_heads=1, head_dim=8, steps=2, width=4, nodes=nodes, resample_nodes=4,
+        token_info="fp16", draft_vocabulary=16, rank=2,
+    )  # fmt: skip
+    return SimpleNamespace(drafters={"lyanna": SimpleNamespace(shape=asdict(shape))})
+
+
 def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, capsys):
     """Each run has its own request 0; the shares of all kinds are of their sums."""
     asked = []
 
     class Drafting(FakeRuntime):
-        def encode(self, text):
-            return [len(text)]
-
         def generate(self, prompts, params, speculation, trace=None):
             asked.append(speculation.budget)
             (ids,) = prompts
@@ -442,6 +480,7 @@ def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, cap
             lines = {"request": 0, "prompt": [1], "first": 2, "table_ms": [0, 1]}, {"request": 0, **step, **end}
             trace.write("".join(json.dumps(line) + "\n" for line in lines))
 
+    monkeypatch.setattr(traces, "load_manifest", lambda folder: manifest(nodes=33 if folder.name == "one" else 9))
     monkeypatch.setattr(
         traces.Runtime, "open", lambda path, threads, drafter_options: Drafting(drafter_options["lyanna"])
     )
@@ -450,7 +489,10 @@ def test_traces_count_all_requests_by_kind_and_bundle(tmp_path, monkeypatch, cap
         [("a", "x"), ("a", "xx"), ("b", "x"), ("b", "x")])]  # fmt: skip
     prompts.write_text("\n".join(map(json.dumps, lines)))
     lyanna.main(["traces", "--engines", "one", "two", "--prompts", str(prompts), "--json"])
-    found = json.loads(capsys.readouterr().out)["bundles"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["trees"] == {name: {"nodes": nodes, "depth": 2, "width": 4} for name, nodes in
+                               (("one", 16), ("two", 8))}  # fmt: skip
+    found = result["bundles"]
     assert (
         found["one"]
         == found["two"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,24 @@ class Crashing(Counter):
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """End the process."""
         os._exit(3)
+
+
+class Slow(Counter):
+    """Takes longer for a text than any test waits."""
+
+    def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
+        """Wait."""
+        time.sleep(60)
+        return super().decode(mode, token_ids, count)
+
+
+class Exporting(Counter):
+    """Writes the process id of a program that it runs into the model's folder, and waits for it."""
+
+    def __init__(self, model: Model) -> None:
+        with subprocess.Popen(["sleep", "60"]) as program:
+            (model.path / "pid.part").write_text(str(program.pid))
+            (model.path / "pid.part").rename(model.path / "pid")
 
 
 def refused(model: Model) -> Counter:
