@@ -1,8 +1,8 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
 config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here)
-model.safetensors  the module's parameters; `token_counts` int64 [V], each token's count in training; with a draft
-                   vocabulary of H tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their sorted ids
+model.safetensors  the module's parameters; `token_counts` int32 or int64 [V], each token's count in training; with a
+                   draft vocabulary of H tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their ids
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ class DrafterCheckpoint:
         vocabulary, drafted = int(self.config["vocab_size"]), int(self.config.get("draft_vocab_size", 0))
         expected = {**shapes, TOKEN_COUNTS: (vocabulary,), **({DRAFT_VOCABULARY: (drafted,)} if drafted else {})}
         problems = list(_differences(entries, expected))
+        if not problems and (dtype := entries[TOKEN_COUNTS].dtype) not in ("I32", "I64"):
+            problems = [f"{TOKEN_COUNTS} is {dtype}, expected I32 or I64"]
         named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
         parameters = {f"{stem}{name}": shape for name, shape in shapes.items()}
         checkpoint = Checkpoint(self.path, {}, named)
@@ -201,7 +203,8 @@ def save_drafter(
     does not fit the configuration.
     """
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
-    tensors[TOKEN_COUNTS] = counts.long().cpu()
+    small = int(counts.max()) <= torch.iinfo(torch.int32).max
+    tensors[TOKEN_COUNTS] = counts.to(torch.int32 if small else torch.int64).cpu()
     given = torch.empty(0, dtype=torch.long) if draft_vocabulary is None else draft_vocabulary.cpu().contiguous()
     if config.draft_vocab_size:
         tensors[DRAFT_VOCABULARY] = given

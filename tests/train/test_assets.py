@@ -1,17 +1,21 @@
-"""The texts of SmolLM2 that are shipped."""
+"""The texts of SmolLM2 that are shipped, and its drafter."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 
 from redraft.engines.recipes import load_recipe
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.train.objectives.lyanna_method import LyannaRecipe
 from redraft.train.text_batches import TextSet
 from redraft.train.text_shards import PACKED, Shards, load_facts
 from redraft.train.write_text import written_tokens
 
 FOLDER = Path(__file__).parents[2] / "assets" / "smollm2" / "text"
+DRAFTER = FOLDER.parent / "lyanna"
 END = 2  # <|im_end|>
 
 
@@ -36,3 +40,18 @@ def test_smollm2s_texts_end_and_leave_some_to_measure_on() -> None:
     assert 0.5 < np.mean(shard.array("temperatures") == 0) < 0.7
     held_out = TextSet(FOLDER, 40, ("last",)).greedy_held_out(24, 8)
     assert set(held_out) == {"chat", "code", "math", "prose"}
+
+
+def test_smollm2s_drafter_is_small_trained_on_enough_and_of_the_recipes_verifier() -> None:
+    """Six million tokens seen, in at most 16 MB, bound to the package's file; its texts are those of the repository."""
+    checkpoint = DrafterCheckpoint.open(DRAFTER)
+    package = load_recipe("smollm2-135m").package
+    assert package is not None
+    assert checkpoint.verifier.weights == (package.sha256,)
+    assert (DRAFTER / "model.safetensors").stat().st_size <= 16_000_000
+    training = json.loads((DRAFTER / "config.json").read_text())["training"]
+    sizes = TextSet(FOLDER, training["recipe"]["held_out_every"], ("last",)).sizes()
+    assert training["data"] == {kind: {"tokens": found} for kind, found in sizes.items()}
+    texts, tokens = (sum(found[name] for found in sizes.values()) for name in ("texts", "all"))
+    assert training["step"] * training["recipe"]["texts"] / texts * tokens >= 6_000_000
+    assert LyannaRecipe.from_dict(training["recipe"]) == LyannaRecipe.load("lyanna-smollm2")

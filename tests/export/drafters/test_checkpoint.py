@@ -82,6 +82,7 @@ def test_missing_and_surplus_tensors_are_listed(folder):
     [
         ("norm.weight", torch.zeros(47), r"norm\.weight is \[47\], expected \[48\]"),
         (TOKEN_COUNTS, torch.zeros(96, dtype=torch.int64), r"token_counts is \[96\], expected \[97\]"),
+        (TOKEN_COUNTS, torch.zeros(97, dtype=torch.bfloat16), "token_counts is BF16, expected I32 or I64"),
         ("norm.weight", torch.full((48,), float("nan")), r"norm\.weight holds a number that is not finite"),
     ],
 )
