@@ -25,9 +25,11 @@ class GenaiDecoder:
         import onnxruntime_genai as genai
 
         session = {"intra_op_num_threads": model.threads}
-        last = json.loads((model.path / "genai_config.json").read_text())["model"]["vocab_size"] - 1
+        found = json.loads((model.path / "genai_config.json").read_text())["model"]
+        last = found["vocab_size"] - 1
+        end = [last] if isinstance(found["eos_token_id"], list) else last  # a list does not replace a number
         config = genai.Config(str(model.path))
-        config.overlay(json.dumps({"model": {"eos_token_id": [last], "decoder": {"session_options": session}}}))
+        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": {"session_options": session}}}))
         self._genai, self._model = genai, genai.Model(config)
         self.settings = {"session_options": session, NGRAM: SPECULATIVE[NGRAM]}
 
