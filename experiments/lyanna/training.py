@@ -145,9 +145,10 @@ def train_variant(
     torch.manual_seed(recipe.seed)
     config = configure(recipe, texts.verifier)
     found = objective(texts.verifier.model, config, recipe, draft_vocabulary(config, texts.counts), False)
-    if recipe.drafter.init != "random":
-        TRAINING.starts[recipe.drafter.init](found.drafter, texts.verifier)
     plan = BatchPlan(texts.streams, recipe.stream_weights(), recipe.seed, found.lookahead)
+    if recipe.drafter.init != "random":
+        batches = (plan.batch(step, recipe) for step in range(recipe.steps))
+        TRAINING.starts[recipe.drafter.init](found.drafter, texts.verifier, batches)
     log = DrafterLog(folder / PROGRESS, found, texts.held_out, recipe, texts.report)
     train(found, plan, recipe, folder, identity=texts.identity, resume=(folder / NAME).exists(), report=log)
     measured = read_progress(folder / PROGRESS)

@@ -83,7 +83,7 @@ class FakeVerifier(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, tokens, use_cache, output_hidden_states):
+    def forward(self, tokens, use_cache):
         return SimpleNamespace(logits=self.head(self.embed(tokens)))
 
 
