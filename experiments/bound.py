@@ -27,8 +27,8 @@ from redraft.runtime.cost import measure_curve
 def main() -> dict[str, Any]:
     """Take the measurements that the options ask for."""
     options = _arguments()
-    params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=True)
-    settings = Settings(params, options.budget, options.synthetic_acceptance)
+    params = SamplingParams(max_tokens=options.max_new_tokens, ignore_eos=not options.chat)
+    settings = Settings(params, options.budget, options.synthetic_acceptance, chat=options.chat)
     with Runtime.open(options.engines, threads=options.threads) as runtime:
         method = options.method or ("ngram" if options.synthetic_acceptance else runtime.default_method)
         curves = [measure_curve(runtime.verifier)]
@@ -47,6 +47,7 @@ def main() -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = bundle_parser(__doc__, 64)
     parser.add_argument("--budget", type=budget, help="such as nodes=8,depth=4,width=2; chosen at every step")
+    parser.add_argument("--chat", action="store_true", help="wrap prompts in the bundle's chat template; answers may end")
     parser.add_argument("--method", help="drafting method; the bundle's best by default")
     parser.add_argument("--synthetic-acceptance", type=rates, help="force acceptance by depth, such as 0.9,0.8")
     parser.add_argument("--threads", type=int, default=2)

@@ -20,6 +20,8 @@ MAX_DEPTH = 16
 LONGEST_PAUSE = 32
 """Plain steps, at most, between two attempts while speculation does not pay."""
 _LEARN = 1 / 8
+_CREDIT = 1.0625
+"""Assumed tokens of a new method's step that costs as much as a plain one: credit for a few lost steps."""
 _OUTLIER, _LEAST_MS = 2.0, 0.05
 _TOLERANCE = 0.99
 _FIRST_PROBE, _LONGEST_PROBE = 8, 256
@@ -52,7 +54,7 @@ class MethodRecord:
     gain: tokens that trees promised beyond their cost of verification, by offer.
     """
 
-    experience: Experience = field(default_factory=lambda: Experience(tokens=1.0, plain_steps=1.0))
+    experience: Experience = field(default_factory=lambda: Experience(tokens=_CREDIT, plain_steps=1.0))
     gain: dict[OfferKey, float] = field(default_factory=dict)
 
 
@@ -104,7 +106,8 @@ class Adaptive:
     draft does not pay, the next one is delayed, and the delay doubles each time.
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
-    pause is one step at first, and doubles each time. A new request starts with its method's experience.
+    pause is one step at first, and doubles each time. A step after a pause counts more than others, since there are few.
+    A new request starts with its method's experience, and a new method with some credit.
     """
 
     weighs = True
@@ -329,7 +332,7 @@ class Adaptive:
         lately = state.experience
         if not state.probed:
             steps = ms / self._priced[1]
-            lately.update(len(outcome.path) + 1, steps, FAST)
+            lately.update(len(outcome.path) + 1, steps, _LEARN if state.pause > 1 else FAST)
             state.method.experience.update(len(outcome.path) + 1, steps, SLOW)
         if lately.tokens < _TOLERANCE * lately.plain_steps:
             state.pause = min(max(2 * state.pause, 1), LONGEST_PAUSE)
