@@ -47,7 +47,7 @@ def main() -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = bundle_parser(__doc__, 64)
     parser.add_argument("--budget", type=budget, help="such as nodes=8,depth=4,width=2; chosen at every step")
-    parser.add_argument("--chat", action="store_true", help="wrap prompts in the bundle's chat template; answers may end")
+    parser.add_argument("--chat", action="store_true", help="wrap prompts in the chat template; answers may end")
     parser.add_argument("--method", help="drafting method; the bundle's best by default")
     parser.add_argument("--synthetic-acceptance", type=rates, help="force acceptance by depth, such as 0.9,0.8")
     parser.add_argument("--threads", type=int, default=2)

@@ -106,8 +106,8 @@ class Adaptive:
     draft does not pay, the next one is delayed, and the delay doubles each time.
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
-    pause is one step at first, and doubles each time. A step after a pause counts more than others, since there are few.
-    A new request starts with its method's experience, and a new method with some credit.
+    pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
+    few. A new request starts with its method's experience, and a new method with some credit.
     """
 
     weighs = True
