@@ -16,7 +16,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import Sampler
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier

@@ -33,7 +33,8 @@ from redraft.runtime.exactness import settle_exactness
 from redraft.runtime.metrics import Metrics, summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.sampler import Sampler, make_sampler, margins_of
+from redraft.runtime.sampling import make_sampler, margins_of
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import FinishReason
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter

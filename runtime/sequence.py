@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import Sampler
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Outcome, Tree
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.sampler import Sampler, uniform
+from redraft.runtime.sampling.noise import uniform
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier

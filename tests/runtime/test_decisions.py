@@ -21,7 +21,7 @@ from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import make_sampler
+from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
 

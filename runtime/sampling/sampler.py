@@ -1,0 +1,43 @@
+"""The protocol of samplers, and acceptance: a node is accepted if its token is its parent's target token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from redraft.runtime.tree import accepted_path
+from redraft.types import FloatArray, Outcome, Tree
+
+
+class Sampler(ABC):
+    """Chooses the verifier's tokens for one request."""
+
+    @abstractmethod
+    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the target token after every node of `tree`.
+
+        logits: float32[n, V], a row a node; read only, overwritten by the next step.
+        tokens: all committed ones; the last is the root, and its next token has position len(tokens).
+        """
+
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
+        """Sample, and accept the nodes of `tree` that agree. The arguments are those of `sample`."""
+        return accept(tree, self.sample(logits, tree, tokens))
+
+
+@runtime_checkable
+class OverTokens(Protocol):
+    """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
+
+    def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the target token after every node. The arguments are those of `Sampler.sample`."""
+
+
+def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
+    """Accept the nodes whose tokens are their parents' target tokens. The bonus is the last one's target token."""
+    path: tuple[int, ...] = ()
+    if len(target_token_ids) > 1:
+        path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), target_token_ids)
+    tokens = (target_token_ids[0], *[target_token_ids[node] for node in path])
+    return Outcome(target_token_ids, path, tokens[-1], tokens)
