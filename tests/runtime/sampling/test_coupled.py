@@ -16,6 +16,9 @@ from tests.engines.bundles import build_tiny
 from .statistics import LIMIT, fit
 
 DRAWS = 200_000
+DISTRIBUTIONS = (
+    {"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.7, "top_k": 20, "min_p": 0.01},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 10.0, 100.0])
@@ -72,11 +75,7 @@ def probabilities(support: Support, vocabulary: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "values",
-    [{"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9}, {"temperature": 0.7, "top_k": 20, "min_p": 0.01}],
-    ids=str,
-)
+@pytest.mark.parametrize("values", DISTRIBUTIONS, ids=str)
 def test_draws_follow_the_distribution(rows: list[np.ndarray], values: dict[str, float]) -> None:
     """A sampler that takes the likeliest token too often, 1 % of total variation, is found."""
     row = rows[len(values) - 1]

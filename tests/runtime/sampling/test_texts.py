@@ -17,7 +17,8 @@ PARAMS = {
     "sampled": SamplingParams(max_tokens=48, temperature=1.0, seed=5, ignore_eos=True, logprobs=2),
     "processed": SamplingParams(
         max_tokens=48, temperature=0.8, seed=6, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.1,
-        presence_penalty=0.2, frequency_penalty=0.1, logit_bias={300: 1.0}, banned_tokens=(10,), min_tokens=8, logprobs=0,
+        presence_penalty=0.2, frequency_penalty=0.1, logit_bias={300: 1.0}, banned_tokens=(10,), min_tokens=8,
+        logprobs=0,
     ),
     "greedy": SamplingParams(max_tokens=48, repetition_penalty=1.3, ignore_eos=True, logprobs=1),
 }  # fmt: skip

@@ -83,7 +83,7 @@ PARAMS = {
 @pytest.mark.parametrize("values", PARAMS.values(), ids=PARAMS)
 def test_random_trees_change_nothing(values: dict[str, object]) -> None:
     accepted = 0
-    for seed in range(12):
+    for seed in range(6):
         params = SamplingParams(seed=seed, **values)
         plain, expected, _ = decode(params, None)
         for trees in range(4):
@@ -92,7 +92,7 @@ def test_random_trees_change_nothing(values: dict[str, object]) -> None:
             assert tokens == expected
             assert sampler.logit_margins[:LENGTH] == plain.logit_margins[:LENGTH]
             assert (sampler.logprobs or [])[:LENGTH] == (plain.logprobs or [])[:LENGTH]
-    assert accepted > 300
+    assert accepted > 150
 
 
 def test_seeds_and_positions_matter() -> None:
