@@ -2,7 +2,7 @@
 
 That is a draw from the softmax of the scores (Gumbel-max trick), and a function of the request's seed and the logits
 alone. So the tokens are the same whatever was drafted, and a drafter that adds the same noise to its own logits often
-drafts the very token. Papers on coupled or "Gumbel" speculative sampling: Daliri et al. 2025 (arXiv 2408.07978), §3.
+drafts the very token ("drafter-invariant" decoding by Gumbel sampling, Daliri et al., arXiv 2408.07978).
 """
 
 from __future__ import annotations

@@ -45,6 +45,22 @@ def test_streamed_and_speculative_text_equal_plain(redraft: Redraft, bundle: Pat
     assert result.stdout == f"{plain['text']}\n"
 
 
+def test_a_seed_gives_a_text_with_any_method(redraft: Redraft, bundle: Path) -> None:
+    options = ("--temperature", "0.7", "--top-p", "0.95", "--min-new-tokens", "9", "--repetition-penalty", "1.2",
+               "--logit-bias", "5=1.5", "--ban", "7", "--logprobs", "1", "--sampling", "model", "--json")  # fmt: skip
+
+    def text(method: str, seed: int) -> list[dict[str, object]]:
+        arguments = ("--prompt", "abc abc", "--method", method, "--max-new-tokens", "20", "--seed", seed, *options)
+        result = redraft("generate", "--engines", bundle, *arguments)
+        assert result.returncode == 0, result.stderr
+        return list(json.loads(result.stdout)["logprobs"])
+
+    first = text("none", 3)
+    assert first == text("ngram", 3) != text("none", 4)
+    assert len(first) >= 9
+    assert 7 not in {token["token_id"] for token in first}
+
+
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_batched_graph_writes_the_same_as_the_single_one(bundle: Path, method: str) -> None:
     """Three slots run the portable graph over prompts of different lengths, one slot the lowered graph."""

@@ -6,6 +6,8 @@ import numpy as np
 
 LIMIT = 5.0
 """Deviations beyond this have a probability under 1e-6; the seeds of all tests are fixed."""
+LEAST, BINS = 20, 40
+"""Draws that are expected of a token with a bin of its own, and the number of bins with equal probability."""
 
 
 def deviation(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -20,18 +22,23 @@ def uniformity(values: np.ndarray, bins: int) -> float:
     return deviation(counts, np.full(bins, values.size / bins))
 
 
-def binned(probs: np.ndarray, draws: int, least: float = 20.0) -> np.ndarray:
-    """Return a bin for each token: one a token if it is expected `least` times, one for all others."""
-    rare = probs * draws < least
-    bins = np.cumsum(~rare)
-    bins[rare] = 0
-    return bins
-
-
 def fit(tokens: np.ndarray, probs: np.ndarray) -> float:
-    """Return the deviation of drawn tokens from a distribution over a vocabulary."""
-    bins = binned(probs, len(tokens))
-    expected = np.bincount(bins, probs, bins.max() + 1) * len(tokens)
+    """Return the larger deviation of drawn tokens from a distribution over a vocabulary, by two sets of bins.
+
+    Many bins, one a token that is expected often enough, find a wrong token. Few, of likely and unlikely tokens, find
+    that all of them are a little too likely.
+    """
+    rare = probs * len(tokens) < LEAST
+    fine = np.where(rare, 0, np.cumsum(~rare))
+    order = np.argsort(-probs, kind="stable")
+    coarse = np.empty(len(probs), np.int64)
+    coarse[order] = (np.cumsum(probs[order]) - probs[order] / 2) * BINS
+    return max(_fit(tokens, probs, fine), _fit(tokens, probs, coarse))
+
+
+def _fit(tokens: np.ndarray, probs: np.ndarray, bins: np.ndarray) -> float:
+    """Return the deviation of the counts of each bin. Hardly any token may be in a bin that is expected to be empty."""
+    expected = np.bincount(bins, probs) * len(tokens)
     counts = np.bincount(bins[tokens], minlength=len(expected))
     used = expected > 1
     assert counts[~used].sum() <= 5
