@@ -275,6 +275,19 @@ def test_ids_that_begin_and_end_a_text(
     assert write_text_files(write_folder(tmp_path / "model", files, **settings), bundle) == expected
 
 
+def test_a_bundle_keeps_the_sampling_defaults(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    generation = {**sampling, "min_p": None, "eos_token_id": 2, "transformers_version": "5"}
+    files = {"tokenizer.json": llama, "generation_config.json": generation}
+    write_text_files(write_folder(tmp_path / "model", files, **NAMES), bundle)
+    assert json.loads((bundle / "generation_config.json").read_text()) == sampling
+
+
+def test_a_checkpoint_without_sampling_defaults(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
+    write_text_files(write_folder(tmp_path / "model", {"tokenizer.json": llama}, **NAMES), bundle)
+    assert not (bundle / "generation_config.json").exists()
+
+
 def test_ids_of_another_kind_are_refused(llama: dict[str, Any], tmp_path: Path, bundle: Path) -> None:
     files = {"tokenizer.json": llama, "generation_config.json": {"eos_token_id": "</s>"}}
     line = refused(write_folder(tmp_path / "model", files, **NAMES), bundle, UnsupportedModelError)

@@ -54,6 +54,17 @@ def test_json_gives_environment_and_figures_by_method(redraft: Redraft, bundle: 
     }  # fmt: skip
 
 
+def test_sampled_texts_are_compared_too(redraft: Redraft, bundle: Path, prompts: Path) -> None:
+    options = ("--temperature", "0.8", "--top-k", "9", "--seed", "4", "--sampling", "model", "--methods", "ngram")
+    result = redraft("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos",
+                     *options, "--json")  # fmt: skip
+    measured = json.loads(result.stdout)
+    assert measured["methods"]["ngram"]["identical_to_plain"] is True
+    assert {name: measured["sampling"][name] for name in ("temperature", "top_k", "top_p", "seed")} == {
+        "temperature": 0.8, "top_k": 9, "top_p": 1.0, "seed": 4,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     """Two conversations of two and of three turns."""

@@ -28,7 +28,7 @@ from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
