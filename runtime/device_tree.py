@@ -78,7 +78,8 @@ class DeviceTree:
 
     __slots__ = ("_nodes", "drafts", "slot")
 
-    on_device = True
+    on_device = cut_at_end = True
+    draws = None
 
     def __init__(self, drafts: DeviceDrafts, slot: int, nodes: int) -> None:
         self.drafts = drafts
