@@ -66,7 +66,7 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
     try:
         from llguidance import LLTokenizer
     except ImportError:
-        raise UsageError("constraints need the package llguidance", "pip install redraft[constraints]") from None
+        raise UsageError("constraints need the package llguidance", "run `pip install 'redraft[constraints]'`") from None
     if not eos:
         raise UsageError("a constraint needs an end-of-sequence token, and this model has none", "use another model")
     try:
@@ -115,7 +115,8 @@ class Constraint:
 
     def forced(self, state: GrammarState) -> list[int]:
         """Return the tokens that must follow a state, as far as it leaves no choice."""
-        return state.matcher.compute_ff_tokens()
+        found: list[int] = state.matcher.compute_ff_tokens()
+        return found
 
     def _allowed(self, matcher: LLMatcher) -> BoolArray | None:
         """Return which tokens may follow, bool[V] or longer; None if none may. Valid until the next call."""
@@ -129,8 +130,11 @@ def _source(grammar: Grammar) -> str:
     """Return llguidance's form of a grammar."""
     from llguidance import LLMatcher
 
+    source: str
     if grammar.kind == JSON_SCHEMA:
-        return LLMatcher.grammar_from_json_schema(grammar.text, _SPACES)
-    if grammar.kind == REGEX:
-        return LLMatcher.grammar_from_regex(grammar.text)
-    return LLMatcher.grammar_from_lark(grammar.text)
+        source = LLMatcher.grammar_from_json_schema(grammar.text, _SPACES)
+    elif grammar.kind == REGEX:
+        source = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        source = LLMatcher.grammar_from_lark(grammar.text)
+    return source
