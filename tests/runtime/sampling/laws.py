@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise, permutations, product
 
 import numpy as np
@@ -22,6 +23,7 @@ Verify = Callable[[Tree, Target, Chance], Accepted]
 def model(seed: int, vocabulary: int = VOCABULARY, sharp: float = 1.0) -> Model:
     """Return a model with random distributions, another one after every text."""
 
+    @cache
     def after(text: tuple[int, ...]) -> Probs:
         weights = np.random.default_rng([seed, *text]).gamma(1 / sharp, size=vocabulary) + 1e-3
         return weights / weights.sum()

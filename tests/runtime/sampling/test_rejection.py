@@ -11,7 +11,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.offers import Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sampling import rejection
 from redraft.runtime.sampling.rejection import verify_block, verify_tree
-from redraft.runtime.tree import merge, prune
+from redraft.runtime.tree import is_chain, layout, merge, prune, within
 from redraft.types import Budget, DraftTree, Draws, OfferKind, Tree
 from tests.runtime.sampling.laws import (
     Law,
@@ -34,6 +34,7 @@ SHAPES = {
     "siblings": [-1, 0, 0, 0],
     "two levels": [-1, 0, 0, 1, 1, 2],
     "three levels": [-1, 0, 0, 1, 1, 3],
+    "branches": [-1, 0, 0, 1, 2],
 }
 
 
@@ -105,15 +106,17 @@ def test_draws_merged_with_chosen_nodes(shape: str, repeats: bool) -> None:
         StepLimits(Budget(9, 1, 9)),
         StepLimits(Budget(9, 9, 1)),
         StepLimits(Budget(9, 9, 9), branches=False),
+        StepLimits(Budget(9, 9, 2)),
         StepLimits(Budget(9, 9, 9), cache_len=4, block_rows=8),
+        StepLimits(Budget(9, 9, 9), cache_len=5, block_rows=8),
     ],
-    ids=["all", "depth", "width", "chains", "block"],
+    ids=["all", "depth", "width 1", "chains", "width 2", "half a block", "less of a block"],
 )
 @pytest.mark.parametrize("nodes", [1, 2, 3, 9])
 def test_cuts_keep_the_distribution(limits: StepLimits, nodes: int, ready: Tree | None) -> None:
     trees = (
         (share, _cut(tree, ready, limits, nodes))
-        for shape in ("two levels", "chain")
+        for shape in ("branches", "chain")
         for share, tree in drawn_trees(Q, SHAPES[shape])
     )
     law = law_of(trees, P, 3)
@@ -121,9 +124,16 @@ def test_cuts_keep_the_distribution(limits: StepLimits, nodes: int, ready: Tree 
 
 
 def _cut(made: DraftTree, ready: Tree | None, limits: StepLimits, nodes: int) -> Tree:
-    found = ready or made.first(0)
+    made = within(made, limits.budget)  # as drafters do
+    found = within(ready, limits.budget) if ready else made.first(0)
     plan = Plan(limits, found, OfferKind.FRESH, Offer(OfferKey("drafter", OfferKind.FRESH)))
-    return FixedBudget(Budget(nodes, 9, 9)).cut([None], [plan], [made])[0]
+    tree = FixedBudget(Budget(nodes, 9, 9)).cut([None], [plan], [made])[0]
+    assert len(tree) <= nodes + 1
+    depths, budget = layout(tree.parents).depths, limits.budget
+    assert depths.max() <= budget.depth and np.bincount(depths).max() <= budget.width
+    rows = limits.cache_len + len(tree)
+    assert is_chain(tree) or (limits.branches and rows <= (limits.block_rows or rows))
+    return tree
 
 
 def _law(shape: str = "two levels") -> Law:
