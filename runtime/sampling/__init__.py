@@ -7,24 +7,20 @@ implementations can be compared token by token.
 
 from __future__ import annotations
 
-from redraft.errors import UsageError
+from collections.abc import Collection
+
 from redraft.runtime.params import SamplingParams
 from redraft.runtime.sampling.greedy import Greedy
-from redraft.runtime.sampling.processors import Processed
+from redraft.runtime.sampling.processors import make_processors
 from redraft.runtime.sampling.sampler import Sampler
+from redraft.runtime.sampling.walk import Walk
 
 
-def make_sampler(params: SamplingParams, record_logit_margins: bool = False) -> Sampler:
-    """Return the sampler for `params`. Raises UsageError for a temperature above 0."""
-    if params.temperature > 0:
-        raise UsageError(
-            f"temperature {params.temperature} asked for, only greedy decoding is available", "use temperature 0"
-        )
-    sampler = Greedy(record_logit_margins)
-    return Processed(sampler, params.logits_processors) if params.logits_processors else sampler
-
-
-def margins_of(sampler: Sampler) -> list[float] | None:
-    """Return the lead of each token over the second likeliest, if the sampler recorded it."""
-    inner = sampler.sampler if isinstance(sampler, Processed) else sampler
-    return inner.logit_margins if isinstance(inner, Greedy) else None
+def make_sampler(
+    params: SamplingParams, stop_tokens: Collection[int] = (), record_logit_margins: bool = False
+) -> Sampler:
+    """Return the sampler for a request that these tokens end."""
+    processors = make_processors(params, stop_tokens)
+    if params.temperature or processors or params.logprobs is not None:
+        return Walk(params, processors, record_logit_margins)
+    return Greedy(record_logit_margins)

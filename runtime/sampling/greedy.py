@@ -17,16 +17,11 @@ class Greedy(Sampler):
     """
 
     def __init__(self, record_logit_margins: bool = False) -> None:
-        self.logit_margins: list[float] | None = [] if record_logit_margins else None
-
-    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
-        """Return the likeliest token after every node."""
-        likeliest: list[int] = logits.argmax(axis=-1).tolist()
-        return likeliest
+        self.logit_margins = [] if record_logit_margins else None
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """Accept the nodes that agree, and record logit margins if requested."""
-        outcome = accept(tree, self.sample(logits, tree, tokens))
+        """Accept the nodes that are their parents' likeliest tokens, and record logit margins if requested."""
+        outcome = accept(tree, logits.argmax(axis=-1).tolist())
         if self.logit_margins is not None:
             self.logit_margins.extend(top_two_margins(logits[[0, *outcome.path]]))
         return outcome

@@ -6,24 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from redraft.runtime.sampling.logprobs import TokenLogprobs
 from redraft.runtime.tree import accepted_path
 from redraft.types import FloatArray, Outcome, Tree
 
 
 class Sampler(ABC):
-    """Chooses the verifier's tokens for one request."""
+    """Chooses the verifier's tokens for one request. It may record values of its tokens, and of some past the end."""
+
+    logit_margins: list[float] | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
     @abstractmethod
-    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the target token after every node of `tree`.
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
+        """Choose target tokens after the nodes of `tree`, and accept the nodes that agree with them.
 
         logits: float32[n, V], a row a node; read only, overwritten by the next step.
         tokens: all committed ones; the last is the root, and its next token has position len(tokens).
+        A request's sampler is called for every one of its tokens, the first time with the prompt.
         """
-
-    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """Sample, and accept the nodes of `tree` that agree. The arguments are those of `sample`."""
-        return accept(tree, self.sample(logits, tree, tokens))
 
 
 @runtime_checkable
@@ -31,7 +32,7 @@ class OverTokens(Protocol):
     """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
 
     def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the target token after every node. The arguments are those of `Sampler.sample`."""
+        """Return the target token after every node. The arguments are those of `Sampler.verify`."""
 
 
 def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
