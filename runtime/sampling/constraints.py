@@ -7,7 +7,6 @@ end-of-sequence tokens may follow when the text is complete, and nothing else ma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,37 +15,14 @@ import numpy as np
 import tokenizers
 
 from redraft.errors import UsageError
+from redraft.runtime.grammar import JSON_SCHEMA, REGEX, Grammar
 from redraft.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_EXAMPLE = '{"type": "object"}'
-JSON_SCHEMA, REGEX, LARK = "JSON schema", "regular expression", "grammar"
 _SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
 """Spaces between JSON tokens. Their number is limited, since small models may repeat them until the text is full."""
-
-
-@dataclass(frozen=True)
-class Grammar:
-    """What a text must match.
-
-    kind: JSON_SCHEMA, REGEX or LARK.   text: its source, for example the schema as JSON.
-    Raises UsageError for a JSON schema that is not a JSON object.
-    """
-
-    kind: str
-    text: str
-
-    def __post_init__(self) -> None:
-        if self.kind != JSON_SCHEMA:
-            return
-        try:
-            found = json.loads(self.text)
-        except ValueError as error:
-            raise UsageError(f"the JSON schema is not JSON: {error}", "for example " + _EXAMPLE) from None
-        if not isinstance(found, dict):
-            raise UsageError(f"a JSON schema is a JSON object, not {found!r}", "for example " + _EXAMPLE)
 
 
 @dataclass(frozen=True, slots=True)

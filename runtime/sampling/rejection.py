@@ -22,14 +22,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.types import Draws, Tree
+from redraft.types import NOT_REACHED, Draws, Tree
 
 Probs = NDArray[np.float64]
 """A distribution over the full vocabulary, [V]."""
-Target = Callable[[int], Probs]
-"""p after a node. Calls come from the root down, each node after its parent."""
+Target = Callable[[int], Probs | None]
+"""p after a node; None if no token may follow it. Calls come from the root down, each node after its parent."""
 Accepted = tuple[tuple[int, ...], int]
-"""The accepted nodes in order, without the root, and the token after the last of them."""
+"""The accepted nodes in order, without the root, and the token after the last of them; NOT_REACHED if none may be."""
 
 
 class Chance(Protocol):
@@ -48,12 +48,13 @@ def verify_tree(tree: Tree, target: Target, chance: Chance) -> Accepted:
     `target` is called for accepted nodes only.
     """
     node, path = 0, []
-    while True:
-        child, left = try_children(tree, node, target(node), chance)
+    while (p := target(node)) is not None:
+        child, left = try_children(tree, node, p, chance)
         if child is None:
             return tuple(path), chance.draw(left)
         path.append(child)
         node = child
+    return tuple(path), NOT_REACHED
 
 
 def try_children(tree: Tree, node: int, p: Probs, chance: Chance) -> tuple[int | None, Probs]:
@@ -137,9 +138,13 @@ def verify_block(chain: Tree, target: Target, chance: Chance) -> Accepted:
     `target` is called for every node up to the first that p excludes. Random numbers that drew later tokens of a chain
     decide about earlier ones here, so a drafter must not use them again. Nodes must be all chosen or all drawn.
     """
-    weight, taken, rest = 1.0, 0, np.zeros(0)
+    weight, taken = 1.0, 0
+    rest: Probs | None = None
     for node in range(len(chain)):
         p = target(node)
+        if p is None:
+            taken, rest = (node, None) if node == 0 or chance.accepts(weight) else (taken, rest)
+            break
         token = int(chain.tokens[node + 1]) if node + 1 < len(chain) else None
         q = _next_draw(chain, node, token, len(p))
         excess = np.maximum(weight * p - q, 0)
@@ -152,7 +157,7 @@ def verify_block(chain: Tree, target: Target, chance: Chance) -> Accepted:
         weight = min(1.0, weight * _ratio(p, q, token))
         if weight == 0:
             break
-    return tuple(range(1, taken + 1)), chance.draw(rest)
+    return tuple(range(1, taken + 1)), NOT_REACHED if rest is None else chance.draw(rest)
 
 
 def _next_draw(chain: Tree, node: int, token: int | None, vocabulary: int) -> Probs:

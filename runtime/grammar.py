@@ -1,0 +1,61 @@
+"""What a text must match: a JSON schema, a regular expression or a grammar. `redraft.runtime.sampling.constraints` uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redraft.errors import UsageError
+
+JSON_SCHEMA, REGEX, LARK = "JSON schema", "regular expression", "grammar"
+_EXAMPLE = 'for example {"type": "object"}'
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must match.
+
+    kind: JSON_SCHEMA, REGEX or LARK.   text: its source, for example the schema as JSON.
+    Raises UsageError for a source that is not text, and for a JSON schema that is not a JSON object.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise UsageError(f"a {self.kind} is a text, not {self.text!r}")
+        if self.kind != JSON_SCHEMA:
+            return
+        try:
+            found = json.loads(self.text)
+        except ValueError as error:
+            raise UsageError(f"the JSON schema is not JSON: {error}", _EXAMPLE) from None
+        if not isinstance(found, dict):
+            raise UsageError(f"a JSON schema is a JSON object, not {found!r}", _EXAMPLE)
+
+
+def requested_grammar(
+    json_schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None, json_object: bool
+) -> Grammar | None:
+    """Return the one grammar of a request, or None. Raises UsageError for two, and for one that is not valid."""
+    given = [name for name, value in (("json_schema", json_schema), ("regex", regex), ("grammar", grammar)) if value is not None]
+    given += ["json_object"] if json_object else []
+    if len(given) > 1:
+        raise UsageError(f"a text can match one of {' and '.join(given)}", "give one of them")
+    if json_schema is not None:
+        return Grammar(JSON_SCHEMA, json_schema if isinstance(json_schema, str) else _json(json_schema))
+    if regex is not None:
+        return Grammar(REGEX, regex)
+    if grammar is not None:
+        return Grammar(LARK, grammar)
+    return Grammar(JSON_SCHEMA, '{"type": "object"}') if json_object else None
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the JSON schema has a value that JSON lacks: {error}", _EXAMPLE) from None
