@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -34,10 +35,11 @@ from redraft.runtime.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.recent import Recent
+from redraft.runtime.sampling.drawn import Rejection
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
-from redraft.types import Budget, DraftTree, Outcome, Tree
+from redraft.types import Budget, DraftTree, IntArray, Outcome, Tree
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
@@ -308,7 +310,7 @@ class HiddenStateDrafter(TreeMaker):
         """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
         if self._store is None:
             return [
-                within(call.copied(slot, count), budget) if budget.nodes else root_only(seq.tokens[-1])
+                self._tree(call, seq, slot, budget, count) if budget.nodes else root_only(seq.tokens[-1])
                 for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=False))
             ]
         drafts = call.drafts(nodes, stage)
@@ -321,6 +323,22 @@ class HiddenStateDrafter(TreeMaker):
             else:
                 trees.append(drafts.tree(slot, budget.nodes))
         return trees
+
+    def _tree(self, call: _Call, seq: Sequence, slot: int, budget: Budget, nodes: int) -> Tree:
+        """Return the tree of a call's latest run on the host. A sampler by rejection draws a chain instead."""
+        chain = self._state.get(names.CHAIN_LOGITS)
+        if chain is None or not isinstance(seq.sampler, Rejection):
+            return within(call.copied(slot, nodes), budget)
+        used = seq.drafting[self].used
+        steps = slice(used, used + min(budget.depth, budget.nodes))
+        logits = array_of(chain)[slot, steps] * np.float32(self.shape.draft_logit_scale)
+        return seq.sampler.draw_chain(seq.tokens[-1], len(seq.tokens), logits, self._draft_ids)
+
+    @cached_property
+    def _draft_ids(self) -> IntArray | None:
+        """The token of each column of the logits; None if column i is token i."""
+        table = self._tables.get(names.DRAFT_VOCABULARY)
+        return None if table is None else array_of(table)
 
     def _cuts(self, budget: Budget, nodes: int) -> bool:
         """Return true if the first `nodes` nodes of a tree may be deeper, or wider in one level, than a budget."""
