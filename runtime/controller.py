@@ -103,9 +103,7 @@ class FixedBudget:
     ) -> list[Tree]:
         """Merge each plan's trees, and cut them to the budget."""
         return [
-            join(plan.found, self._kept(plan, tree), plan.limits, self._budget.nodes)
-            if plan.speculates
-            else plan.found
+            join(plan.found, self._kept(plan, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
             for plan, tree in zip(plans, made, strict=True)
         ]
 

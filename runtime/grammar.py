@@ -1,4 +1,4 @@
-"""What a text must match: a JSON schema, a regular expression or a grammar. `redraft.runtime.sampling.constraints` uses it."""
+"""What a text must match: a JSON schema, a regular expression or a grammar (`redraft.runtime.sampling.constraints`)."""
 
 from __future__ import annotations
 
@@ -38,23 +38,19 @@ class Grammar:
 
 
 def requested_grammar(
-    json_schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None, json_object: bool
+    json_schema: str | None, regex: str | None, grammar: str | None, json_object: bool
 ) -> Grammar | None:
     """Return the one grammar of a request, or None. Raises UsageError for two, and for one that is not valid."""
-    given = [name for name, value in (("json_schema", json_schema), ("regex", regex), ("grammar", grammar)) if value is not None]
-    given += ["json_object"] if json_object else []
+    kinds = {"json_schema": JSON_SCHEMA, "regex": REGEX, "grammar": LARK, "json_object": JSON_SCHEMA}
+    texts = (json_schema, regex, grammar, '{"type": "object"}' if json_object else None)
+    given = {name: text for name, text in zip(kinds, texts, strict=True) if text is not None}
     if len(given) > 1:
         raise UsageError(f"a text can match one of {' and '.join(given)}", "give one of them")
-    if json_schema is not None:
-        return Grammar(JSON_SCHEMA, json_schema if isinstance(json_schema, str) else _json(json_schema))
-    if regex is not None:
-        return Grammar(REGEX, regex)
-    if grammar is not None:
-        return Grammar(LARK, grammar)
-    return Grammar(JSON_SCHEMA, '{"type": "object"}') if json_object else None
+    return next((Grammar(kinds[name], text) for name, text in given.items()), None)
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as JSON. Raises UsageError for a value that JSON lacks."""
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
-from redraft.runtime.grammar import Grammar, requested_grammar
+from redraft.runtime.grammar import Grammar, requested_grammar, schema_text
 from redraft.types import Budget, FloatArray
 
 LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
@@ -106,6 +106,8 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {allowed}, not {value}")
         if self.logprobs is not None and not (isinstance(self.logprobs, Integral) and self.logprobs >= 0):
             raise UsageError(f"logprobs must be None or a whole number from 0, not {self.logprobs!r}")
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
         if self.acceptance not in ACCEPTANCE:
             raise UsageError(f"unknown acceptance {self.acceptance!r}", f"choose one of {', '.join(ACCEPTANCE)}")
         if self.constraint is not None and self.ignore_eos:
@@ -118,6 +120,7 @@ class SamplingParams:
     @property
     def constraint(self) -> Grammar | None:
         """What the text must match. Raises UsageError if there are two, or one of another type."""
+        assert not isinstance(self.json_schema, Mapping)
         return requested_grammar(self.json_schema, self.regex, self.grammar, self.json_object)
 
     @property

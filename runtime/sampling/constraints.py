@@ -42,14 +42,18 @@ def guided_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary: int, eos: Sequ
     try:
         from llguidance import LLTokenizer
     except ImportError:
-        raise UsageError("constraints need the package llguidance", "run `pip install 'redraft[constraints]'`") from None
+        raise UsageError(
+            "constraints need the package llguidance", "run `pip install 'redraft[constraints]'`"
+        ) from None
     if not eos:
         raise UsageError("a constraint needs an end-of-sequence token, and this model has none", "use another model")
     try:
         size = max(vocabulary, tokenizer.get_vocab_size())
         return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(eos))
     except ValueError as error:
-        raise UsageError(f"llguidance cannot read this model's tokenizer: {error}", "leave the constraint out") from None
+        raise UsageError(
+            f"llguidance cannot read this model's tokenizer: {error}", "leave the constraint out"
+        ) from None
 
 
 class Constraint:

@@ -16,7 +16,7 @@ from redraft.runtime.sampling.rejection import Probs, verify_block, verify_tree
 from redraft.runtime.sampling.truncation import LEAST_TEMPERATURE, Support, support_of
 from redraft.runtime.sampling.walk import Walk
 from redraft.runtime.tree import is_chain
-from redraft.types import NOT_REACHED, Draws, DraftTree, FloatArray, IntArray, Outcome, Tree
+from redraft.types import NOT_REACHED, DraftTree, Draws, FloatArray, IntArray, Outcome, Tree
 
 
 class Uniforms:

@@ -59,7 +59,10 @@ def test_texts_by_rejection_follow_the_schema(acceptance: str) -> None:
 def test_forced_tokens_need_fewer_verifications() -> None:
     runtime = make_runtime(script(WISHES, 2), 400)
     budget = SpeculationParams("ngram", budget=Budget(8, 8, 1))
-    (plain,), (drafted,) = runtime.generate(["ab"], constrained(), "none"), runtime.generate(["ab"], constrained(), budget)
+    (plain,), (drafted,) = (
+        runtime.generate(["ab"], constrained(), "none"),
+        runtime.generate(["ab"], constrained(), budget),
+    )
     assert drafted.text == plain.text
     assert drafted.metrics.num_spec_steps + drafted.metrics.num_accepted_draft_tokens <= len(plain.token_ids)
     assert drafted.metrics.num_accepted_draft_tokens >= len('name" colour" re')

@@ -42,7 +42,12 @@ def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, 
             return logits
 
         params = SamplingParams(
-            max_tokens=80, temperature=1.2, seed=seed, ignore_eos=True, acceptance=acceptance, logits_processors=(record,)
+            max_tokens=80,
+            temperature=1.2,
+            seed=seed,
+            ignore_eos=True,
+            acceptance=acceptance,
+            logits_processors=(record,),
         )
         (found,) = runtime.generate([[3 + seed % 7, 4]], params, how)
         for place, token in enumerate(found.token_ids, 2):

@@ -10,7 +10,7 @@ from itertools import pairwise, permutations, product
 import numpy as np
 
 from redraft.runtime.sampling.rejection import Accepted, Chance, Probs, Target, verify_tree
-from redraft.types import Draws, DraftTree, Tree
+from redraft.types import DraftTree, Draws, Tree
 
 VOCABULARY = 3
 Law = dict[tuple[int, ...], float]
@@ -93,8 +93,12 @@ def texts_of(tree: Tree) -> list[tuple[int, ...]]:
 def outputs(tree: Tree, p: Model, verify: Verify = verify_tree) -> Law:
     """Return the distribution of the tokens that one verification of a tree adds."""
     texts, law = texts_of(tree), defaultdict(float)
-    for share, (path, token) in every_branch(lambda chance: verify(tree, lambda node: p(texts[node]), chance)):
-        assert all(tree.parents[child] == node for node, child in pairwise((0, *path)))
+
+    def target(node: int) -> Probs:
+        return p(texts[node])
+
+    for share, (path, token) in every_branch(lambda chance: verify(tree, target, chance)):
+        assert all(tree.parents[child] == parent for parent, child in pairwise((0, *path)))
         law[(*texts[path[-1] if path else 0], token)] += share
     return law
 
@@ -107,7 +111,9 @@ def drawn_trees(
     counts = [parents[1:].count(node) for node in inner]
     draws = product if repeats else permutations
     ways = [
-        list(product(range(vocabulary), repeat=count)) if draws is product else list(permutations(range(vocabulary), count))
+        list(product(range(vocabulary), repeat=count))
+        if draws is product
+        else list(permutations(range(vocabulary), count))
         for count in counts
     ]
     for taken in product(*ways):

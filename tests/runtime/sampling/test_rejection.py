@@ -70,7 +70,8 @@ def test_block_verification_accepts_more() -> None:
             sum(share * length for share, length in _lengths(p, q, verify)) for verify in (verify_tree, verify_block)
         )
         gains.append(by_block - by_token)
-    assert min(gains) > -EXACT and max(gains) > 0.01
+    assert min(gains) > -EXACT
+    assert max(gains) > 0.01
 
 
 def _lengths(p: Model, q: Model, verify: rejection.Target) -> Iterator[tuple[float, int]]:
@@ -130,7 +131,8 @@ def _cut(made: DraftTree, ready: Tree | None, limits: StepLimits, nodes: int) ->
     tree = FixedBudget(Budget(nodes, 9, 9)).cut([None], [plan], [made])[0]
     assert len(tree) <= nodes + 1
     depths, budget = layout(tree.parents).depths, limits.budget
-    assert depths.max() <= budget.depth and np.bincount(depths).max() <= budget.width
+    assert depths.max() <= budget.depth
+    assert np.bincount(depths).max() <= budget.width
     rows = limits.cache_len + len(tree)
     assert is_chain(tree) or (limits.branches and rows <= (limits.block_rows or rows))
     return tree
@@ -173,9 +175,7 @@ def test_pruning_by_drawn_values_is_found() -> None:
 
 
 def test_a_stop_at_an_unlikely_draw_is_found() -> None:
-    trees = (
-        (share, tree.first(3 if tree.log_probs[3] > -2 else 2)) for share, tree in drawn_trees(Q, SHAPES["chain"])
-    )
+    trees = ((share, tree.first(3 if tree.log_probs[3] > -2 else 2)) for share, tree in drawn_trees(Q, SHAPES["chain"]))
     assert farthest(law_of(trees, P, 4), closed_form(P, 4)) > WRONG
 
 
