@@ -165,7 +165,7 @@ class DraftTree:
         return self.part(slice(nodes + 1), self.parents[: nodes + 1])
 
     def part(self, keep: Sequence[int] | slice, parents: IntArray) -> DraftTree:
-        """Return the nodes `keep` of this tree, root first, with their new parents. Raises ValueError as `Draws.part`."""
+        """Return nodes of this tree, root first, with their new parents. Raises ValueError as `Draws.part`."""
         draws = self.draws and self.draws.part(self.parents, keep)
         return DraftTree(self.tokens[keep], parents, self.log_probs[keep], draws)
 
