@@ -69,7 +69,9 @@ class Constraint:
         if self._start.is_error():
             reason = self._start.get_error().split("\n")[0]
             raise UsageError(f"the {grammar.kind} does not compile: {reason}", f"correct the {grammar.kind}")
-        if self._allowed(self._start.deep_copy()) is None:
+        allowed = self._allowed(self._start.deep_copy())
+        # If no token can spell a forced byte, the mask has a token that the matcher then refuses.
+        if allowed is None or not self._start.deep_copy().consume_token(int(allowed.argmax())):
             raise UsageError(f"no text matches the {grammar.kind}", f"correct the {grammar.kind}")
 
     def begin(self, prompt_tokens: Sequence[int]) -> GrammarState:
