@@ -13,7 +13,7 @@ import pytest
 from tests.little import Redraft
 
 PAGES = ("*.md", "docs/**/*.md", "plugins/*.md")
-EXAMPLES = ("README.md", "docs/embedding.md")
+EXAMPLES = ("README.md", "docs/embedding.md", "docs/sampling.md")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 README_LINES = 150

@@ -100,12 +100,15 @@ def _top_p(support: Support, p: float) -> Support:
     Only tokens above (1 - p) / n are sorted: the others of the n tokens have at most 1 - p together.
     """
     weights = np.exp(support.scores)
-    total = float(weights.sum(dtype=np.float64))
-    likely = np.flatnonzero(weights > (1 - p) / len(weights) * total * _MARGIN)
-    order = likely[np.argsort(-weights[likely], kind="stable")]
-    before = np.cumsum(weights[order], dtype=np.float64)
-    kept = 1 + int(np.searchsorted(before, p * total))
-    return support.kept(np.sort(order[:kept]))
+    total = float(weights.sum())
+    likely = np.sort(weights[weights > (1 - p) / len(weights) * total * _MARGIN])[::-1]
+    kept = 1 + int(np.searchsorted(np.cumsum(likely, dtype=np.float64), p * total))
+    least = likely[:kept][-1]
+    places = np.flatnonzero(weights >= least)
+    if len(places) > kept:
+        equal = np.flatnonzero(weights[places] == least)
+        places = np.delete(places, equal[kept - len(places) :])
+    return support.kept(places)
 
 
 _MARGIN = 1 - 1e-6

@@ -1,0 +1,162 @@
+"""Requests that sample: bad parameters before anything is computed, and errors that end one request alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from redraft.errors import UsageError
+from redraft.runtime import Budget, RequestError, SamplingParams, SpeculationParams
+from redraft.runtime.trace import replay
+from tests.runtime.fakes import EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
+
+PROMPTS = [[97, 98, 99] * 4, [100, 101] * 5, [98, 97] * 6]
+TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or above, and finite, not -0.1"),
+        ({"temperature": float("nan")}, "temperature must be .*, not nan"),
+        ({"temperature": float("inf")}, "temperature must be .*, not inf"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": float("nan")}, "top_p must be above 0"),
+        ({"min_p": 1.1}, "min_p must be from 0 to 1"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1"),
+        ({"top_k": -1}, r"top_k must be 0 \(all\) or above"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, and finite"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
+        ({"seed": -1}, r"seed must be from 0 to 2\^63 - 1, not -1"),
+        ({"seed": 1 << 63}, "seed must be from 0"),
+        ({"seed": 0.5}, "seed must be a whole number"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens is 5 and max_tokens 4; lower min_tokens"),
+        ({"min_tokens": -1}, "min_tokens must be 0 or above"),
+        ({"logprobs": -1}, "logprobs must be None or a whole number from 0"),
+        ({"logit_bias": {1: float("nan")}}, "the logit_bias of token 1 is nan; forbid a token with banned_tokens"),
+        ({"logit_bias": {1: float("-inf")}}, "the logit_bias of token 1 is -inf"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": 3}, "logit_bias must map token ids to numbers, not 3"),
+        ({"banned_tokens": [1.5]}, "banned_tokens's token ids are whole numbers, not 1.5"),
+        ({"banned_tokens": "abc"}, "banned_tokens is a list of token ids, not str"),
+    ],
+    ids=str,
+)
+def test_bad_parameters_are_refused_by_name(values: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"logit_bias": {VOCABULARY: 1.0}}, "logit_bias has the token id 258, the model knows 0 to 257"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias has the token id -1"),
+        ({"banned_tokens": [5, VOCABULARY]}, "banned_tokens has the token id 258"),
+        ({"banned_tokens": range(VOCABULARY)}, "banned_tokens and min_tokens leave no token to choose"),
+        ({"banned_tokens": [*range(EOS)], "min_tokens": 1}, "leave no token to choose"),
+        ({"logprobs": VOCABULARY + 1}, "logprobs is 259, the model has 258 tokens"),
+    ],
+)
+def test_what_the_model_forbids_is_refused_before_anything_is_computed(values: dict[str, object], message: str) -> None:
+    runtime = make_runtime()
+    with pytest.raises(UsageError, match=message):
+        runtime.generate([[97]], greedy(5, **values))
+    assert engine_of(runtime.verifier).sizes == []
+
+
+def test_end_tokens_count_as_banned_only_if_they_end_the_text() -> None:
+    params = greedy(3, banned_tokens=[*range(EOS)], min_tokens=1, ignore_eos=True)
+    assert make_runtime().generate([[97]], params)[0].token_ids == (EOS,) * 3
+
+
+def failing(length: int, error: Exception) -> SamplingParams:
+    """Return parameters of a request that fails after `length` tokens, prompt included."""
+
+    def process(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if len(tokens) == length:
+            raise error
+        return logits
+
+    return greedy(30, logits_processors=[process])
+
+
+@pytest.mark.parametrize("how", ["none", TREES], ids=["none", "trees"])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("at", [0, 1, 13])
+def test_an_error_ends_one_request_alone(how: str | SpeculationParams, max_num_seqs: int, at: int) -> None:
+    """The others have their whole texts, and the failed one its tokens before the error."""
+    runtime = make_runtime(max_num_seqs=max_num_seqs)
+    params = [greedy(30), failing(len(PROMPTS[1]) + at, KeyError("no")), greedy(30)]
+    message = f"prompt 2, token {at + 1}: a logits processor raised KeyError: 'no'"
+    with pytest.raises(RequestError, match=message) as caught:
+        runtime.generate(PROMPTS, params, how)
+    expected = [plain(mixing_rule, prompt, 30) for prompt in PROMPTS]
+    texts = [list(one.token_ids) for one in caught.value.generations]
+    assert texts == [expected[0], expected[1][:at], expected[2]]
+    reasons = [one.finish_reason for one in caught.value.generations]
+    assert reasons == ["length", "error", "length"]
+    assert runtime.generate(PROMPTS[:1], greedy(30), how)[0].token_ids == tuple(expected[0])
+
+
+def test_an_error_past_the_end_of_a_text_is_none() -> None:
+    """In a tree, the node after the last token may fail where plain decoding never comes."""
+    text = b"abcabcabcabc"
+    runtime = make_runtime(script([*text, EOS], 1))
+    params = failing(1 + len(text) + 1, ValueError("past the end"))
+    prediction = SpeculationParams("ngram", prediction=[*text, EOS, 97, 98], budget=Budget(16, 16, 1))
+    (found,) = runtime.generate([[97]], params, prediction)
+    assert found.finish_reason == "stop"
+    assert bytes(found.token_ids[:-1]) == text
+
+
+def test_a_stream_raises_after_its_last_text() -> None:
+    stream = make_runtime(script(b"hello there", 1)).stream([97], failing(6, ValueError("no")))
+    chunks: list[str] = []
+    with pytest.raises(RequestError, match="token 6: a logits processor raised ValueError: no"):
+        chunks.extend(stream)
+    assert "".join(chunks) == "hello"
+
+
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_stop_strings_and_ends_count_after_the_minimum(count: int) -> None:
+    runtime = make_runtime(script(b"one two one two", 1))
+    params = greedy(12, stop="two", min_tokens=count)
+    text = runtime.generate([[97]], params)[0].text
+    assert text == ("one " if count < 7 else "one two one ")[:12]
+    ended = make_runtime(script([97, EOS, EOS, 98], 1)).generate([[97]], greedy(12, min_tokens=count))[0]
+    assert len(ended.token_ids) == 12
+
+
+def test_a_sampled_trace_replays() -> None:
+    """Nodes that the sampler did not reach have no target token."""
+    runtime, file = make_runtime(max_num_seqs=3), io.StringIO()
+    params = [greedy(40, temperature=0.2, seed=seed) for seed in range(3)]
+    found = runtime.generate(PROMPTS, params, TREES, trace=file)
+    lines = file.getvalue().splitlines()
+    assert any("-1" in line.partition('"said"')[2].partition("]")[0] for line in lines)
+    played = replay(lines)
+    texts = sorted(tuple(tokens) for tokens in played.requests.values())
+    assert texts == sorted((*prompt, *one.token_ids) for prompt, one in zip(PROMPTS, found, strict=True))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_sampled_texts_are_those_without_speculation(max_num_seqs: int) -> None:
+    params = [greedy(60, temperature=0.3, seed=seed, repetition_penalty=1.1, logprobs=1) for seed in range(3)]
+    expected = make_runtime().generate(PROMPTS, params, "none")
+    found = make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, params, TREES)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.logprobs for one in found] == [one.logprobs for one in expected]
+    assert sum(one.metrics.num_accepted_draft_tokens for one in found) > 10
+
+
+def test_json_has_log_probabilities_if_requested() -> None:
+    params = greedy(2, logprobs=1, temperature=0.5)
+    values = make_runtime().generate([[97]], params)[0].to_json()["logprobs"]
+    assert [set(one) for one in values] == [{"token_id", "logprob", "top"}] * 2
+    assert [set(one["top"][0]) for one in values] == [{"token_id", "logprob"}] * 2
+    assert "logprobs" not in make_runtime().generate([[97]], greedy(2))[0].to_json()
