@@ -8,15 +8,16 @@ of non-negative numbers below 2^63, and divisions by powers of two:
     for r in range(ROUNDS):                 k[r] alternates: k1, k0, k1 …
         if r > 0:  x = x + x div 2^SHIFT
         x = x * (2 * x + k[r]) mod 2^WORD_BITS
-    u = (x div 2^(WORD_BITS - UNIFORM_BITS) + 0.5) * 2^-UNIFORM_BITS        in float32, exact, strictly in (0, 1)
-    noise = -log(-log(u))                                                   in float32
+    v = float32(x) * UNIFORM_SCALE + UNIFORM_OFFSET                       in (0, 1), as fine as 2^-30 near 0
+    e = v * (1 + v * (1/2 + v * 1/3)) if x < SERIES_BELOW, else -log(1 - v)       1 - v has no digits of a small v
+    noise = -log(e)                                                       falls as x grows; all in float32
 
 x * (2 * x + k) with an odd k is a permutation of the words (Rivest, "Permutation polynomials modulo 2^w", 2001; RC6
-uses it). The square is what mixes: a linear round, x * c + k, leaves neighbouring ids correlated whatever the number of
-rounds, since x + x div 2^s is almost linear too. With 24 random bits instead of 23, (2^24 - 0.5) * 2^-24 would round to
-1, and the noise would be infinite once in 2^24 tokens.
+uses it). The square mixes. Linear rounds, x * c + k, leave neighbouring ids correlated, however many they are, since
+x + x div 2^s is almost linear too. A small v is a large noise: if its digits were lost, a token of a probability below
+2^-24 could never win.
 
-The word x and u are the same bits everywhere. The logarithms of two libraries may differ in the last bit. Only the
+The word x and v are the same bits everywhere. The logarithms of two libraries may differ in the last bit. Only the
 verifier's noise decides which tokens come out, so such a difference costs a drafter an accepted token at worst.
 """
 
@@ -26,8 +27,10 @@ WORD_BITS = 30
 """Bits of x. With them 3 * 2^60 bounds every product, so int64 holds it."""
 SHIFT = 15
 ROUNDS = 3
-UNIFORM_BITS = 23
-"""Random bits of u. Its float32 has 24, of which the last is the half."""
+UNIFORM_SCALE = 2.0**-WORD_BITS * (1 - 2.0**-24)
+"""The factor keeps v below 1: float32 rounds the largest words up to 2^WORD_BITS."""
+UNIFORM_OFFSET = 2.0 ** -(WORD_BITS + 1)
+SERIES_BELOW = 1 << WORD_BITS - 7
 
 COUPLED, INDEPENDENT, ACCEPTANCE = 0, 1, 2
 """Streams: noise of the verifier and of drafters that follow it, of drafters that draw on their own, of acceptance."""
