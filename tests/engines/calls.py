@@ -12,7 +12,7 @@ import numpy as np
 from redraft import names, signatures
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import numpy_type
-from redraft.methods.lyanna import METHOD, slot_state
+from redraft.methods.lyanna import METHOD
 from redraft.names import Dtype, TensorSpec
 from redraft.runtime.tree import ancestor_mask
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
@@ -111,7 +111,7 @@ class Calls:
                     names.NUM_PENDING: np.array(pending[:batch]), names.CACHE_LEN: np.array(past),
                     names.KV_LEN: np.array([kv_len]), names.DRAFT_LOGIT_SCALE: _scales(batch),
                 }  # fmt: skip
-                state = [spec for spec in slot_state(shape) if spec.name.startswith(_CACHES)]
+                state = [spec for spec in METHOD.state(shape) if spec.name.startswith(_CACHES)]
                 poisoned, clean = self._caches(state, capacity, past, kv_len + shape.steps - 1)
                 written = [range(start, start + rows + shape.steps - 1) for start in past]
                 left = [range(row.start + n, row.stop) for row, n in zip(written, pending[:batch], strict=True)]
@@ -201,7 +201,7 @@ class Calls:
     def _copy_slot(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
-        state = signatures.verifier_state(self._shape) if verifier else slot_state(self._lyanna)  # type: ignore[arg-type]
+        state = signatures.verifier_state(self._shape) if verifier else METHOD.state(self._lyanna)  # type: ignore[arg-type]
         sizes = {"B": SLOTS, "C": self._capacity, "W": names.MAX_PENDING_FEATURES}
         values = {spec.name: self._floats(spec.dtype, *sized(spec, sizes)) for spec in state}
         for source, target in ((2, 0), (0, 1)):
