@@ -28,7 +28,7 @@ from redraft.export.tree_attention import OPSET
 from redraft.names import ADD_NOISE, TREE_ATTENTION_DOMAIN
 
 _WORDS, _SHIFTED = 1 << noise_spec.WORD_BITS, 1 << noise_spec.SHIFT
-_SCALE, _OFFSET, _SERIES_BELOW = noise_spec.UNIFORM_SCALE, noise_spec.UNIFORM_OFFSET, noise_spec.SERIES_BELOW
+_SCALE, _OFFSET, _SERIES_BELOW = noise_spec.UNIFORM_SCALE, noise_spec.UNIFORM_OFFSET, float(noise_spec.SERIES_BELOW)
 _THIRD = 1 / 3
 
 
@@ -53,7 +53,7 @@ def _(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor, ids: torch.
 
 @script(OPSET, default_opset=op)
 def TokenWords(keys, ids):  # type: ignore[no-untyped-def]
-    """The hash of each id and key, int64 [B, S, H]."""
+    """The hash of each id and key [B, S, H], in any integer type."""
     words = op.Constant(value_int=_WORDS)
     shifted = op.Constant(value_int=_SHIFTED)
     first, second = op.Split(keys, axis=2, num_outputs=2)
@@ -69,12 +69,12 @@ def TokenWords(keys, ids):  # type: ignore[no-untyped-def]
 def AddNoise(logits, scale, keys, ids):  # type: ignore[no-untyped-def]
     """Logits [B, S, H] and scaled noise."""
     one = op.Constant(value_float=1.0)
-    x = TokenWords(keys, ids)
-    v = op.Add(op.Mul(op.Cast(x, to=1), op.Constant(value_float=_SCALE)), op.Constant(value_float=_OFFSET))
+    word = op.Cast(TokenWords(keys, ids), to=1)
+    v = op.Add(op.Mul(word, op.Constant(value_float=_SCALE)), op.Constant(value_float=_OFFSET))
     series = op.Add(op.Mul(v, op.Constant(value_float=_THIRD)), op.Constant(value_float=0.5))
     series = op.Mul(v, op.Add(op.Mul(v, series), one))
-    tail = op.Less(x, op.Constant(value_int=_SERIES_BELOW))
-    exponential = op.Where(tail, series, op.Neg(op.Log(op.Sub(one, v))))
+    small = op.Less(word, op.Constant(value_float=_SERIES_BELOW))  # float32 has these words exactly
+    exponential = op.Where(small, series, op.Neg(op.Log(op.Sub(one, v))))
     factor = op.Unsqueeze(scale, op.Constant(value_ints=[1, 2]))
     return op.Sub(logits, op.Mul(factor, op.Log(exponential)))
 

@@ -60,6 +60,21 @@ class OfferKind(StrEnum):
     FRESH = "fresh"
 
 
+class Proposal(Protocol):
+    """The distributions q that a tree's candidates were drawn from, without replacement, the first child first.
+
+    A node's children were drawn from softmax(logits(depth, token)) for the node's own depth and token; the root's depth
+    is 0. Valid until the next draft for the slot.
+    """
+
+    @property
+    def tokens(self) -> IntArray | None:
+        """Token of each of the H columns, ascending; None if column t is token t."""
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return new logits, float32[H]."""
+
+
 class Tree(Protocol):
     """A tree of n candidate continuations of one sequence. Node 0 is the root, the last committed token."""
 
@@ -79,6 +94,10 @@ class Tree(Protocol):
     def on_device(self) -> bool:
         """True if the fields are on a device, with nodes in order of probability. Reading a field copies it."""
 
+    @property
+    def proposal(self) -> Proposal | None:
+        """The distributions that the candidates were drawn from, if they were drawn; kept when a tree is cut."""
+
     def __len__(self) -> int:
         """Number of nodes, n."""
 
@@ -93,6 +112,7 @@ class DraftTree:
     tokens: IntArray
     parents: IntArray
     log_probs: FloatArray
+    proposal: Proposal | None = None
 
     on_device: ClassVar[bool] = False
 
@@ -102,7 +122,7 @@ class DraftTree:
     def first(self, nodes: int) -> DraftTree:
         """Return the root and the `nodes` nodes after it."""
         end = nodes + 1
-        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end])
+        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end], self.proposal)
 
 
 @dataclass(frozen=True)

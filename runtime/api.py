@@ -25,6 +25,7 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.pairing import Pair
@@ -415,6 +416,7 @@ class Runtime:
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
             stop_tokens=frozenset() if params.ignore_eos else self._stop_tokens,
             sampler=sampler,
+            noise=DraftNoise(params.temperature, params.seed) if forced is None else NO_NOISE,
             text=Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None,
             speculation=speculation,
             tenant=asked.tenant,

@@ -102,13 +102,14 @@ def prune(tree: Tree, nodes: int) -> Tree:
     renumbered[keep] = np.arange(len(keep))
     parents = renumbered[tree.parents[keep]]
     parents[0] = -1
-    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
+    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep], tree.proposal)
 
 
 def merge(first: Tree, second: Tree) -> Tree:
     """Merge both trees at their root. Nodes with the same path become one, with the larger probability of the two.
 
     Nodes of `second` that `first` lacks come after all of `first`. A child is still never likelier than its parent.
+    The merged tree has no proposal: drawn candidates count as given ones there, which changes no distribution.
     """
     if len(second) == 1:
         return first
@@ -170,7 +171,7 @@ def within(tree: Tree, budget: Budget) -> Tree:
     place[keep] = np.arange(len(keep))
     renumbered = place[tree.parents[keep]]
     renumbered[0] = -1
-    return DraftTree(tree.tokens[keep], renumbered, tree.log_probs[keep])
+    return DraftTree(tree.tokens[keep], renumbered, tree.log_probs[keep], tree.proposal)
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:
@@ -207,4 +208,4 @@ def likeliest_chain(tree: Tree) -> DraftTree:
     path = [0]
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
         path.append(max(children, key=log_probs.__getitem__))
-    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path])
+    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path], tree.proposal)

@@ -36,6 +36,7 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     model = ir.load(folder / file)
     _check_attention(graph, model)
     merge_weights(model, folder, weights_file(graph))
+    common.InlinePass(lambda function: function.name in (names.ADD_NOISE, names.TOKEN_WORDS))(model)
     expand(model, release)
     if attention == "plugin":
         _name_plugin(model)

@@ -220,7 +220,18 @@ def write_draft(
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
     fixed: list[dict[int, Any]] = [{} for _ in tables]
-    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, Sampling(*[{0: b}] * 4), fixed)
+    dynamic: tuple[Any, ...] = (
+        rows_of,
+        rows_of,
+        rows_of,
+        {0: b},
+        {0: b},
+        {},
+        cache_of,
+        cache_of,
+        Sampling(*[{0: b}] * 4),
+        fixed,
+    )
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}

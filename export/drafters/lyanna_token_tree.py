@@ -21,20 +21,19 @@ A level has the `width` most probable children of each expanded node. The `width
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
-from redraft import names
 from redraft.methods.chains import DRAWN_LOG_PROB
-from redraft.methods.lyanna import TOKEN_INFO_INDEX, tree_size
+from redraft.methods.lyanna import tree_size
+from redraft.methods.lyanna_token_info import FP8, token_info
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
@@ -103,26 +102,6 @@ def _rank_log_probs(width: int) -> list[float]:
 def _log_softmax(logits: Floats) -> Floats:
     shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=np.float32)
-
-
-def lookup(tables: Mapping[str, Any], token: int) -> Floats:
-    """Return the numbers that `token` adds to all logits, [H]. `methods.lyanna.token_info_tables` has the tables."""
-    values = {name: table for name, table in tables.items() if name.startswith(names.TOKEN_INFO)}
-    index = values.pop(TOKEN_INFO_INDEX, None)
-    return token_info(list(values.values()), token if index is None else int(index[token]))
-
-
-def token_info(tables: Sequence[Any], row: int) -> Floats:
-    """Return a row of token information, [H], from tables without the index."""
-    tables = [np.asarray(table) for table in tables]
-    values = tables[0][row]
-    if len(tables) == 2 and tables[1].shape[1] > 1:
-        values = values @ tables[1]
-    elif len(tables) == 2:
-        codes = values.view(ml_dtypes.float8_e4m3fn) if values.dtype == np.uint8 else values
-        values = codes.astype(np.float32) * tables[1][row]
-    added: Floats = values.astype(np.float32)
-    return added
 
 
 @torch.library.custom_op("redraft::token_tree", mutates_args=())
@@ -208,8 +187,7 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
     """Return int8 codes, or bytes of float8 E4M3, as float32. ONNX cannot compute with such bytes."""
     if table.dtype != ir.DataType.UINT8:
         return op.Cast(codes, to=ir.DataType.FLOAT)
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    decoded = op.Constant(value_floats=np.nan_to_num(values).tolist())  # tables never hold the two codes of NaN
+    decoded = op.Constant(value_floats=FP8.tolist())
     return op.Gather(decoded, op.Cast(codes, to=ir.DataType.INT32))
 
 

@@ -133,7 +133,11 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
 def chain_state(shape: ChainShape) -> tuple[TensorSpec, ...]:
     """Return the tensors of a slot: KV, logits of the last draft's steps, and pending feature rows."""
-    return (*_caches(shape), chain_logits(shape), TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)))
+    return (
+        *_caches(shape),
+        chain_logits(shape),
+        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+    )
 
 
 def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:
