@@ -16,7 +16,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import Sampler
+from redraft.runtime.sampling.sampler import Sampler, accept
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import layout, make_tree, root_only
 from redraft.runtime.verifier import open_verifier
@@ -56,14 +56,10 @@ class KnownText(Sampler):
     rows: dict[int, FloatArray] = field(default_factory=dict)
     accepted: int = 0
 
-    def sample(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> list[int]:
-        """Return the text's own token at the depth of each node."""
-        depths = layout(tree.parents).depths.tolist()
-        return [self.tokens[min(len(tokens) + depth, len(self.tokens) - 1)] for depth in depths]
-
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """Accept the text's tokens, and store their logits."""
-        outcome = super().verify(logits, tree, tokens)
+        """Accept the text's own token at the depth of each node, and store the logits."""
+        depths = layout(tree.parents).depths.tolist()
+        outcome = accept(tree, [self.tokens[min(len(tokens) + depth, len(self.tokens) - 1)] for depth in depths])
         for depth, node in enumerate((0, *outcome.path)):
             self.rows[len(tokens) - 1 + depth] = logits[node].copy()
         self.accepted += len(outcome.path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SETTINGS = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", names.GENERATION_CONFIG_FILE,
     "chat_template.json",
 )  # fmt: skip
 OTHERS = ("tokenizer.*.json", "merges.txt", names.CHAT_TEMPLATE_FILE, f"{names.CHAT_TEMPLATES_FOLDER}/*.jinja")
@@ -63,13 +63,16 @@ def write_stand_in(bundle: Path, vocabulary: int) -> SpecialTokens:
 
 
 def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
-    """Put tokenizer, special tokens and chat templates of `checkpoint` into `bundle`, loaded by transformers.
+    """Put tokenizer, special tokens, chat templates and sampling defaults of `checkpoint` into `bundle`.
+
+    transformers loads them.
 
     Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a format that cannot be converted.
     """
     settings = {name: _read(checkpoint / name) for name in SETTINGS}
     tokenizer = load_tokenizer(checkpoint, settings["tokenizer_config.json"])
     write_tokenizer(tokenizer, bundle / names.TOKENIZER_FILE, vocabulary_file(checkpoint))
+    _write_sampling_defaults(checkpoint, settings[names.GENERATION_CONFIG_FILE], bundle)
     tokens = dict(tokenizer.special_tokens_map)
     (bundle / names.SPECIAL_TOKENS_FILE).write_text(json.dumps(tokens, indent=2) + "\n", encoding="utf-8")
     templates = _chat_templates(tokenizer.chat_template or settings["chat_template.json"].get("chat_template"))
@@ -79,6 +82,14 @@ def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
         path.parent.mkdir(exist_ok=True)
         path.write_text(template, encoding="utf-8")
     return _special_tokens(tokenizer, settings, _read(checkpoint / "config.json"))
+
+
+def _write_sampling_defaults(checkpoint: Path, generation: Mapping[str, Any], bundle: Path) -> None:
+    """Keep the sampling parameters of generation_config.json, if the checkpoint has such a file."""
+    if (checkpoint / names.GENERATION_CONFIG_FILE).exists():
+        kept = {name: generation[name] for name in names.SAMPLING_DEFAULTS if generation.get(name) is not None}
+        text = json.dumps(kept, indent=2) + "\n"
+        (bundle / names.GENERATION_CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def _chat_templates(found: Any) -> dict[str, str]:
@@ -101,7 +112,7 @@ def _special_tokens(
     token. BOS falls back to these files if the tokenizer has no settings.
     """
     nested = config.get("text_config")
-    sources = (settings["generation_config.json"], config, nested if isinstance(nested, dict) else {})
+    sources = (settings[names.GENERATION_CONFIG_FILE], config, nested if isinstance(nested, dict) else {})
 
     def listed(name: str) -> tuple[int, ...]:
         return _ids(name, next((source[name] for source in sources if source.get(name) is not None), None))

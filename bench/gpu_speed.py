@@ -25,7 +25,8 @@ from redraft.runtime.cost import MEASURED_KV_LEN, measure_curve
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.offers import Speculation
 from redraft.runtime.ranges import STEP, WAIT
-from redraft.runtime.sampler import Greedy, Sampler
+from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.watchers import Recording

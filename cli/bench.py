@@ -24,6 +24,19 @@ from redraft.cli.options import (
     parse_budget,
     parse_drafter_options,
 )
+from redraft.cli.sampling_options import (
+    Frequency,
+    MinP,
+    Presence,
+    Repetition,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    check_sampling,
+    sampling_params,
+)
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +70,15 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Decode all --max-new-tokens, past the end-of-sequence token.")
     ] = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    sampling: Sampling = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
     budget: BudgetText = None,
     synthetic_acceptance: Annotated[
         str | None,
@@ -82,11 +104,14 @@ def bench(
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.prompts import load_prompts
     from redraft.cli.opening import open_runtime
-    from redraft.runtime import SamplingParams
 
     loaded = load_prompts(prompts, limit)
-    params = SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos)
-    settings = Settings(params, size, forced, chat, system)
+    given = dict(
+        max_tokens=max_new_tokens, ignore_eos=ignore_eos, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, seed=seed, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )  # fmt: skip
+    check_sampling(sampling, **given)  # before the engines are opened
     with progress(quiet=as_json) as report:
         report("opening the engines")
         with ExitStack() as stack:
@@ -95,6 +120,7 @@ def bench(
                     engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
                 )
             )
+            settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system)
             chosen = listed or default_methods(runtime, engines)
             fast = None
             if INEXACT in chosen:
@@ -150,6 +176,7 @@ def figures(
         "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
         "environment": {**environment(threads or usable_threads()), "device": _device(runtime), "model": model},
         "max_new_tokens": settings.params.max_tokens,
+        "sampling": settings.params.distribution,
         "chat": settings.chat,
         "system": settings.system,
         "methods": summarise(runs, margin_finder(runtime, settings), synthetic),

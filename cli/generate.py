@@ -24,6 +24,24 @@ from redraft.cli.options import (
     parse_budget,
     parse_drafter_options,
 )
+from redraft.cli.sampling_options import (
+    Banned,
+    Frequency,
+    LogitBias,
+    Logprobs,
+    MinNewTokens,
+    MinP,
+    Presence,
+    Repetition,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    check_sampling,
+    parse_biases,
+    sampling_params,
+)
 from redraft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,10 +62,19 @@ def generate(
         str | None, typer.Option(help="Drafting method; `none` decodes plainly; the bundle's best by default.")
     ] = None,
     max_new_tokens: NewTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, the only one available.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of every random number.")] = 0,
+    min_new_tokens: MinNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    sampling: Sampling = None,
+    repetition_penalty: Repetition = None,
+    presence_penalty: Presence = None,
+    frequency_penalty: Frequency = None,
+    logit_bias: LogitBias = None,
+    ban: Banned = None,
+    logprobs: Logprobs = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
@@ -80,25 +107,27 @@ def generate(
     if prediction and predicted is None:
         predicted = read_file(prediction)
 
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs needs --json", "add --json")
+
     from redraft.cli.opening import open_runtime
-    from redraft.runtime import SamplingParams, SpeculationParams
+    from redraft.runtime import SpeculationParams
 
     how = SpeculationParams(method, predicted, size, controller)
-    params = SamplingParams(
-        max_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    given = dict(
+        max_tokens=max_new_tokens, min_tokens=min_new_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        logit_bias=parse_biases(logit_bias), banned_tokens=ban, logprobs=logprobs,
+    )  # fmt: skip
+    check_sampling(sampling, **given)  # before the engines are opened
     with ExitStack() as stack:
         runtime = stack.enter_context(
             open_runtime(
                 engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
             )
         )
+        params = sampling_params(runtime, sampling, **given)
         ids = encode(runtime, text, chat, system)
         runtime.stream(ids, params, how)  # refuses invalid options before an earlier trace is overwritten
         file = stack.enter_context(writable(trace)) if trace else None

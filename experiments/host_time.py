@@ -49,7 +49,7 @@ from redraft.runtime.cycle import Cycle
 from redraft.runtime.drafters import Drafter, load_drafter, method_words, split_pair
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tokenizer import Tokenizer
 from redraft.runtime.verifier import Verifier, open_verifier

@@ -94,14 +94,19 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
 DEFAULT_CHAT_TEMPLATE = "default"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 """Files of a checkpoint and of a bundle alike."""
+DO_SAMPLE = "do_sample"
+SAMPLING_DEFAULTS = (DO_SAMPLE, "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Values of a checkpoint's generation_config.json that a bundle keeps."""
 
 TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 TREE_ATTENTION_INPUTS = 9
 """Inputs of every TreeAttention node; sinks are an optional one more."""
-ADD_NOISE, TOKEN_WORDS = "AddNoise", "TokenWords"
-"""Another operator of that domain, and the function for the hash in its body, which the CPU has in a faster form."""
+ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
+"""Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
+part of it."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.errors import UsageError
+from redraft.errors import RedraftError, UsageError
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -150,19 +150,26 @@ class Choice:
     together: tuple[float, Sequence[float]] | None = None
 
 
+NOT_REACHED = -1
+"""The target token of nodes that a sampler did not reach."""
+
+
 class Outcome(NamedTuple):
     """The outcome of verifying one tree.
 
-    target_token_ids: the verifier's token after each of the n nodes.
+    target_token_ids: the verifier's token after each of the n nodes, or NOT_REACHED.
     path:        accepted nodes in order, without the root: rows of the KV and feature buffers of this call.
     bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
     tokens:      tokens that this step adds to the sequence: the accepted ones, then the bonus.
+    error:       why no token can follow `tokens`, which then have no bonus. The request ends with it, unless it ended
+                 with one of these tokens.
     """
 
     target_token_ids: Sequence[int]
     path: tuple[int, ...]
     bonus: int
     tokens: tuple[int, ...] = ()
+    error: RedraftError | None = None
 
     @property
     def accepted(self) -> int:

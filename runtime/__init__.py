@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from redraft.runtime.api import Generation, Runtime
+from redraft.runtime.api import Runtime
+from redraft.runtime.generation import Generation, RequestError
 from redraft.runtime.params import SamplingParams, SpeculationParams
 from redraft.types import Budget
 
-__all__ = ["Budget", "Generation", "Runtime", "SamplingParams", "SpeculationParams"]
+__all__ = ["Budget", "Generation", "RequestError", "Runtime", "SamplingParams", "SpeculationParams"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from operator import index
 from pathlib import Path
@@ -31,11 +31,13 @@ from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
-from redraft.runtime.metrics import Metrics, summarise
+from redraft.runtime.generation import Generation, RequestError
+from redraft.runtime.metrics import summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
-from redraft.runtime.sampler import Sampler, make_sampler, margins_of
-from redraft.runtime.sequence import FinishReason
+from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.defaults import model_sampling
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
@@ -49,33 +51,6 @@ GREEDY = SamplingParams()
 _ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 _SAVE_STEPS = 256
 """A generation writes the estimated costs to disk if this many steps have corrected them."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One finished request.
-
-    token_ids:     the new tokens, with the end-of-sequence token if one ended them. `text` leaves special tokens out
-                   and ends before a stop string and before an unfinished character.
-    logit_margins: lead of each token's logit over the second largest, if the caller asked for it.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    metrics: Metrics
-    logit_margins: tuple[float, ...] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one JSON object."""
-        return {
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "finish_reason": self.finish_reason,
-            "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": len(self.token_ids)},
-            "metrics": self.metrics.to_json(),
-        }
 
 
 class Runtime:
@@ -172,6 +147,15 @@ class Runtime:
     def _built(self) -> tuple[str, ...]:
         return tuple(self._bundle.manifest.drafters) if self._bundle is not None else ()
 
+    def model_sampling(self, **given: Any) -> SamplingParams:
+        """Return `SamplingParams(**given)` with the model's own defaults for sampling parameters that are not given.
+
+        They are those of its generation_config.json. Raises UsageError for a bundle that keeps none.
+        """
+        if self._bundle is None:
+            raise UsageError("this runtime has no bundle with a model's sampling defaults")
+        return model_sampling(self._bundle.path, given)
+
     @property
     def caveats(self) -> tuple[str, ...]:
         """Warnings that every output must show: random weights, or a tokenizer that is not the model's."""
@@ -219,7 +203,8 @@ class Runtime:
         trace: the file that receives each step (`redraft.runtime.trace`).
         synthetic_acceptance: forced acceptance by depth; the output is labelled.   record_logit_margins: fill
                               `Generation.logit_margins`.
-        Raises UsageError for invalid arguments, before any computation.
+        Raises UsageError for invalid arguments, before any computation, and RequestError if requests failed while
+        they ran, after all others have ended.
         """
         if isinstance(prompts, str | bytes):
             raise UsageError("expected a list of prompts, found one", "put it into a list")
@@ -231,7 +216,10 @@ class Runtime:
             for _ in scheduler.run(cycle, requests):
                 pass
             self._keep_costs(_SAVE_STEPS)
-        return [self._generation(request, forced is not None) for request in requests]
+        generations = [self._generation(request, forced is not None) for request in requests]
+        if any(generation.error for generation in generations):
+            raise RequestError(generations)
+        return generations
 
     def warm(self, method: str | None = None) -> None:
         """Load everything that `method` needs. On a GPU, also run every shape of its steps once.
@@ -248,7 +236,8 @@ class Runtime:
     ) -> Iterator[str]:  # fmt: skip
         """Continue `prompt` and yield text as soon as it is final. The joined chunks are `generate`'s text.
 
-        Raises the errors of `generate` at the call, not at the first chunk.
+        Raises the errors of `generate` at the call, not at the first chunk. A request that fails while it runs raises
+        RequestError after its last text.
         """
         with self._running():
             cycle, (request,) = self._cycle([prompt], params, speculation, trace=trace)
@@ -261,6 +250,8 @@ class Runtime:
                 self._check_open()
                 if chunk := text.take(request.finish_reason is not None):
                     yield chunk
+            if request.error is not None:
+                raise RequestError([self._generation(request, False)])
 
     def forget(self, tenant: str) -> None:
         """Drop the outputs that methods keep for a tenant. Requests that end later are kept again.
@@ -406,18 +397,20 @@ class Runtime:
         forced: Acceptance | None, record_logit_margins: bool,
     ) -> Request:  # fmt: skip
         ids = self.encode(prompt)
-        sampler: Sampler = make_sampler(params, record_logit_margins)
+        stop_tokens = frozenset() if params.ignore_eos else self._stop_tokens
+        params.check_vocabulary(self.verifier.vocabulary, stop_tokens)
+        sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)
-            params = replace(params, ignore_eos=True, stop=())
+            params, stop_tokens = replace(params, stop=()), frozenset()
         request = Request(
             tokens=ids,
             prompt_length=len(ids),
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
-            stop_tokens=frozenset() if params.ignore_eos else self._stop_tokens,
+            stop_tokens=stop_tokens,
             sampler=sampler,
             noise=DraftNoise(params.temperature, params.seed) if forced is None else NO_NOISE,
-            text=Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None,
+            text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens) if params.stop else None,
             speculation=speculation,
             tenant=asked.tenant,
         )
@@ -460,15 +453,17 @@ class Runtime:
             for token in tokens:
                 stream.push(token)
         assert request.finish_reason is not None
-        waited = request.first_token - request.started
-        logit_margins = margins_of(request.sampler)
+        waited, decoded = request.first_token - request.started, max(len(tokens) - 1, 0)
+        logit_margins, logprobs = request.sampler.logit_margins, request.sampler.logprobs
         return Generation(
             text=LABEL + stream.text if synthetic else stream.text,
             token_ids=tuple(tokens),
             finish_reason=request.finish_reason,
             prompt_tokens=request.prompt_length,
-            metrics=summarise(request.counters, request.began, request.ended, len(tokens) - 1, waited, synthetic),
+            metrics=summarise(request.counters, request.began, request.ended, decoded, waited, synthetic),
             logit_margins=None if logit_margins is None else tuple(logit_margins[: len(tokens)]),
+            logprobs=None if logprobs is None else tuple(logprobs[: len(tokens)]),
+            error=request.error,
         )
 
 

@@ -13,7 +13,8 @@ from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTree, TreeStore
-from redraft.runtime.sampler import Greedy, OverTokens, accept
+from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.sampler import OverTokens, accept
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
 from redraft.types import IntArray, Outcome, Tree

@@ -140,6 +140,9 @@ class Cycle:
         if times.speculated:
             controller.timed(times.offers_ms, times.made_ms, times.nodes)
         for seq, plan, tree, outcome in zip(batch, plans, trees, outcomes, strict=True):
+            if outcome.error is not None:  # the request ends, and has no whole step to learn from
+                seq.commit(tree, outcome)
+                continue
             self.record(seq, plan, tree, outcome)
             seq.commit(tree, outcome)
             seq.speculation.drafter.accept(seq, tree, outcome)

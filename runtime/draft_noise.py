@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from redraft.noise_spec import COUPLED, INDEPENDENT, row_key
+from redraft.noise_spec import COUPLED, DRAWN
+from redraft.runtime.sampling.noise import row_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class DraftNoise:
     temperature: of the request. At 0 candidates have no noise, and the rest does not count.
     seed:        of the request.
     stream:      COUPLED for the verifier's own noise: candidates are the tokens that the verifier would sample if the
-                 drafter's logits were right. INDEPENDENT to draw from the drafter's distribution, for rejection
+                 drafter's logits were right. DRAWN to draw from the drafter's distribution, for rejection
                  sampling.
     """
 
@@ -25,7 +26,7 @@ class DraftNoise:
     @property
     def drawn(self) -> bool:
         """True if candidates are drawn from the drafter's distribution, softmax(logits / temperature)."""
-        return self.stream == INDEPENDENT and self.temperature > 0
+        return self.stream == DRAWN and self.temperature > 0
 
     def logit_scale(self, draft_logit_scale: float) -> float:
         """Return the factor on logits and noise, for a drafter whose own factor for likeliest tokens is given.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from numbers import Integral, Real
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -15,26 +17,48 @@ from redraft.types import Budget, FloatArray
 LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
 """A function of all tokens up to a position, prompt included, and of the logits [V] there. It returns new logits [V].
 
-The sampler calls it for every node of a draft tree, with the tokens of the node's own path.
+The sampler calls it for the nodes of a draft tree that it reaches, with the tokens of the node's own path.
 """
 CONTROLLERS = ("adaptive", "fixed")
+SEEDS = 1 << 63
+"""Seeds are below this."""
 
-_NUMBERS = {"max_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real, "seed": Integral}
+_NUMBERS = {
+    "max_tokens": Integral, "min_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
+    "min_p": Real, "repetition_penalty": Real, "presence_penalty": Real, "frequency_penalty": Real, "seed": Integral,
+}  # fmt: skip
 _CALLED = {Integral: "a whole number", Real: "a number"}
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_tokens": ("at least 1", lambda value: value >= 1),
+    "min_tokens": ("0 or above", lambda value: value >= 0),
+    "temperature": ("0 (greedy) or above, and finite", lambda value: 0 <= value < inf),
+    "top_k": ("0 (all) or above", lambda value: value >= 0),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("above 0, and finite", lambda value: 0 < value < inf),
+    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "seed": ("from 0 to 2^63 - 1", lambda value: 0 <= value < SEEDS),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one prompt's continuation.
+    """Parameters of one prompt's continuation. Their meanings are vLLM's.
 
-    max_tokens:  new tokens at most.
+    max_tokens:  new tokens at most.   min_tokens: new tokens before an end-of-sequence token or a stop string counts.
     stop:        strings that end the text, which is cut before them.
     ignore_eos:  True to continue past end-of-sequence tokens.
-    temperature: 0 is greedy.
-    top_k:       keep the k likeliest tokens; 0 keeps all.
-    top_p:       keep the likeliest tokens of this total probability.
-    seed:        key of every random number of the request.
-    logits_processors: functions that change the logits before a token is chosen, in this order.
+    temperature: divides the logits; 0 is greedy, which ignores the next three.
+    top_k:       keep the k likeliest tokens, and those as likely as the last of them; 0 keeps all.
+    top_p:       keep the likeliest of these tokens, as few as have this probability together.
+    min_p:       keep those of these tokens that are at least this share as likely as the likeliest.
+    repetition_penalty: divides the logits of tokens in prompt or answer, and multiplies them if they are negative.
+    presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once, and for each time.
+    logit_bias:  added to the logits of these token ids.   banned_tokens: ids that are never chosen.
+    seed:        key of every random number of the request, from 0 to 2^63 - 1. Equal requests give equal tokens.
+    logprobs:    None, or how many alternatives each token's log probability comes with (`Generation.logprobs`).
+    logits_processors: functions that change the logits after all penalties, in this order.
     """
 
     max_tokens: int = 128
@@ -45,25 +69,59 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    min_tokens: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    banned_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if not isinstance(self.logits_processors, list | tuple) or not all(map(callable, self.logits_processors)):
             raise UsageError("logits_processors must be a list of functions of token ids and logits")
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "banned_tokens", _token_ids(self.banned_tokens, "banned_tokens"))
         for name, kind in _NUMBERS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise UsageError(f"{name} must be {_CALLED[kind]}, not {getattr(self, name)!r}")
-        if self.max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+            value, (allowed, is_allowed) = getattr(self, name), _RANGES[name]
+            if not isinstance(value, kind):
+                raise UsageError(f"{name} must be {_CALLED[kind]}, not {value!r}")
+            if not is_allowed(value):
+                raise UsageError(f"{name} must be {allowed}, not {value}")
+        if self.logprobs is not None and not (isinstance(self.logprobs, Integral) and self.logprobs >= 0):
+            raise UsageError(f"logprobs must be None or a whole number from 0, not {self.logprobs!r}")
         if "" in self.stop:
             raise UsageError("a stop string must not be empty")
-        if not self.temperature >= 0:
-            raise UsageError(f"temperature must be 0 or above, not {self.temperature}")
-        if self.top_k < 0:
-            raise UsageError(f"top_k must be 0 (all) or above, not {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}", "lower min_tokens")
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """The logit bias of each token id that has one."""
+        return dict(self.logit_bias)
+
+    @property
+    def distribution(self) -> dict[str, float]:
+        """The parameters that are numbers and change which tokens are chosen, by name."""
+        lengths = ("max_tokens", "min_tokens")
+        return {name: getattr(self, name) for name in _NUMBERS if name not in lengths}
+
+    def check_vocabulary(self, vocabulary: int, stop_tokens: Collection[int]) -> None:
+        """Raise UsageError for a token id that the model lacks, and if no token is left to choose.
+
+        stop_tokens: ids that end this request's text.
+        """
+        for name, ids in (("logit_bias", self.biases), ("banned_tokens", self.banned_tokens)):
+            if unknown := [token for token in ids if not 0 <= token < vocabulary]:
+                raise UsageError(f"{name} has the token id {unknown[0]}, the model knows 0 to {vocabulary - 1}")
+        banned = {*self.banned_tokens, *(stop_tokens if self.min_tokens else ())}
+        if len(banned) >= vocabulary:
+            raise UsageError("banned_tokens and min_tokens leave no token to choose", "ban fewer tokens")
+        if self.logprobs is not None and self.logprobs > vocabulary:
+            raise UsageError(f"logprobs is {self.logprobs}, the model has {vocabulary} tokens")
 
 
 @dataclass(frozen=True)
@@ -89,7 +147,8 @@ class SpeculationParams:
         if self.method is not None and (not isinstance(self.method, str) or not self.method):
             raise UsageError(f"method must be a word, not {self.method!r}")
         if self.prediction is not None and not isinstance(self.prediction, str):
-            object.__setattr__(self, "prediction", _token_ids(self.prediction))
+            ids = _token_ids(self.prediction, "a prediction", "a text or a list of token ids")
+            object.__setattr__(self, "prediction", ids)
         if self.tenant is not None:
             check_tenant(self.tenant)
         if self.budget is not None and not isinstance(self.budget, Budget):
@@ -111,15 +170,27 @@ def check_tenant(tenant: object) -> None:
         raise UsageError(f"a tenant's key must be a text that is not empty, not {tenant!r}")
 
 
-def _token_ids(prediction: object) -> tuple[int, ...]:
-    """Return a prediction's token ids. Raises UsageError for any value but a list of whole numbers."""
-    if isinstance(prediction, bytes | bytearray) or not isinstance(prediction, Sequence | np.ndarray):
-        found = type(prediction).__name__
-        raise UsageError(f"a prediction is a text or a list of token ids, not {found}")
+def _biases(biases: object) -> tuple[tuple[int, float], ...]:
+    """Return pairs of token id and bias. Raises UsageError for other values, and for a bias that is not finite."""
+    try:
+        pairs = [(index(token), float(bias)) for token, bias in dict(biases).items()]  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise UsageError(f"logit_bias must map token ids to numbers, not {biases!r:.80}") from None
+    for token, bias in pairs:
+        if not isfinite(bias):
+            raise UsageError(f"the logit_bias of token {token} is {bias}", "forbid a token with banned_tokens")
+    return tuple(sorted(pairs))
+
+
+def _token_ids(values: object, name: str, form: str = "a list of token ids") -> tuple[int, ...]:
+    """Return token ids. Raises UsageError for any value but a list of whole numbers."""
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence | np.ndarray):
+        found = type(values).__name__
+        raise UsageError(f"{name} is {form}, not {found}")
     ids = []
-    for token in prediction:
+    for token in values:
         try:
             ids.append(index(token))
         except TypeError:
-            raise UsageError(f"a prediction's token ids are whole numbers, not {token!r}") from None
+            raise UsageError(f"{name}'s token ids are whole numbers, not {token!r}") from None
     return tuple(ids)

@@ -6,14 +6,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from redraft.errors import RedraftError
 from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import Sampler
+from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.tokenizer import Detokenizer
 from redraft.types import Outcome, Tree
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +27,7 @@ class Sequence:
     stop_tokens:    end-of-sequence ids; `tokens` includes the one that ends the text.
     text:           the text so far, for streams and stop strings; otherwise None.
     cache_len:      valid rows of this sequence in the KV buffers.
-    finish_reason:  None while it runs.
+    finish_reason:  None while it runs.   error: why it failed, if that is the reason.
     noise:          of its drafts' candidates, by its sampling parameters.
     speculation:    how it drafts; the cycle sets its default if a request has none.
     drafting:       state of each drafter.   control: state of the controller.
@@ -43,6 +44,7 @@ class Sequence:
     noise: DraftNoise = NO_NOISE
     cache_len: int = 0
     finish_reason: FinishReason | None = None
+    error: RedraftError | None = None
     speculation: Speculation = None  # type: ignore[assignment]  # until it is admitted
     drafting: dict[object, Any] = field(default_factory=dict)
     control: Any = None
@@ -66,19 +68,19 @@ class Sequence:
     def begin(self, outcome: Outcome, clock: Clock) -> None:
         """Commit the token after the prompt."""
         self.cache_len = self.prompt_length
-        self._append(outcome.tokens)
+        self._append(outcome)
         self.first_token = time.perf_counter()
         self.began = clock.copy()
 
     def commit(self, tree: Tree, outcome: Outcome) -> None:
         """Add a step's tokens, cut after the first that ends the text. KV rows of root and path are now valid."""
         self.cache_len += 1 + len(outcome.path)
-        kept = self._append(outcome.tokens)
+        kept = self._append(outcome)
         self.counters.count(len(tree) - 1, min(kept, len(outcome.path)))
 
-    def _append(self, tokens: tuple[int, ...]) -> int:
-        """Add tokens until one ends the text. Returns the number added."""
-        for count, token in enumerate(tokens, 1):
+    def _append(self, outcome: Outcome) -> int:
+        """Add tokens until one ends the text, or the request fails after them. Returns the number added."""
+        for count, token in enumerate(outcome.tokens, 1):
             self.tokens.append(token)
             stopped = token in self.stop_tokens or (self.text is not None and self.text.push(token))
             if stopped:
@@ -87,4 +89,6 @@ class Sequence:
             if len(self.tokens) >= self.limit:
                 self.finish_reason = "length"
                 return count
-        return len(tokens)
+        if outcome.error is not None:
+            self.finish_reason, self.error = "error", outcome.error
+        return len(outcome.tokens)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from redraft.errors import UsageError
 from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.sampler import Sampler, uniform
+from redraft.runtime.sampling.noise import uniform
+from redraft.runtime.sampling.sampler import Sampler, accept
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, prune
 from redraft.runtime.verifier import Verifier
-from redraft.types import Budget, FloatArray, Tree
+from redraft.types import Budget, FloatArray, Outcome, Tree
 
 LABEL = "[synthetic acceptance] "
 """Prefix of the text of such a run."""
@@ -67,9 +68,9 @@ class SyntheticAcceptance(Sampler):
         self._shares = acceptance.by_depth
         self._seed = seed
 
-    def sample(self, logits: FloatArray, tree: Tree, tokens: Several[int]) -> list[int]:
-        """Return the forced token after every node."""
-        return self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens)
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Several[int]) -> Outcome:
+        """Accept the forced tokens."""
+        return accept(tree, self.sample_likeliest(logits.argmax(axis=-1).tolist(), tree, tokens))
 
     def sample_likeliest(self, likeliest: Several[int], tree: Tree, tokens: Several[int]) -> list[int]:
         """Return the forced token after every node. The last accepted node gets a token that no child has."""

@@ -126,14 +126,16 @@ class Detokenizer:
     """The text after a prompt, token by token.
 
     It returns whole characters only. It holds back the bytes of an unfinished one, and text that may begin a stop
-    string. It decodes tokens after a few of their predecessors, since decoders treat the start of a text differently.
+    string. The first `min_tokens` tokens complete no stop string. It decodes tokens after a few of their predecessors,
+    since decoders treat the start of a text differently.
     """
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: Decoder, prompt: Sequence[int], stops: Sequence[str] = (), min_tokens: int = 0) -> None:
         self.text = ""
         self.stopped = False
         self._decoder = decoder
         self._stops = tuple(stops)
+        self._unstoppable = min_tokens
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
         self._known = decoder.decode(self._ids)
         self._fresh = len(self._ids)
@@ -142,6 +144,7 @@ class Detokenizer:
     def push(self, token: int) -> bool:
         """Add a token. Returns true if the text now ends at a stop string, which is cut off."""
         self._ids.append(token)
+        self._unstoppable -= 1
         seen = self._decoder.decode(self._ids)
         if seen.endswith(_UNFINISHED) or len(seen) <= len(self._known):
             return False
@@ -150,7 +153,7 @@ class Detokenizer:
         del self._ids[: self._fresh]
         self._fresh = len(self._ids)
         self._known = self._decoder.decode(self._ids)
-        return self._stop(before)
+        return self._unstoppable < 0 and self._stop(before)
 
     def take(self, finished: bool = False) -> str:
         """Return new text that no stop string can still cut; all of it if `finished`."""

@@ -2,15 +2,17 @@
 
     {"request": 0, "prompt": [ids], "first": id, "table_ms": [of verifying n nodes]}      once, when a request begins
     {"request": 0, "position": 41, "source": "fresh", "tokens": […], "parents": […], "log_probs": […],
-     "said": [the verifier's token after every node], "path": [accepted nodes], "committed": [ids],
+     "said": [the verifier's token after every node, -1 if the sampler did not reach it],
+     "path": [accepted nodes], "committed": [ids],
      "choice": {"rate": …, "gains": {source: …}, "tried": false, "log_probs": […], "looked_up": [nodes]}}    every step
     {"table_ms": [of verifying n nodes]}                                  before a step, if the costs have changed
 
-Trees and target tokens are complete, so the replay computes acceptance from the file alone. It also checks choices
-that compared costs: a tree's source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs`
-are those of all nodes that could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on
-a device has `shares` instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which
-all of its trees were cut. `probed` marks a tree that is larger than the number of nodes that seems to pay.
+Trees are complete and so are the target tokens of accepted nodes, so the replay computes acceptance from the file
+alone. The step in which a request fails has no line. The replay also checks choices that compared costs: a tree's
+source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs` are those of all nodes that
+could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on a device has `shares`
+instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which all of its trees were
+cut. `probed` marks a tree that is larger than the number of nodes that seems to pay.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_no_bundle(refused: Refused, tmp_path: Path) -> None:
 def test_a_refusal_leaves_the_trace_that_was_there(refused: Refused, bundle: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("kept\n")
-    for options in (["--method", "magic"], ["--temperature", "0.5"]):
+    for options in (["--method", "magic"], ["--logit-bias", "99=1"]):
         refused("generate", "--engines", bundle, "--prompt", "a", "--trace", trace, *options, status=2)
         assert trace.read_text() == "kept\n"
 
@@ -176,8 +176,17 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a\udcff"], "the prompt is not UTF-8 (character 1)"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["--prompt", "a", "--max-new-tokens", "-5"], "--max-new-tokens"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 or above"),
-        (["--prompt", "a", "--temperature", "0.7"], "only greedy decoding"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 (greedy) or above, and finite, not -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 (greedy) or above, and finite, not nan"),
+        (["--prompt", "a", "--min-p", "2"], "min_p must be from 0 to 1"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be from 0 to 2^63 - 1"),
+        (["--prompt", "a", "--min-new-tokens", "200"], "min_tokens is 200 and max_tokens 128"),
+        (["--prompt", "a", "--logit-bias", "5"], "--logit-bias '5': expected ID=BIAS"),
+        (["--prompt", "a", "--logit-bias", "99=1"], "logit_bias has the token id 99, the model knows 0 to"),
+        (["--prompt", "a", "--ban", "-1"], "banned_tokens has the token id -1"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs needs --json"),
+        (["--prompt", "a", "--sampling", "yours"], "--sampling 'yours' is unknown; the only choice is model"),
         (["--prompt", "a", "--top-p", "2"], "top_p"),
         (["--prompt", "a", "--top-k", "-3"], "top_k"),
         (["--prompt", "a", "--budget", "nodes=4"], "--budget"),

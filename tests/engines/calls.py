@@ -14,7 +14,7 @@ from redraft.engines.bundle import Bundle
 from redraft.engines.device import numpy_type
 from redraft.methods.lyanna import METHOD
 from redraft.names import Dtype, TensorSpec
-from redraft.noise_spec import row_key
+from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.tree import ancestor_mask
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 

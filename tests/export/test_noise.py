@@ -12,17 +12,20 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from redraft import names, noise_spec
+from redraft import names
 from redraft.engines.lowering.noise import lower_noise
 from redraft.engines.tensorrt.operators import problems
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.export import noise, tracing
 from redraft.export.noise import add_noise
-from tests.noise import gumbel, keys_of, words
+from redraft.runtime.sampling.noise import RowKey, gumbel, hashes
+from tests.noise import keys_of
 
 IDS = np.sort(np.random.default_rng(0).choice(150_000, 700, replace=False))
-KEYS = np.concatenate([keys_of((3, 4), 17, 3), np.array([[[1, 1], [2**30 - 1, 1], [2**30 - 1, 2**30 - 1]]])])
-WORDS = np.stack([np.stack([words(key.tolist(), IDS) for key in row]) for row in KEYS])
+LARGEST = 2**32 - 1
+KEYS = np.concatenate([keys_of((3, 4), 17, 3), np.array([[[0, 0], [LARGEST, 0], [LARGEST, LARGEST]]])])
+HASHES = np.stack([np.stack([hashes(RowKey(*key.tolist()), IDS.astype(np.uint32)) for key in row]) for row in KEYS])
+NOISE = np.stack([np.stack([gumbel(row) for row in rows]) for rows in HASHES])
 FORMS = ("portable", "cpu", "tensorrt")
 
 
@@ -51,6 +54,7 @@ def sessions(tmp_path_factory) -> dict[str, ort.InferenceSession]:
     ir.save(traced(), folder / "noise.onnx")
     lowered = ir.load(folder / "noise.onnx")
     assert lower_noise(lowered)
+    assert names.QUADRATIC not in {function.name for function in lowered.functions.values()}
     ir.passes.common.TopologicalSortPass()(lowered)
     ir.save(lowered, folder / "cpu.onnx")
     prepared = prepare(folder, "noise.onnx", "noise", (10, 9), "plugin")
@@ -68,53 +72,46 @@ def run(session: ort.InferenceSession, logits: np.ndarray, scale: np.ndarray, ke
 @pytest.mark.parametrize("form", FORMS)
 def test_noise_is_that_of_the_definition(sessions: dict[str, ort.InferenceSession], form: str) -> None:
     """To the last bit of the logarithm, whose argument is 1 where noise is 0."""
-    found = run(sessions[form], np.zeros(WORDS.shape, np.float32), np.ones(3, np.float32))
-    expected = gumbel(WORDS)
+    found = run(sessions[form], np.zeros(HASHES.shape, np.float32), np.ones(3, np.float32))
+    expected = NOISE
     assert (np.abs(found - expected) <= np.spacing(np.maximum(np.abs(expected), 1))).all()
 
 
 def test_torch_computes_the_same() -> None:
-    logits = torch.zeros(WORDS.shape)
+    logits = torch.zeros(HASHES.shape)
     found = add_noise(logits, torch.ones(3), torch.from_numpy(KEYS), torch.from_numpy(IDS)).numpy()
-    expected = gumbel(WORDS)
+    expected = NOISE
     assert (np.abs(found - expected) <= np.spacing(np.maximum(np.abs(expected), 1))).all()
 
 
 @pytest.mark.parametrize("form", ["portable", "cpu"])
-def test_words_are_the_same_bits(form: str, tmp_path: Path) -> None:
+def test_hashes_are_the_same_bits(form: str, tmp_path: Path) -> None:
     model = traced()
     if form == "cpu":
         lower_noise(model)
-    body = next(function for function in model.functions.values() if function.name == names.TOKEN_WORDS)
-    kind = TensorProto.INT64 if form == "portable" else TensorProto.INT32
+    bodies = [function for function in model.functions.values() if function.name != names.ADD_NOISE]
+    kind = TensorProto.INT64 if form == "portable" else TensorProto.UINT32
     graph = helper.make_graph(
-        [helper.make_node(names.TOKEN_WORDS, ["keys", "ids"], ["words"], domain=names.TREE_ATTENTION_DOMAIN)], "words",
+        [helper.make_node(names.TOKEN_HASHES, ["keys", "ids"], ["hashes"], domain=names.TREE_ATTENTION_DOMAIN)], "hashes",
         [helper.make_tensor_value_info("keys", TensorProto.INT64, ["B", 3, 2]),
          helper.make_tensor_value_info("ids", TensorProto.INT64, [len(IDS)])],
-        [helper.make_tensor_value_info("words", kind, ["B", 3, len(IDS)])],
+        [helper.make_tensor_value_info("hashes", kind, ["B", 3, len(IDS)])],
     )  # fmt: skip
     opsets = [helper.make_opsetid("", tracing.OPSET), helper.make_opsetid(names.TREE_ATTENTION_DOMAIN, 1)]
-    functions = [ir.serde.serialize_function(body)]
+    functions = [ir.serde.serialize_function(body) for body in bodies]
     proto = helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=11)
-    onnx.save(proto, tmp_path / "words.onnx")
-    (found,) = ort.InferenceSession(tmp_path / "words.onnx").run(None, {"keys": KEYS, "ids": IDS})
-    np.testing.assert_array_equal(found, WORDS)
+    onnx.save(proto, tmp_path / "hashes.onnx")
+    (found,) = ort.InferenceSession(tmp_path / "hashes.onnx").run(None, {"keys": KEYS, "ids": IDS})
+    np.testing.assert_array_equal(found, HASHES)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_scales_are_each_sequences_own_and_0_keeps_logits_to_the_bit(
     sessions: dict[str, ort.InferenceSession], form: str
 ) -> None:
-    logits = np.random.default_rng(1).standard_normal(WORDS.shape).astype(np.float32)
+    logits = np.random.default_rng(1).standard_normal(HASHES.shape).astype(np.float32)
     scale = np.array([0, 2, 0.5], np.float32)
     found = run(sessions[form], logits, scale)
     np.testing.assert_array_equal(found[0], logits[0])
-    np.testing.assert_allclose(found, logits + scale[:, None, None] * gumbel(WORDS), atol=1e-5)
+    np.testing.assert_allclose(found, logits + scale[:, None, None] * NOISE, atol=1e-5)
     np.testing.assert_array_equal(run(sessions[form], logits, np.zeros(3, np.float32), KEYS * 0), logits)
-
-
-def test_products_fit_into_int64() -> None:
-    """The largest id, key and word of the definition."""
-    largest = 2**noise_spec.WORD_BITS - 1
-    first, later = largest + 2**20, largest + (largest >> noise_spec.SHIFT)
-    assert max(word * (2 * word + largest) for word in (first, later)) < 2**63

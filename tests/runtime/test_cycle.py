@@ -19,7 +19,7 @@ from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Speculation
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import make_tree, root_only
 from redraft.runtime.verifier import Verifier

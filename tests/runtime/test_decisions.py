@@ -21,7 +21,7 @@ from redraft.runtime.drafters import Drafter
 from redraft.runtime.drafters.ngram import NgramDrafter
 from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.offers import Speculation
-from redraft.runtime.sampler import make_sampler
+from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sequence import Sequence
 from redraft.types import NO_SPECULATION
 
@@ -101,7 +101,7 @@ def milliseconds_a_token(clock: Clock, true: CostCurve, believed: CostCurve, tok
     costs = VerifyCosts.of(believed)
     cycle = Cycle(verifier, Speculation(NgramDrafter(verifier), Adaptive(costs)), costs)
     prompt = [97 + n % 8 for n in range(30)]
-    request = Sequence(list(prompt), len(prompt), 1900, frozenset(), make_sampler(GREEDY, False))
+    request = Sequence(list(prompt), len(prompt), 1900, frozenset(), make_sampler(GREEDY))
     began = 0, 0.0
     for steps, _ in enumerate(scheduler.run(cycle, [request])):
         if steps == STEPS:
@@ -136,7 +136,7 @@ def test_plain_decoding_is_not_slowed_if_drafting_takes_longer_than_it_saves(clo
         engine = Costly(clock, true, lambda tokens: 97 + int(np.random.default_rng(len(tokens)).integers(8)))
         verifier = fake_verifier(engine, 2000)
         cycle = Cycle(verifier, Speculation(drafter(verifier), controller))
-        request = Sequence([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY, False))
+        request = Sequence([97] * 8, 8, 1508, frozenset(), make_sampler(GREEDY))
         began = clock.now
         for _ in scheduler.run(cycle, [request]):
             pass

@@ -22,7 +22,7 @@ from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna_token_info import lookup
-from redraft.noise_spec import INDEPENDENT
+from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
@@ -32,7 +32,7 @@ from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune
@@ -345,7 +345,7 @@ def assert_same_tree(found: DraftTree, expected: Tree) -> None:
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
 
 
-SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.8, 5, INDEPENDENT)]
+SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.8, 5, DRAWN)]
 
 
 def test_drafts_and_resampled_trees_have_the_noise_of_absolute_positions(opened: Open) -> None:

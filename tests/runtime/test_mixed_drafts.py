@@ -25,7 +25,7 @@ from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only
 from redraft.runtime.verifier import Verifier

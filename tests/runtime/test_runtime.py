@@ -154,11 +154,6 @@ def test_empty_prompt_without_bos_is_refused() -> None:
         make_runtime(bos=None).generate([""])
 
 
-def test_temperature_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="only greedy decoding is available"):
-        make_runtime().generate(["a"], greedy(temperature=0.5))
-
-
 @pytest.mark.parametrize(
     "values", [{"max_tokens": 0}, {"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"stop": ("",)}]
 )

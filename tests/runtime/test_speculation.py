@@ -270,7 +270,7 @@ def never_twice(tokens: list[int], logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("how", ["none", "ngram", SpeculationParams("ngram", budget=Budget(12, 4, 3))], ids=str)
 def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_num_seqs: int) -> None:
-    """The text equals that of a model that computes such logits itself. Every call ends in a token of its path."""
+    """The text equals that of a model that computes such logits itself, and only accepted nodes cost a call."""
     seen: list[list[int]] = []
 
     def process(tokens: list[int], logits: np.ndarray) -> np.ndarray:
@@ -284,14 +284,9 @@ def test_a_logits_processor_sees_every_path(how: str | SpeculationParams, max_nu
     runtime = make_runtime(max_num_seqs=max_num_seqs)
     found = runtime.generate(PROMPTS, greedy(30, logits_processors=(process,)), how)
     assert [list(one.token_ids) for one in found] == [plain(rule, prompt, 30) for prompt in PROMPTS]
-    drafted = sum(one.metrics.num_draft_tokens for one in found)
-    steps = sum(one.metrics.num_steps for one in found)
-    assert len(seen) == len(PROMPTS) + steps + drafted
     texts = [prompt + plain(rule, prompt, 30) for prompt in PROMPTS]
-    kept = sum(one.metrics.num_accepted_draft_tokens for one in found)
-    true = sum(any(tokens == text[: len(tokens)] for text in texts) for tokens in seen)
-    assert true >= len(PROMPTS) + steps + kept  # the path of an accepted node is the text itself
-    assert all(any(tokens[: len(prompt)] == prompt for prompt in PROMPTS) for tokens in seen)
+    expected = [text[:end] for text in texts for end in range(len(text) - 30, len(text))]
+    assert sorted(seen) == sorted(expected)
 
 
 def test_values_that_are_no_logits_processor_are_refused() -> None:

@@ -11,7 +11,7 @@ from redraft import names
 from redraft.engines import open_calls
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.lyanna_token_info import lookup
-from redraft.noise_spec import INDEPENDENT
+from redraft.noise_spec import DRAWN
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_DRAFT_SINGLE, LYANNA_RESAMPLE
 from tests.export.drafters.test_lyanna_graphs import Draft, history, same_tree
 from tests.export.drafters.tiny import Exported
@@ -129,7 +129,7 @@ def test_drawn_candidates_are_draws_without_replacement_and_their_values_choose_
     logits = np.repeat(chain_of(exported, 1), DRAWS, axis=0)
     noises = tuple(Noise(seed, temperature, 20, 1 / temperature) for seed in range(DRAWS))
     given = inputs_of(noises, shape.steps - 1)
-    given[names.NOISE_KEYS] = keys_of(range(DRAWS), 20, shape.steps - 1, INDEPENDENT)
+    given[names.NOISE_KEYS] = keys_of(range(DRAWS), 20, shape.steps - 1, DRAWN)
     found = resampled(exported, RESAMPLE_BATCH, logits, [1] * DRAWS, [root] * DRAWS, given, drawn=True)
     scores = (logits[0, 1] + lookup(exported.tables, root)) / temperature
     q = np.exp(scores - scores.max(), dtype=np.float64)

@@ -7,10 +7,11 @@ import numpy as np
 from redraft import names
 from redraft.engines.device import Buffer
 from redraft.engines.host_buffer import HostBuffer, array_of
-from redraft.noise_spec import COUPLED, INDEPENDENT, row_key
+from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.drafters.slot_noise import SlotNoise
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.sequence import Sequence
 
 STEPS, SCALE = 3, 1.5
@@ -51,12 +52,12 @@ def test_each_slot_has_its_sequences_factors_keys_and_positions() -> None:
     """The first key is that of the token after the last one, whose absolute index is the number of tokens."""
     noise = SlotNoise(Host(), 4, SCALE)  # type: ignore[arg-type]
     values = integers(3)
-    drawn = DraftNoise(0.5, 8, INDEPENDENT)
+    drawn = DraftNoise(0.5, 8, DRAWN)
     noise.set([request(10, DraftNoise(2.0, 7)), request(4, NO_NOISE), request(6, drawn)], values)
     assert floats(dict(noise.buffers(4))) == [[SCALE, SCALE, 2.0, SCALE], [2.0, 0.0, 0.5, 0.0]]
     assert values[names.DRAWN].tolist() == [0, 0, 1]
     assert values[names.NOISE_KEYS][0].tolist() == [list(row_key(7, 10 + step, COUPLED)) for step in range(STEPS)]
-    assert values[names.NOISE_KEYS][2].tolist() == [list(row_key(8, 6 + step, INDEPENDENT)) for step in range(STEPS)]
+    assert values[names.NOISE_KEYS][2].tolist() == [list(row_key(8, 6 + step, DRAWN)) for step in range(STEPS)]
     noise.set([request(9, NO_NOISE)], integers(1))
     assert floats(dict(noise.buffers(4))) == [[SCALE] * 4, [0.0] * 4]
 
@@ -75,5 +76,5 @@ def test_factors_are_written_only_when_they_change() -> None:
 
 
 def test_greedy_requests_draw_nothing() -> None:
-    assert not DraftNoise(0.0, 3, INDEPENDENT).drawn
+    assert not DraftNoise(0.0, 3, DRAWN).drawn
     assert not DraftNoise(1.0, 3, COUPLED).drawn

@@ -15,7 +15,7 @@ from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.drafters.suffix import SuffixDrafter
 from redraft.runtime.drafters.suffix_store import SuffixStore
 from redraft.runtime.drafters.suffix_tree import SuffixTree
-from redraft.runtime.sampler import Greedy
+from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, DraftTree, Outcome

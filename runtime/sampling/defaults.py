@@ -1,0 +1,37 @@
+"""A model's own sampling defaults, which its generation_config.json has and a bundle keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from redraft import names
+from redraft.errors import BundleError, UsageError
+from redraft.runtime.params import SamplingParams
+
+
+def model_sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
+    """Return the parameters that a bundle's model asks for, with `given` in place of its own.
+
+    A model that does not ask to sample (`do_sample`) is decoded greedily unless `given` has a temperature, as
+    transformers does. Values that the file lacks are those of `SamplingParams`, not transformers' top_k of 50.
+    Raises UsageError if the bundle keeps no defaults or they are invalid, and BundleError if the file is damaged.
+    """
+    path = folder / names.GENERATION_CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            "this bundle keeps no sampling defaults of its model",
+            "build it from a checkpoint with generation_config.json",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path} cannot be read as JSON ({error})", "build the bundle again") from None
+    sampled = values.pop(names.DO_SAMPLE, False)
+    values["temperature"] = values.get("temperature", 1.0) if sampled else 0.0
+    try:
+        SamplingParams(**values)
+    except (TypeError, UsageError) as error:
+        raise UsageError(f"the model's {path.name}: {error}", "give the parameters yourself") from None
+    return SamplingParams(**{**values, **given})

@@ -1,0 +1,44 @@
+"""The protocol of samplers, and acceptance: a node is accepted if its token is its parent's target token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from redraft.runtime.sampling.logprobs import TokenLogprobs
+from redraft.runtime.tree import accepted_path
+from redraft.types import FloatArray, Outcome, Tree
+
+
+class Sampler(ABC):
+    """Chooses the verifier's tokens for one request. It may record values of its tokens, and of some past the end."""
+
+    logit_margins: list[float] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+    @abstractmethod
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
+        """Choose target tokens after the nodes of `tree`, and accept the nodes that agree with them.
+
+        logits: float32[n, V], a row a node; read only, overwritten by the next step.
+        tokens: all committed ones; the last is the root, and its next token has position len(tokens).
+        A request's sampler is called for every one of its tokens, the first time with the prompt.
+        """
+
+
+@runtime_checkable
+class OverTokens(Protocol):
+    """A sampler that needs only the verifier's likeliest token after each node, not the logits."""
+
+    def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the target token after every node. The arguments are those of `Sampler.verify`."""
+
+
+def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:
+    """Accept the nodes whose tokens are their parents' target tokens. The bonus is the last one's target token."""
+    path: tuple[int, ...] = ()
+    if len(target_token_ids) > 1:
+        path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), target_token_ids)
+    tokens = (target_token_ids[0], *[target_token_ids[node] for node in path])
+    return Outcome(target_token_ids, path, tokens[-1], tokens)

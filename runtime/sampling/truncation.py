@@ -1,0 +1,94 @@
+"""Temperature, top-k, top-p and min-p: from processed logits to the tokens that may be drawn.
+
+The order is temperature, top-k, top-p, min-p. Each looks only at the tokens that the ones before it left, with their
+probabilities normalized again. Noise is needed only for the tokens that are left.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from redraft.errors import UsageError
+from redraft.runtime.params import SamplingParams
+from redraft.types import FloatArray, IntArray
+
+
+class Support(NamedTuple):
+    """The tokens that may be drawn.
+
+    ids: ascending, or None for the whole vocabulary.   scores: float32[n], logits over temperature minus the largest.
+    """
+
+    ids: IntArray | None
+    scores: FloatArray
+
+    def token(self, place: int) -> int:
+        """Return the token id at a place."""
+        return place if self.ids is None else int(self.ids[place])
+
+    def kept(self, places: IntArray) -> Support:
+        """Return the tokens at these places, which ascend."""
+        return Support(places if self.ids is None else self.ids[places], self.scores[places])
+
+
+def support_of(logits: FloatArray, params: SamplingParams) -> Support:
+    """Return the tokens that may follow, from processed logits [V], which it may overwrite.
+
+    At temperature 0 the scores are those of temperature 1, of the whole vocabulary.
+    Raises UsageError if no logit is above -inf.
+    """
+    found = Support(None, _scores(logits, params.temperature or 1.0))
+    if not params.temperature:
+        return found
+    if 0 < params.top_k < len(logits):
+        found = _top_k(found, params.top_k)
+    if params.top_p < 1:
+        found = _top_p(found, params.top_p)
+    if params.min_p > 0:
+        found = found.kept(np.flatnonzero(found.scores >= log(params.min_p)))
+    return found
+
+
+def log_probs(scores: FloatArray) -> FloatArray:
+    """Return log softmax of the scores of a support."""
+    total = np.exp(scores).sum(dtype=np.float64)
+    return np.asarray(scores - np.float32(log(total)), np.float32)
+
+
+def _scores(logits: FloatArray, temperature: float) -> FloatArray:
+    largest = logits.max()
+    if largest == -np.inf:
+        raise UsageError("no token is left to choose: every logit is -inf")
+    if largest == np.inf:  # a processor demands some tokens
+        return np.where(logits == np.inf, np.float32(0), np.float32(-np.inf))
+    logits -= largest
+    if temperature != 1:
+        with np.errstate(over="ignore"):  # a tiny temperature makes -inf of what it never draws
+            logits /= np.float32(temperature) if temperature > 1e-30 else np.float32(1e-30)
+    return logits
+
+
+def _top_k(support: Support, k: int) -> Support:
+    least = np.partition(support.scores, -k)[-k]
+    return support.kept(np.flatnonzero(support.scores >= least))
+
+
+def _top_p(support: Support, p: float) -> Support:
+    """Keep the smallest set of likeliest tokens with probability `p` or more; of equal ones, those with lower ids.
+
+    Only tokens above (1 - p) / n are sorted: the others of the n tokens have at most 1 - p together.
+    """
+    weights = np.exp(support.scores)
+    total = float(weights.sum(dtype=np.float64))
+    likely = np.flatnonzero(weights > (1 - p) / len(weights) * total * _MARGIN)
+    order = likely[np.argsort(-weights[likely], kind="stable")]
+    before = np.cumsum(weights[order], dtype=np.float64)
+    kept = 1 + int(np.searchsorted(before, p * total))
+    return support.kept(np.sort(order[:kept]))
+
+
+_MARGIN = 1 - 1e-6
+"""For rounding: more tokens are sorted than needed."""

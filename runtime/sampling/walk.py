@@ -1,0 +1,93 @@
+"""A sampler that computes tokens only along the accepted path, so its cost is that of the accepted rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redraft.errors import UsageError
+from redraft.runtime.params import SamplingParams
+from redraft.runtime.sampling.coupled import Choose, Coupled, Likeliest
+from redraft.runtime.sampling.greedy import top_two_margins
+from redraft.runtime.sampling.logprobs import token_logprobs
+from redraft.runtime.sampling.processors import Processor
+from redraft.runtime.sampling.sampler import Sampler
+from redraft.runtime.sampling.truncation import Support, support_of
+from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
+
+
+class Walk(Sampler):
+    """Goes from the root to the child that equals its target token, and so on, with the processors' states.
+
+    Every visited node is committed, so one state is enough: it covers the tokens up to the last visited node.
+    If requested, `logit_margins` records the lead of each token's score over the second largest, noise included, and
+    `logprobs` the log probabilities.
+    """
+
+    def __init__(
+        self, params: SamplingParams, processors: Sequence[Processor] = (), record_logit_margins: bool = False
+    ) -> None:
+        self._params = params
+        self._processors = processors
+        self._choose: Choose = Coupled(params.seed) if params.temperature else Likeliest()
+        self._states: list[Any] = []
+        self._length = self._prompt_length = 0
+        self.logit_margins = [] if record_logit_margins else None
+        self.logprobs = None if params.logprobs is None else []
+
+    def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
+        """Choose and accept tokens down the tree. If that fails at a node, the outcome has the error."""
+        ids, parents = tree.tokens.tolist(), tree.parents.tolist()
+        targets = [NOT_REACHED] * len(ids)
+        path: list[int] = []
+        found: list[int] = []
+        fresh: Iterable[int] = tokens[self._length :]
+        node: int | None = 0
+        while node is not None:
+            try:
+                self._advance(fresh)
+                target = self._token(logits[node].copy())
+            except UsageError as error:
+                return Outcome(targets, tuple(path), NOT_REACHED, tuple(found), self._failure(error))
+            targets[node] = target
+            found.append(target)
+            node = next((n for n in range(node + 1, len(ids)) if parents[n] == node and ids[n] == target), None)
+            if node is not None:
+                path.append(node)
+                fresh = (target,)
+        return Outcome(targets, tuple(path), found[-1], tuple(found))
+
+    def _advance(self, fresh: Iterable[int]) -> None:
+        """Move the states past these tokens. The first are the prompt."""
+        if not self._length:
+            prompt = list(fresh)
+            self._length = self._prompt_length = len(prompt)
+            self._states = [processor.begin(prompt) for processor in self._processors]
+            return
+        for token in fresh:
+            self._length += 1
+            pairs = zip(self._processors, self._states, strict=True)
+            self._states = [processor.advance(state, token) for processor, state in pairs]
+
+    def _token(self, row: FloatArray) -> int:
+        """Return the token after the tokens of the states, and record what was requested."""
+        for processor, state in zip(self._processors, self._states, strict=True):
+            row = processor.process(state, row)
+        support = support_of(row, self._params)
+        place = self._choose.choose(support, self._length)
+        self._record(support, place)
+        return support.token(place)
+
+    def _record(self, support: Support, place: int) -> None:
+        if self.logit_margins is not None:
+            self.logit_margins += top_two_margins(self._choose.perturbed(support, self._length)[None])
+        if self.logprobs is not None:
+            assert self._params.logprobs is not None
+            self.logprobs.append(token_logprobs(support, place, self._params.logprobs))
+
+    def _failure(self, error: UsageError) -> UsageError:
+        """Return the error with the number of the token at which it happened; its cause stays."""
+        number = self._length - self._prompt_length + 1
+        failure = UsageError(f"token {number}: {error.message}", error.hint)
+        failure.__cause__ = error.__cause__ or error
+        return failure

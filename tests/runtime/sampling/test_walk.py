@@ -1,0 +1,182 @@
+"""Sampling down a tree: the tokens, log probabilities and margins are those without a tree, whatever the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from redraft.runtime import SamplingParams
+from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.walk import Walk
+from redraft.runtime.tree import make_tree, root_only
+from redraft.types import DraftTree
+
+VOCABULARY, PROMPT, LENGTH = 24, [3, 1, 4], 60
+STOPS = (0, 7)
+
+
+def model(path: Sequence[int]) -> np.ndarray:
+    """Return the toy model's logits after a path. They depend on the last three tokens."""
+    generator = np.random.default_rng([7, *path[-3:]])
+    return generator.normal(0, 2, VOCABULARY).astype(np.float32)
+
+
+def twice(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+    """Doubles logits of even tokens after an odd number of tokens: depends on the whole path's length and end."""
+    logits[(tokens[-1] + len(tokens)) % 2 :: 2] *= 1.5
+    return logits
+
+
+def random_tree(generator: np.random.Generator, tokens: list[int]) -> tuple[DraftTree, list[list[int]]]:
+    """Return a random tree of likely tokens, whose siblings differ, and each node's path."""
+    ids, parents, paths = [tokens[-1]], [-1], [list(tokens)]
+    for _ in range(generator.integers(0, 30)):
+        parent = int(generator.integers(0, len(ids)))
+        likely = np.argsort(-model(paths[parent]))[:8]
+        token = int(generator.choice(likely))
+        if all(ids[n] != token for n in range(len(ids)) if parents[n] == parent):
+            ids.append(token)
+            parents.append(parent)
+            paths.append([*paths[parent], token])
+    return make_tree(ids, parents, [1.0] * len(ids)), paths
+
+
+def decode(
+    params: SamplingParams, trees: int | None, make: Callable[..., Walk] = make_sampler
+) -> tuple[Walk, list[int], int]:
+    """Return the sampler, its tokens and how many were accepted. trees: seed of random trees, None for none."""
+    sampler, tokens, accepted = make(params, STOPS, True), list(PROMPT), 0
+    generator = np.random.default_rng(trees)
+    while len(tokens) < len(PROMPT) + LENGTH:
+        tree, paths = (root_only(tokens[-1]), [tokens])
+        if trees is not None and len(tokens) > len(PROMPT):
+            tree, paths = random_tree(generator, tokens)
+        logits = np.stack([model(path) for path in paths])
+        kept = logits.copy()
+        outcome = sampler.verify(logits, tree, tokens)
+        assert (logits == kept).all(), "the verifier's logits are read only"
+        assert outcome.error is None
+        reached = [0, *outcome.path]
+        assert [n for n, target in enumerate(outcome.target_token_ids) if target >= 0] == sorted(reached)
+        assert [outcome.target_token_ids[n] for n in reached] == list(outcome.tokens)
+        tokens += outcome.tokens
+        accepted += outcome.accepted
+    return sampler, tokens[len(PROMPT) :][:LENGTH], accepted
+
+
+ALL = dict(
+    temperature=0.8, top_k=12, top_p=0.95, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,
+    frequency_penalty=0.2, logit_bias={5: 1.5, 6: -1.0}, banned_tokens=(2,), min_tokens=20, logprobs=3,
+    logits_processors=(twice,), max_tokens=LENGTH,
+)  # fmt: skip
+PARAMS = {
+    "sampled": dict(temperature=1.0),
+    "hot": dict(temperature=3.0, logprobs=2),
+    "all": ALL,
+    "greedy with processors": {**ALL, "temperature": 0.0},
+    "truncated": dict(temperature=1.0, top_k=4, logprobs=0),
+}
+
+
+@pytest.mark.parametrize("values", PARAMS.values(), ids=PARAMS)
+def test_random_trees_change_nothing(values: dict[str, object]) -> None:
+    accepted = 0
+    for seed in range(6):
+        params = SamplingParams(seed=seed, **values)
+        plain, expected, _ = decode(params, None)
+        for trees in range(4):
+            sampler, tokens, kept = decode(params, 100 * seed + trees)
+            accepted += kept
+            assert tokens == expected
+            assert sampler.logit_margins[:LENGTH] == plain.logit_margins[:LENGTH]
+            assert (sampler.logprobs or [])[:LENGTH] == (plain.logprobs or [])[:LENGTH]
+    assert accepted > 150
+
+
+def test_seeds_and_positions_matter() -> None:
+    texts = [decode(SamplingParams(temperature=1.0, seed=seed), None)[1] for seed in (0, 1, 2**63 - 1, 0)]
+    assert texts[0] == texts[3]
+    assert len({tuple(text) for text in texts}) == 3
+    assert len(set(texts[0])) > 5
+
+
+class OfTheParent(Walk):
+    """A sampler that forgets to move its states to the child."""
+
+    def _advance(self, fresh: Sequence[int]) -> None:
+        if isinstance(fresh, tuple):
+            self._length += 1
+        else:
+            super()._advance(fresh)
+
+
+class OfTheRoot(Walk):
+    """A sampler that gives all nodes of a tree the noise of the root's position."""
+
+    def _advance(self, fresh: Sequence[int]) -> None:
+        super()._advance(fresh)
+        self._length -= isinstance(fresh, tuple)
+
+
+@pytest.mark.parametrize("wrong", [OfTheParent, OfTheRoot])
+def test_the_state_of_a_wrong_node_is_found(wrong: type[Walk]) -> None:
+    """These deliberate bugs change texts, so the tests above find them."""
+    from redraft.runtime.sampling.processors import make_processors
+
+    def make(params: SamplingParams, stops: Sequence[int], record: bool) -> Walk:
+        return wrong(params, make_processors(params, stops), record)
+
+    params = SamplingParams(**ALL)
+    assert decode(params, None, make)[1] == decode(params, None)[1]
+    assert decode(params, 3, make)[1] != decode(params, None)[1]
+
+
+def test_log_probabilities_are_those_of_the_drawn_distribution() -> None:
+    params = SamplingParams(temperature=0.5, top_k=4, logit_bias={9: 0.7}, logprobs=3)
+    sampler, tokens, _ = decode(params, 1)
+    path = list(PROMPT)
+    for token, found in zip(tokens, sampler.logprobs, strict=False):
+        logits = model(path).astype(np.float64)
+        logits[9] += np.float32(0.7)
+        likely = np.argsort(-logits)[:4]
+        probs = np.exp(logits[likely] / 0.5)
+        expected = dict(zip(likely.tolist(), np.log(probs / probs.sum()), strict=True))
+        assert found.token_id == token
+        assert found.logprob == pytest.approx(expected[token], abs=1e-5)
+        assert [other for other, _ in found.top] == likely[:3].tolist()
+        assert [value for _, value in found.top] == pytest.approx([expected[other] for other, _ in found.top], abs=1e-5)
+        path.append(token)
+
+
+def test_alternatives_leave_out_what_is_never_drawn() -> None:
+    params = SamplingParams(logprobs=VOCABULARY, banned_tokens=tuple(range(3, VOCABULARY)))
+    sampler = make_sampler(params)
+    sampler.verify(model(PROMPT)[None], root_only(4), PROMPT)
+    (found,) = sampler.logprobs
+    assert sorted(token for token, _ in found.top) == [0, 1, 2]
+    assert sum(np.exp(value) for _, value in found.top) == pytest.approx(1)
+
+
+def test_an_error_below_accepted_nodes_keeps_their_tokens() -> None:
+    """Without a tree, the request would have had these tokens before it failed."""
+
+    def fails(tokens: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if len(tokens) == 6:
+            raise ValueError("six tokens")
+        return logits
+
+    sampler = make_sampler(SamplingParams(logits_processors=(fails,)))
+    tokens = list(PROMPT)
+    tokens += sampler.verify(model(tokens)[None], root_only(4), tokens).tokens
+    chain = [tokens[-1]]
+    paths = [list(tokens)]
+    for _ in range(4):
+        chain.append(int(model(paths[-1]).argmax()))
+        paths.append([*paths[-1], chain[-1]])
+    tree = make_tree(chain, [-1, 0, 1, 2, 3], [1.0] * 5)
+    outcome = sampler.verify(np.stack([model(path) for path in paths]), tree, tokens)
+    assert outcome.path == (1, 2)
+    assert list(outcome.tokens) == chain[1:3]
+    assert str(outcome.error) == "token 4: a logits processor raised ValueError: six tokens"
