@@ -1,7 +1,7 @@
-"""Constants of the noise of sampling, which NumPy (`redraft.runtime.sampling.noise`) and graphs (`redraft.export.noise`)
-compute alike. The first module describes the hash and the noise.
+"""Constants of the noise of sampling, which is computed in NumPy and in graphs.
 
-A row's hashes, and v, are the same bits in both. The logarithms of two libraries may differ in the last bit. Only the
+`redraft.runtime.sampling.noise` describes the hash and the noise, and `redraft.export.noise` is its graph form. The
+hashes of a row, and v, are the same bits in both. The logarithms of two libraries may differ in the last bit. Only the
 verifier's noise decides which tokens come out, so such a difference costs a drafter an accepted token at worst.
 """
 

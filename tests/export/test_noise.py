@@ -91,8 +91,9 @@ def test_hashes_are_the_same_bits(form: str, tmp_path: Path) -> None:
         lower_noise(model)
     bodies = [function for function in model.functions.values() if function.name != names.ADD_NOISE]
     kind = TensorProto.INT64 if form == "portable" else TensorProto.UINT32
+    node = helper.make_node(names.TOKEN_HASHES, ["keys", "ids"], ["hashes"], domain=names.TREE_ATTENTION_DOMAIN)
     graph = helper.make_graph(
-        [helper.make_node(names.TOKEN_HASHES, ["keys", "ids"], ["hashes"], domain=names.TREE_ATTENTION_DOMAIN)], "hashes",
+        [node], "hashes",
         [helper.make_tensor_value_info("keys", TensorProto.INT64, ["B", 3, 2]),
          helper.make_tensor_value_info("ids", TensorProto.INT64, [len(IDS)])],
         [helper.make_tensor_value_info("hashes", kind, ["B", 3, len(IDS)])],
