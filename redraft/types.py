@@ -60,6 +60,21 @@ class OfferKind(StrEnum):
     FRESH = "fresh"
 
 
+class Proposal(Protocol):
+    """The distributions q that a tree's candidates were drawn from, the first child first.
+
+    A node's children were drawn from softmax(logits(depth, token)) for the node's own depth and token; the root's depth
+    is 0. Valid until the next draft for the slot.
+    """
+
+    @property
+    def tokens(self) -> IntArray | None:
+        """Token of each of the H columns, ascending; None if column t is token t."""
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return new logits, float32[H]."""
+
+
 class Tree(Protocol):
     """A tree of n candidate continuations of one sequence. Node 0 is the root, the last committed token."""
 
@@ -98,12 +113,10 @@ class Tree(Protocol):
 class Draws:
     """How nodes of a tree were drawn at random, for rejection sampling.
 
-    q:       float32[r, V_q], the distributions of the draws.
-    ids:     full-vocabulary id of each column of q, int64[V_q]; None if column i is token i.
-    rows:    row of q from which the children of each node were drawn, int64[n]; -1 if none were.
-    order:   place of each node among all draws, int64[n]; -1 if it was not drawn.
-    chosen:  bool[n], true if the node was chosen without a random number. A node may be both, from two drafters.
-    repeats: true if siblings are independent draws, which may be equal. Otherwise they are draws without replacement.
+    proposal: the distributions of the draws.
+    order:    place of each node among all draws, int64[n]; -1 if it was not drawn.
+    chosen:   bool[n], true if the node was chosen without a random number. A node may be both, from two drafters.
+    repeats:  true if siblings are independent draws, which may be equal. Otherwise they are draws without replacement.
 
     Rejection sampling is correct only if dropping a node does not depend on its token or on any other token that is
     dropped. So neither a drafter's stop nor a cut may read them: it may read submitted tokens, and numbers that were
@@ -111,18 +124,16 @@ class Draws:
     that is chosen so.
     """
 
-    q: FloatArray
-    rows: IntArray
+    proposal: Proposal
     order: IntArray
     chosen: BoolArray
-    ids: IntArray | None = None
     repeats: bool = False
 
     @classmethod
-    def of_chain(cls, q: FloatArray, ids: IntArray | None = None) -> Draws:
-        """Return the draws of a chain, whose node i + 1 was drawn from row i of q [n - 1, V_q]."""
-        nodes = np.arange(len(q) + 1)
-        return cls(q, np.append(nodes[:-1], -1), nodes - 1, nodes == 0, ids)
+    def of(cls, proposal: Proposal | None, nodes: int) -> Draws | None:
+        """Return the draws of a drafter's tree of `nodes` nodes; None if nothing was drawn."""
+        order = np.arange(-1, nodes - 1)
+        return None if proposal is None else cls(proposal, order, order < 0)
 
     def part(self, parents: IntArray, keep: Sequence[int] | slice) -> Draws:
         """Return the draws of some nodes of a tree with these parents.
@@ -138,7 +149,7 @@ class Draws:
                 ended.add(parent)
             elif self.order[node] >= 0 and parent in ended:
                 raise ValueError(f"a cut keeps node {node} and drops one that was drawn before it from node {parent}")
-        return Draws(self.q, self.rows[keep], self.order[keep], self.chosen[keep], self.ids, self.repeats)
+        return Draws(self.proposal, self.order[keep], self.chosen[keep], self.repeats)
 
 
 @dataclass(frozen=True)

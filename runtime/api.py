@@ -25,6 +25,7 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.draft_noise import NO_NOISE, draft_noise
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.drafters.forced import ForcedDrafter
@@ -430,6 +431,7 @@ class Runtime:
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
             stop_tokens=stop_tokens,
             sampler=sampler,
+            noise=draft_noise(params) if forced is None else NO_NOISE,
             text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens) if params.stop else None,
             speculation=speculation,
             tenant=asked.tenant,

@@ -148,10 +148,10 @@ def merge(first: Tree, second: Tree) -> Tree:
 
 def _moved(draws: Draws, place: list[int], chosen: int, nodes: int) -> Draws:
     """Return the draws of a tree of `nodes` nodes: node i is now place[i], and the first `chosen` were chosen too."""
-    rows, order, also_chosen = np.full(nodes, -1), np.full(nodes, -1), np.arange(nodes) < chosen
-    rows[place], order[place] = draws.rows, draws.order
+    order, also_chosen = np.full(nodes, -1), np.arange(nodes) < chosen
+    order[place] = draws.order
     also_chosen[place] |= draws.chosen
-    return Draws(draws.q, rows, order, also_chosen, draws.ids, draws.repeats)
+    return Draws(draws.proposal, order, also_chosen, draws.repeats)
 
 
 def is_chain(tree: Tree) -> bool:

@@ -10,24 +10,23 @@ import numpy as np
 from redraft.errors import UsageError
 from redraft.runtime.params import BLOCK, SamplingParams
 from redraft.runtime.sampling.coupled import Likeliest
-from redraft.runtime.sampling.noise import ACCEPTANCE, DRAWN, row_key
+from redraft.runtime.sampling.noise import ACCEPTANCE, row_key
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.rejection import Probs, verify_block, verify_tree
-from redraft.runtime.sampling.truncation import LEAST_TEMPERATURE, Support, support_of
+from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.runtime.sampling.walk import Walk
 from redraft.runtime.tree import is_chain
-from redraft.types import NOT_REACHED, DraftTree, Draws, FloatArray, IntArray, Outcome, Tree
+from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 
 class Uniforms:
     """Random decisions of one step, a function of the request's seed and the position of the step's first token.
 
-    No two steps of a request have the same position, so no number is used twice. Numbers of two streams are
-    independent: DRAWN for candidates, ACCEPTANCE for the decisions about them.
+    No two steps of a request have the same position. The numbers are independent of those that drew the candidates.
     """
 
-    def __init__(self, seed: int, position: int, stream: int) -> None:
-        key = np.array(row_key(seed, position, stream), np.uint64)
+    def __init__(self, seed: int, position: int) -> None:
+        key = np.array(row_key(seed, position, ACCEPTANCE), np.uint64)
         self._next = np.random.Generator(np.random.Philox(key=key)).random
 
     def accepts(self, probability: float) -> bool:
@@ -55,29 +54,12 @@ class Rejection(Walk):
         super().__init__(params, processors, record_logit_margins)
         self._choose = Likeliest()  # for margins
 
-    def draw_chain(self, root: int, position: int, logits: FloatArray, ids: IntArray | None = None) -> DraftTree:
-        """Draw a chain after the token `root`, its node i + 1 from the softmax of logits[i] / temperature.
-
-        position: of the first drawn token.   logits: float32[steps, V_q].   ids: full-vocabulary id of each column.
-        Log probabilities are those that a draw is expected to have.
-        """
-        scores = logits / np.float32(max(self._params.temperature, LEAST_TEMPERATURE))
-        q = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        q /= q.sum(axis=-1, keepdims=True)
-        chance = Uniforms(self._params.seed, position, DRAWN)
-        columns = [chance.draw(row.astype(np.float64)) for row in q]
-        drawn = np.array(columns, np.int64) if ids is None else ids[columns]
-        log_probs = np.log(np.square(q).sum(axis=-1)).cumsum()
-        return DraftTree(
-            np.append(root, drawn), np.arange(-1, len(q)), np.append(np.float32(0), log_probs), Draws.of_chain(q, ids)
-        )
-
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Accept nodes of the tree and draw the token after them. If no token may follow, the outcome has the error."""
         self._advance(tokens[self._length :])
         reached = _Reached(self._params, self._processors, self._states, logits, tree)
         verify = verify_block if self._params.acceptance == BLOCK and _is_block(tree) else verify_tree
-        path, bonus = verify(tree, reached.target, Uniforms(self._params.seed, self._length, ACCEPTANCE))
+        path, bonus = verify(tree, reached.target, Uniforms(self._params.seed, self._length))
         nodes, found = (0, *path), (*tree.tokens[list(path)].tolist(), bonus)
         targets = [NOT_REACHED] * len(tree)
         for node, token in zip(nodes, found, strict=True):

@@ -22,7 +22,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.types import NOT_REACHED, Draws, Tree
+from redraft.runtime.tree import layout
+from redraft.types import NOT_REACHED, Tree
 
 Probs = NDArray[np.float64]
 """A distribution over the full vocabulary, [V]."""
@@ -71,7 +72,7 @@ def try_children(tree: Tree, node: int, p: Probs, chance: Chance) -> tuple[int |
         p = without(p, token)
     if drawn:
         assert tree.draws is not None
-        q = drawn_from(tree.draws, node, len(p))
+        q = drawn_from(tree, node, len(p))
         for child in drawn:
             token = int(tree.tokens[child])
             if chance.accepts(acceptance(p, q, token)):
@@ -91,14 +92,17 @@ def candidates(tree: Tree, node: int) -> tuple[list[int], list[int]]:
     return children[draws.chosen[children]].tolist(), drawn[np.argsort(draws.order[drawn])].tolist()
 
 
-def drawn_from(draws: Draws, node: int, vocabulary: int) -> Probs:
+def drawn_from(tree: Tree, node: int, vocabulary: int) -> Probs:
     """Return the distribution from which a node's first child was drawn, over the full vocabulary."""
-    q = draws.q[draws.rows[node]].astype(np.float64)
-    q /= q.sum()  # rows of float32
-    if draws.ids is None:
+    assert tree.draws is not None
+    proposal = tree.draws.proposal
+    logits = proposal.logits(int(layout(tree.parents).depths[node]), int(tree.tokens[node])).astype(np.float64)
+    q = np.exp(logits - logits.max())
+    q /= q.sum()
+    if proposal.tokens is None:
         return q
     full = np.zeros(vocabulary)
-    full[draws.ids] = q
+    full[proposal.tokens] = q
     return full
 
 
@@ -163,7 +167,7 @@ def verify_block(chain: Tree, target: Target, chance: Chance) -> Accepted:
 def _next_draw(chain: Tree, node: int, token: int | None, vocabulary: int) -> Probs:
     """Return the distribution of the node after `node`: 1 for a chosen token, and 0 everywhere after the last node."""
     if token is not None and chain.draws is not None:
-        return drawn_from(chain.draws, node, vocabulary)
+        return drawn_from(chain, node, vocabulary)
     q = np.zeros(vocabulary)
     if token is not None:
         q[token] = 1

@@ -16,9 +16,6 @@ from redraft.errors import UsageError
 from redraft.runtime.params import SamplingParams
 from redraft.types import FloatArray, IntArray
 
-LEAST_TEMPERATURE = 1e-30
-"""Lower temperatures count as this one, since float32 rounds them to 0."""
-
 
 class Support(NamedTuple):
     """The tokens that may be drawn.

@@ -1,4 +1,4 @@
-"""Rejection sampling end to end: drafters draw chains from their own distributions, and texts have the verifier's."""
+"""Rejection sampling end to end: drafters draw chains and trees from their own distributions, and texts have the verifier's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
 from redraft.runtime.cost import VerifyCosts
-from redraft.runtime.sampling.drawn import Rejection
+from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.types import Budget, Costs
 
 from .fakes import CURVE
 from .lyanna_bundle import STEPS, VOCABULARY
 
+TREES = Budget(8, STEPS, 3)
 BINS = 16
 FAR = 49.0
 """Chi-square of 15 degrees of freedom exceeds this with a probability of 2e-5."""
@@ -61,24 +62,23 @@ def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, 
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "method"),
-    [("rejection", "lyanna"), ("rejection", "ngram+lyanna"), ("block", "lyanna"), ("block", "ngram")],
+    ("acceptance", "how"),
+    [
+        ("rejection", SpeculationParams("lyanna", budget=TREES)),
+        ("rejection", SpeculationParams("lyanna", prediction=[3, 4, 5, 6] * 8, budget=TREES)),
+        ("rejection", SpeculationParams("ngram+lyanna")),
+        ("block", SpeculationParams("lyanna", budget=Budget(STEPS, STEPS, 1))),
+        ("block", SpeculationParams("ngram", budget=TREES)),
+    ],
+    ids=["trees", "merged trees", "adaptive", "blocks", "chosen blocks"],
 )
-def test_texts_have_the_verifiers_distribution(runtime: Runtime, acceptance: str, method: str) -> None:
-    how = method if "+" in method else SpeculationParams(method, budget=Budget(6, STEPS, 2))
+def test_texts_have_the_verifiers_distribution(runtime: Runtime, acceptance: str, how: SpeculationParams) -> None:
     assert chi_square(runtime, how, acceptance) < FAR
 
 
 def test_a_drafter_that_claims_another_distribution_is_found(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Rejection.draw_chain
-
-    def wrong(self: Rejection, *args: object) -> object:
-        tree = right(self, *args)
-        tree.draws.q[:] = 1 / VOCABULARY
-        return tree
-
-    monkeypatch.setattr(Rejection, "draw_chain", wrong)
-    assert chi_square(runtime, SpeculationParams("lyanna", budget=Budget(6, STEPS, 2)), "rejection") > FAR
+    monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: np.zeros(VOCABULARY, np.float32))
+    assert chi_square(runtime, SpeculationParams("lyanna", budget=TREES), "rejection") > FAR
 
 
 def test_drafts_are_accepted_and_texts_repeat(runtime: Runtime) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise, permutations, product
 import numpy as np
 
 from redraft.runtime.sampling.rejection import Accepted, Chance, Probs, Target, verify_tree
+from redraft.runtime.tree import layout
 from redraft.types import DraftTree, Draws, Tree
 
 VOCABULARY = 3
@@ -103,45 +104,49 @@ def outputs(tree: Tree, p: Model, verify: Verify = verify_tree) -> Law:
     return law
 
 
+class Proposed:
+    """A `redraft.types.Proposal` with given distributions. They depend on depth and token of a node."""
+
+    def __init__(self, q: Model, tokens: np.ndarray | None = None) -> None:
+        self.tokens = tokens
+        self.q = q
+
+    def logits(self, depth: int, token: int) -> np.ndarray:
+        return np.log(self.q((depth, token)))
+
+
 def drawn_trees(
     q: Model, parents: Sequence[int], repeats: bool = False, vocabulary: int = VOCABULARY
 ) -> Iterator[tuple[float, DraftTree]]:
     """Yield every tree of one shape whose nodes are drawn from q, in their order, with its probability."""
     inner = sorted(set(parents[1:]))
-    counts = [parents[1:].count(node) for node in inner]
-    draws = product if repeats else permutations
-    ways = [
-        list(product(range(vocabulary), repeat=count))
-        if draws is product
-        else list(permutations(range(vocabulary), count))
-        for count in counts
-    ]
-    for taken in product(*ways):
+    depths = layout(np.array(parents)).depths
+    for taken in product(*(_siblings(parents[1:].count(node), repeats, vocabulary) for node in inner)):
         rest = {node: list(tokens) for node, tokens in zip(inner, taken, strict=True)}
-        tokens, texts = [0], [()]
+        tokens = [0]
         for parent in parents[1:]:
             tokens.append(rest[parent].pop(0))
-            texts.append((*texts[parent], tokens[-1]))
-        rows, share = [q(texts[node]).astype(np.float32) for node in inner], 1.0
-        for row, siblings in zip(rows, taken, strict=True):
-            left = row.astype(np.float64)
+        share = 1.0
+        for node, siblings in zip(inner, taken, strict=True):
+            left = q((int(depths[node]), tokens[node])).copy()
             for token in siblings:
                 share *= left[token] / left.sum()
                 left[token] *= repeats
-        yield share, draft(tokens, parents, rows, inner, repeats)
+        yield share, draft(tokens, parents, q, repeats)
 
 
-def draft(
-    tokens: list[int], parents: Sequence[int], q: list[np.ndarray], inner: list[int], repeats: bool = False
-) -> DraftTree:
+def _siblings(count: int, repeats: bool, vocabulary: int) -> list[tuple[int, ...]]:
+    ways = product(range(vocabulary), repeat=count) if repeats else permutations(range(vocabulary), count)
+    return list(ways)
+
+
+def draft(tokens: list[int], parents: Sequence[int], q: Model, repeats: bool = False) -> DraftTree:
     """Return a tree of draws. Log-probabilities are those of the drawn tokens, which no cut may read."""
-    nodes = len(tokens)
-    rows, log_probs = np.full(nodes, -1), np.zeros(nodes, np.float32)
-    rows[inner] = range(len(inner))
-    for node in range(1, nodes):
-        log_probs[node] = log_probs[parents[node]] + np.log(q[rows[parents[node]]][tokens[node]])
-    draws = Draws(np.array(q), rows, np.arange(nodes) - 1, np.arange(nodes) == 0, None, repeats)
-    return DraftTree(np.array(tokens), np.array(parents), log_probs, draws)
+    order, depths = np.arange(-1, len(tokens) - 1), layout(np.array(parents)).depths
+    log_probs = np.zeros(len(tokens), np.float32)
+    for node, parent in enumerate(parents[1:], 1):
+        log_probs[node] = log_probs[parent] + np.log(q((int(depths[parent]), tokens[parent]))[tokens[node]])
+    return DraftTree(np.array(tokens), np.array(parents), log_probs, Draws(Proposed(q), order, order < 0, repeats))
 
 
 def chosen(paths: Sequence[Sequence[int]]) -> DraftTree:

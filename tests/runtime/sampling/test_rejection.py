@@ -16,6 +16,7 @@ from redraft.types import Budget, DraftTree, Draws, OfferKind, Tree
 from tests.runtime.sampling.laws import (
     Law,
     Model,
+    Proposed,
     chosen,
     closed_form,
     draft,
@@ -58,8 +59,11 @@ def test_chains(verify: rejection.Target, p: Model) -> None:
 
 @pytest.mark.parametrize("verify", [verify_tree, verify_block])
 def test_a_drafter_that_equals_the_verifier_loses_nothing(verify: rejection.Target) -> None:
-    for _, tree in drawn_trees(P, SHAPES["chain"]):
-        assert sum(share for text, share in outputs(tree, P, verify).items() if len(text) == 4) > 1 - 1e-6
+    def p(text: tuple[int, ...]) -> rejection.Probs:
+        return Q((len(text), text[-1] if text else 0))
+
+    for _, tree in drawn_trees(Q, SHAPES["chain"]):
+        assert sum(share for text, share in outputs(tree, p, verify).items() if len(text) == 4) > 1 - EXACT
 
 
 def test_block_verification_accepts_more() -> None:
@@ -168,7 +172,7 @@ def test_pruning_by_drawn_values_is_found() -> None:
     def pruned(tree: DraftTree) -> Tree:
         kept = prune(DraftTree(tree.tokens, tree.parents, tree.log_probs), 1)
         child = tree.tokens.tolist().index(kept.tokens[1], 1)
-        return draft(kept.tokens.tolist(), kept.parents.tolist(), [tree.draws.q[0]], [0]) if child else tree
+        return draft(kept.tokens.tolist(), kept.parents.tolist(), Q) if child else tree
 
     trees = ((share, pruned(tree)) for share, tree in drawn_trees(Q, SHAPES["siblings"]))
     assert farthest(law_of(trees, P, 3), closed_form(P, 3)) > WRONG
@@ -202,12 +206,10 @@ def test_cuts_do_not_read_the_likelihood_of_draws() -> None:
 
 def test_a_draft_vocabulary() -> None:
     """q has columns for some tokens only: the others have probability 0."""
-    ids = np.array([2, 0])
-    q = np.array([[0.7, 0.3]], np.float32)
-    full = np.array([0.3, 0, 0.7], np.float32)
+    proposal = Proposed(lambda text: np.array([0.3, 0.7]), np.array([0, 2]))
     trees = [
-        (float(q[0, column]), DraftTree(np.array([0, token]), np.array([-1, 0]), np.zeros(2), Draws.of_chain(q, ids)))
-        for column, token in enumerate(ids.tolist())
+        (share, DraftTree(np.array([0, token]), np.array([-1, 0]), np.zeros(2, np.float32), Draws.of(proposal, 2)))
+        for share, token in ((0.3, 0), (0.7, 2))
     ]
-    assert farthest(law_of(iter(trees), P, 2), closed_form(P, 2)) < 1e-7
-    assert rejection.drawn_from(trees[0][1].draws, 0, 3).tolist() == full.tolist()
+    assert farthest(law_of(iter(trees), P, 2), closed_form(P, 2)) < EXACT
+    np.testing.assert_allclose(rejection.drawn_from(trees[0][1], 0, 3), [0.3, 0, 0.7])
