@@ -13,7 +13,7 @@ from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
 from redraft.errors import UnsupportedModelError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.methods import Method, built_methods, find_method
-from redraft.names import COPY_SLOT, SINGLE, drafter_graph
+from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ def _export(
 
 def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folder: Path) -> DrafterRecord:
     """Write the graph that copies a slot and the CPU graphs. Returns the drafter's record."""
-    from redraft.engines.lowering import lower_chain
+    from redraft.engines.lowering import lower_any, lower_chain
     from redraft.export.drafters import graph_file
     from redraft.export.step_graphs import export_slot_copy
 
@@ -169,11 +169,13 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
     for role, (inputs, outputs) in method.signatures(shape).items():
         graphs[role] = GraphRecord(graph_file(drafter.id, role), inputs, outputs)
         check_graph(folder, graphs[role], f"drafter {drafter.id}: graph {role!r} of method {method.id}")
+    for role in method.roles(shape):
+        if lowered := lower_any(folder, graphs[role], drafter_graph(drafter.id, batch(role))):
+            graphs[batch(role)] = lowered
     for role, graph in method.graphs.items():
-        if role in graphs and graph.chain_steps and all(spec.dtype == "float32" for spec in state):
-            single = f"{role}{SINGLE}"
-            if lowered := lower_chain(folder, graphs[role], drafter_graph(drafter.id, single)):
-                graphs[single] = lowered
+        fits = role in graphs and graph.chain_steps and all(spec.dtype == "float32" for spec in state)
+        if fits and (lowered := lower_chain(folder, graphs[role], drafter_graph(drafter.id, single(role)))):
+            graphs[single(role)] = lowered
     return DrafterRecord(
         method=method.id,
         verifier_digest=digest,

@@ -25,13 +25,18 @@ from redraft.cli.options import (
     parse_drafter_options,
 )
 from redraft.cli.sampling_options import (
+    AcceptanceRule,
     Banned,
     Frequency,
+    JsonObject,
+    JsonSchema,
+    LarkGrammar,
     LogitBias,
     Logprobs,
     MinNewTokens,
     MinP,
     Presence,
+    Regex,
     Repetition,
     Sampling,
     Seed,
@@ -75,6 +80,11 @@ def generate(
     logit_bias: LogitBias = None,
     ban: Banned = None,
     logprobs: Logprobs = None,
+    acceptance: AcceptanceRule = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    regex: Regex = None,
+    grammar: LarkGrammar = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
@@ -119,6 +129,8 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         logit_bias=parse_biases(logit_bias), banned_tokens=ban, logprobs=logprobs,
+        acceptance=acceptance, json_schema=json_schema and read_file(json_schema), json_object=json_object, regex=regex,
+        grammar=grammar and read_file(grammar),
     )  # fmt: skip
     check_sampling(sampling, **given)  # before the engines are opened
     with ExitStack() as stack:

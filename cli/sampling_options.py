@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,6 +43,22 @@ MinNewTokens = Annotated[
 Logprobs = Annotated[
     int | None,
     typer.Option("--logprobs", help="With --json, each token's log probability and those of so many alternatives."),
+]
+JsonSchema = Annotated[
+    Path | None, typer.Option("--json-schema", help="A file with a JSON schema that the text must match.")
+]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="The text must be a JSON object.")]
+Regex = Annotated[str | None, typer.Option("--regex", help="A regular expression that the whole text must match.")]
+LarkGrammar = Annotated[
+    Path | None, typer.Option("--grammar", help="A file with a Lark grammar that the text must match.")
+]
+AcceptanceRule = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        help="Above temperature 0, how drafts are accepted. `coupled`: the text is the same with any method. "
+        "`rejection`, `block`: the text only has the same distribution.",
+    ),
 ]
 Sampling = Annotated[
     str | None,

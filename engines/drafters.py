@@ -59,7 +59,9 @@ def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
     """Return the required inputs and outputs of a drafter's graphs by role."""
     found = drafter.method.signatures(drafter.shape)
     for role, graph in drafter.method.graphs.items():
-        single = f"{role}{names.SINGLE}"
+        if (batch := names.batch(role)) in drafter.record.graphs:
+            found[batch] = found[role]
+        single = names.single(role)
         if graph.chain_steps and single in drafter.record.graphs:
             inputs, outputs = found[role]
             found[single] = single_sequence(inputs), single_chain_outputs(outputs, graph.chain_steps(drafter.shape))

@@ -77,8 +77,9 @@ class HostDevice:
             return CompactProgram(record, self, self._kernels)
         if graph == names.VERIFIER:
             graph = self.verifier_graph
-        elif self._single and names.single(graph) in self.bundle.manifest.all_graphs:
-            graph = names.single(graph)
+        else:
+            lowered = ([names.single(graph)] if self._single else []) + [names.batch(graph)]
+            graph = next((name for name in lowered if name in self.bundle.manifest.all_graphs), graph)
         return load_program(self.bundle, graph, 1 if short else self._threads)
 
     def chain(self, runs: Sequence[Run]) -> InOrder:

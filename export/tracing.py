@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from redraft import names, signatures
 from redraft.errors import RedraftError, UnsupportedModelError
-from redraft.export import experts, modules, own_attention, tree_attention
+from redraft.export import experts, modules, noise, own_attention, tree_attention
 from redraft.export.architecture import DECODERS_ONLY, Architecture
 from redraft.export.attention import CURRENT, INTERFACE, POSITION_STEP, AttentionCall, LayerAttention, LayerRecorder
 from redraft.names import Dtype, TensorSpec
@@ -69,6 +69,7 @@ TRANSLATIONS = {
     torch.ops.redraft.rotary.default: modules.emit_rotary,
     torch.ops.redraft.gather_rows.default: emit_gather_rows,
     torch.ops.redraft.take.default: emit_take,
+    torch.ops.redraft.add_noise.default: noise.emit_add_noise,
 }
 
 

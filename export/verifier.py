@@ -12,7 +12,7 @@ from torch import nn
 
 from redraft import __version__, names, signatures
 from redraft.config import BuildConfig
-from redraft.export import passes, support, tracing, tree_attention, weights
+from redraft.export import noise, passes, support, tracing, tree_attention, weights
 from redraft.export.architecture import Architecture
 from redraft.export.attention import record_layers
 from redraft.export.checkpoint import AnyCheckpoint
@@ -123,6 +123,7 @@ def finish(model: ir.Model) -> None:
     """Drop unused nodes and the tracer's metadata, and append the bodies of redraft's operators."""
     common.RemoveUnusedNodesPass()(model)
     tree_attention.add_bodies(model)
+    noise.add_bodies(model)
     model.ir_version = IR_VERSION
     model.producer_name = "redraft"
     model.producer_version = __version__

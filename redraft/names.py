@@ -32,6 +32,8 @@ DRAFT, RESAMPLE, COPY_SLOT = "draft", "resample", "copy_slot"
 """Roles of a drafter's graphs: draft a fresh tree, resample the last draft's unused steps, copy state between slots."""
 SINGLE = ".single"
 """Suffix of a role whose graph is lowered for one sequence, like `VERIFIER_SINGLE`."""
+BATCH = ".batch"
+"""Suffix of a role whose graph is the portable one with the CPU's form of `ADD_NOISE`, for any batch."""
 
 STEP_PREPARE_TREE = "step.prepare_tree"
 """Makes the verifier's inputs from a tree's tokens and parents, on the device."""
@@ -60,6 +62,10 @@ NUM_PENDING = "num_pending"
 CHAIN_LOGITS = "chain_logits"
 FIRST_STEP = "first_step"
 DRAFT_LOGIT_SCALE = "draft_logit_scale"
+NOISE_SCALE = "noise_scale"
+NOISE_KEYS = "noise_keys"
+DRAWN = "drawn"
+"""1 for sequences whose candidates are drawn from the drafter's distribution, otherwise 0."""
 DRAFT_VOCABULARY = "draft_vocabulary"
 """Token of each column of a drafter's logits (EAGLE-3's d2t)."""
 TREE_TOKENS = "tree.tokens"
@@ -98,6 +104,9 @@ TREE_ATTENTION_DOMAIN = "redraft"
 TREE_ATTENTION = "TreeAttention"
 TREE_ATTENTION_INPUTS = 9
 """Inputs of every TreeAttention node; sinks are an optional one more."""
+ADD_NOISE, TOKEN_HASHES, QUADRATIC = "AddNoise", "TokenHashes", "Quadratic"
+"""Another operator of that domain, and the functions in its body: the hash, which the CPU has in another form, and a
+part of it."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,11 @@ class WeightRef:
 def single(graph: str) -> str:
     """Name of the same graph, lowered for one sequence."""
     return f"{graph}{SINGLE}"
+
+
+def batch(graph: str) -> str:
+    """Name of the same graph with the CPU's form of the noise, for any batch."""
+    return f"{graph}{BATCH}"
 
 
 def key_cache(layer: int) -> str:

@@ -60,6 +60,21 @@ class OfferKind(StrEnum):
     FRESH = "fresh"
 
 
+class Proposal(Protocol):
+    """The distributions q that a tree's candidates were drawn from, the first child first.
+
+    A node's children were drawn from softmax(logits(depth, token)) for the node's own depth and token; the root's depth
+    is 0. Valid until the next draft for the slot.
+    """
+
+    @property
+    def tokens(self) -> IntArray | None:
+        """Token of each of the H columns, ascending; None if column t is token t."""
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return new logits, float32[H]."""
+
+
 class Tree(Protocol):
     """A tree of n candidate continuations of one sequence. Node 0 is the root, the last committed token."""
 
@@ -79,11 +94,62 @@ class Tree(Protocol):
     def on_device(self) -> bool:
         """True if the fields are on a device, with nodes in order of probability. Reading a field copies it."""
 
+    @property
+    def draws(self) -> Draws | None:
+        """How nodes were drawn at random; None if all were chosen."""
+
+    @property
+    def cut_at_end(self) -> bool:
+        """True if a cut may only drop the last nodes: the tree is on a device, or its nodes were drawn (`Draws`)."""
+
     def __len__(self) -> int:
         """Number of nodes, n."""
 
     def first(self, nodes: int) -> Tree:
         """Return the root and the `nodes` nodes after it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How nodes of a tree were drawn at random, for rejection sampling.
+
+    proposal: the distributions of the draws.
+    order:    place of each node among all draws, int64[n]; -1 if it was not drawn.
+    chosen:   bool[n], true if the node was chosen without a random number. A node may be both, from two drafters.
+    repeats:  true if siblings are independent draws, which may be equal. Otherwise they are draws without replacement.
+
+    Rejection sampling is correct only if dropping a node does not depend on its token or on any other token that is
+    dropped. So neither a drafter's stop nor a cut may read them: it may read submitted tokens, and numbers that were
+    known before the draw. Draws come in their order in a drafter's tree, so the first k nodes are such a cut for each k
+    that is chosen so.
+    """
+
+    proposal: Proposal
+    order: IntArray
+    chosen: BoolArray
+    repeats: bool = False
+
+    @classmethod
+    def of(cls, proposal: Proposal | None, nodes: int) -> Draws | None:
+        """Return the draws of a drafter's tree of `nodes` nodes; None if nothing was drawn."""
+        order = np.arange(-1, nodes - 1)
+        return None if proposal is None else cls(proposal, order, order < 0)
+
+    def part(self, parents: IntArray, keep: Sequence[int] | slice) -> Draws:
+        """Return the draws of some nodes of a tree with these parents.
+
+        Raises ValueError if the part drops a node and keeps one that was drawn after it from the same parent.
+        """
+        kept = np.zeros(len(self.order), np.bool_)
+        kept[keep] = True
+        ended = set()
+        for node in np.argsort(self.order).tolist():
+            parent = int(parents[node])
+            if self.order[node] >= 0 and not kept[node]:
+                ended.add(parent)
+            elif self.order[node] >= 0 and parent in ended:
+                raise ValueError(f"a cut keeps node {node} and drops one that was drawn before it from node {parent}")
+        return Draws(self.proposal, self.order[keep], self.chosen[keep], self.repeats)
 
 
 @dataclass(frozen=True)
@@ -93,16 +159,26 @@ class DraftTree:
     tokens: IntArray
     parents: IntArray
     log_probs: FloatArray
+    draws: Draws | None = None
 
     on_device: ClassVar[bool] = False
+
+    @property
+    def cut_at_end(self) -> bool:
+        """True if nodes were drawn."""
+        return self.draws is not None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, nodes: int) -> DraftTree:
         """Return the root and the `nodes` nodes after it."""
-        end = nodes + 1
-        return DraftTree(self.tokens[:end], self.parents[:end], self.log_probs[:end])
+        return self.part(slice(nodes + 1), self.parents[: nodes + 1])
+
+    def part(self, keep: Sequence[int] | slice, parents: IntArray) -> DraftTree:
+        """Return nodes of this tree, root first, with their new parents. Raises ValueError as `Draws.part`."""
+        draws = self.draws and self.draws.part(self.parents, keep)
+        return DraftTree(self.tokens[keep], parents, self.log_probs[keep], draws)
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,8 @@ class Adaptive:
     def _weigh(self, state: ControllerState, plan: Plan, made: Tree | None) -> Tree:
         """Return all nodes that could be verified for a sequence. Sets the probability of each node to be accepted."""
         tree = plan.found
-        if made is not None and made.on_device:
-            return self._weigh_on_device(state, plan, made)
+        if made is not None and made.cut_at_end:
+            return self._weigh_by_rank(state, plan, made)
         if made is not None and len(made) > 1:
             state.offered = made
             tree = merge(tree, self._depths_of(plan).calibrated(made))
@@ -257,8 +257,11 @@ class Adaptive:
         state.weighed = plan.found, tree, None
         return tree
 
-    def _weigh_on_device(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
-        """Return the better of two trees, since merging them would copy one from the device. Otherwise as `_weigh`."""
+    def _weigh_by_rank(self, state: ControllerState, plan: Plan, made: Tree) -> Tree:
+        """Return the better of two trees, where the new one may be cut only at its end. Otherwise as `_weigh`.
+
+        Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
+        """
         shares = self._ranks_of(plan).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
@@ -323,7 +326,7 @@ class Adaptive:
         ms = self._verified_ms + self._extra_ms()
         if plan.make is not None:
             if (made := state.offered) is not None:
-                if made.on_device:
+                if made.cut_at_end:
                     self._ranks_of(plan).observe(len(tree), outcome.path)
                 else:
                     self._depths_of(plan).observe(made, outcome.tokens)

@@ -25,8 +25,10 @@ from redraft.runtime.adaptive import Adaptive
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.draft_noise import NO_NOISE, draft_noise
 from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
 from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.forced import ForcedDrafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
@@ -35,6 +37,7 @@ from redraft.runtime.metrics import summarise
 from redraft.runtime.offers import Speculation
 from redraft.runtime.params import SamplingParams, SpeculationParams, check_tenant
 from redraft.runtime.sampling import make_sampler
+from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
 from redraft.runtime.sampling.defaults import model_sampling
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
@@ -163,7 +166,8 @@ class Runtime:
     def close(self) -> None:
         """Release the engine and its buffers. Closing again does nothing."""
         self._drafters.clear()
-        self.__dict__.pop("_predicted", None)
+        for drafter in ("_predicted", "_forced"):
+            self.__dict__.pop(drafter, None)
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
                 self._keep_costs(1)
@@ -227,7 +231,7 @@ class Runtime:
         """
         with self._running():
             self.verifier.warm()
-            self._plan(SpeculationParams(method))
+            self._plan(SpeculationParams(method), False)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -304,18 +308,22 @@ class Runtime:
         asked = _each(speculation, (str, SpeculationParams, NoneType), len(prompts))
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
         self.verifier.warm()
-        plans = {one: self._plan(one, forced) for one in dict.fromkeys(speculating)}
+        keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
+        plans = {key: self._plan(*key, forced) for key in dict.fromkeys(keys)}
         requests = [
-            self._request(prompt, one, plans[how], how, forced, record_logit_margins)
-            for prompt, one, how in zip(prompts, sampling, speculating, strict=True)
+            self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
+            for prompt, one, key in zip(prompts, sampling, keys, strict=True)
         ]
         cycle = Cycle(self.verifier, costs=self.costs)
         if trace is not None:
             cycle.record = TraceWriter(trace, self.costs.table_ms(1))
         return cycle, requests
 
-    def _plan(self, asked: SpeculationParams, forced: Acceptance | None = None) -> Speculation:
-        """Return how requests with these parameters speculate. Raises UsageError."""
+    def _plan(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
+        """Return how requests with these parameters speculate. Raises UsageError.
+
+        constrained: whether their texts must match a grammar, whose forced tokens are then drafted.
+        """
         word, budget = asked.method or self.default_method, asked.budget
         self._check_budget(budget)
         name, lookup = split_pair(word)
@@ -345,6 +353,9 @@ class Runtime:
         if asked.prediction is not None:
             drafter = Pair(self._predicted, drafter)
             word = f"{word}+prediction"
+        if constrained:
+            drafter = Pair(self._forced, drafter)
+            word = f"{word}+constraint"
         if not asked.adapts:
             assert budget is not None
             fixed = self._fixed.get(budget) or self._fixed.setdefault(budget, FixedBudget(budget))
@@ -384,6 +395,16 @@ class Runtime:
         """The drafter of predicted outputs."""
         return PredictionDrafter(self.verifier)
 
+    @cached_property
+    def _forced(self) -> ForcedDrafter:
+        """The drafter of tokens that constraints force."""
+        return ForcedDrafter(self.verifier)
+
+    @cached_property
+    def _guided(self) -> Any:
+        """The tokenizer in the form of constraints. Raises UsageError if they are not possible."""
+        return guided_tokenizer(self.tokenizer.tokenizer, self.verifier.vocabulary, sorted(self._stop_tokens))
+
     def _expect_costs(self, name: str) -> None:
         """Give the controller the costs of a drafter's calls when they are first needed."""
         drafter = self._drafters[name]
@@ -398,7 +419,9 @@ class Runtime:
         ids = self.encode(prompt)
         stop_tokens = frozenset() if params.ignore_eos else self._stop_tokens
         params.check_vocabulary(self.verifier.vocabulary, stop_tokens)
-        sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins)
+        grammar = params.constraint
+        constraint = None if grammar is None else Constraint(grammar, self._guided)
+        sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins, constraint)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)
             params, stop_tokens = replace(params, stop=()), frozenset()
@@ -408,12 +431,15 @@ class Runtime:
             limit=min(len(ids) + params.max_tokens, self.max_model_len),
             stop_tokens=stop_tokens,
             sampler=sampler,
+            noise=draft_noise(params) if forced is None else NO_NOISE,
             text=Detokenizer(self.tokenizer, ids, params.stop, params.min_tokens) if params.stop else None,
             speculation=speculation,
             tenant=asked.tenant,
         )
         if asked.prediction is not None:
             self._predicted.predict(request, self._prediction(asked.prediction))
+        if constraint is not None:
+            self._forced.constrain(request, constraint)
         return request
 
     def _check_length(self, text: str, name: str) -> None:

@@ -58,7 +58,7 @@ class DepthCalibration:
             bucket = min(int((log_probs[parent] - log_probs[node]) * _BUCKETS_A_NAT), _BUCKETS - 1)
             share = self._shares[depth if depth < _DEPTHS else -1][bucket]
             corrected[node] = corrected[parent] + log(share if share > _LEAST else _LEAST)
-        return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32))
+        return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draws)
 
 
 class RankCalibration:

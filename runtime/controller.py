@@ -9,7 +9,7 @@ from typing import Protocol
 from redraft.methods.base import resampled_nodes
 from redraft.runtime.offers import NO_TREE, Offer, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import cut, merge, prune, root_only
+from redraft.runtime.tree import join, merge, prune, root_only
 from redraft.types import Budget, Choice, OfferKind, Outcome, Tree
 
 Call = tuple[str, OfferKind]
@@ -103,9 +103,7 @@ class FixedBudget:
     ) -> list[Tree]:
         """Merge each plan's trees, and cut them to the budget."""
         return [
-            cut(_joined(plan.found, self._kept(plan, tree)), plan.limits, self._budget.nodes)
-            if plan.speculates
-            else plan.found
+            join(plan.found, self._kept(plan, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
             for plan, tree in zip(plans, made, strict=True)
         ]
 
@@ -135,10 +133,3 @@ def merged_ready(seq: Sequence, offers: Several[Offer]) -> Tree:
         if offer.tree is not None:
             found = offer.tree if found is None else merge(found, offer.tree)
     return root_only(seq.tokens[-1]) if found is None else found
-
-
-def _joined(found: Tree, made: Tree | None) -> Tree:
-    """Merge two trees. A tree on a device is copied to the host first, unless the other is a root alone."""
-    if made is None:
-        return found
-    return made if len(found) == 1 else merge(found, made)

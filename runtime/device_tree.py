@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from redraft.engines.device import Array, Buffer, Device, Work, slots_of
-from redraft.types import DraftTree, FloatArray, IntArray
+from redraft.types import DraftTree, Draws, FloatArray, IntArray, Proposal
 
 Field = Literal["tokens", "parents", "log_probs"]
 
@@ -44,6 +44,7 @@ class DeviceDrafts:
 
     tokens, parents: int64, -1 is the root's parent.   log_probs: float32, joint, natural.
     nodes:           how many nodes of each tree exist, root included.
+    proposals:       the distributions of each tree's candidates, if some were drawn.
     work:            the work that made the trees, in the stage `stage` of a step.
     The buffers are valid until the next call for the same slots.
     """
@@ -54,6 +55,7 @@ class DeviceDrafts:
     nodes: Sequence[int]
     work: Work
     stage: str
+    proposals: Sequence[Proposal | None] = ()
     _read: dict[Field, Array] = field(default_factory=dict)
 
     def tree(self, slot: int, nodes: int) -> DeviceTree:
@@ -63,7 +65,11 @@ class DeviceDrafts:
     def copied(self, slot: int, nodes: int) -> DraftTree:
         """Return the first nodes of a tree on the host."""
         tokens, parents, log_probs = (self.read(name)[slot, :nodes] for name in ("tokens", "parents", "log_probs"))
-        return DraftTree(tokens, parents, log_probs)
+        return DraftTree(tokens, parents, log_probs, Draws.of(self.proposal(slot), nodes))
+
+    def proposal(self, slot: int) -> Proposal | None:
+        """Return the distributions of a slot's candidates, if they were drawn."""
+        return self.proposals[slot] if self.proposals else None
 
     def read(self, name: Field) -> Array:
         """Return a field of all trees on the host, copied once."""
@@ -78,7 +84,7 @@ class DeviceTree:
 
     __slots__ = ("_nodes", "drafts", "slot")
 
-    on_device = True
+    on_device = cut_at_end = True
 
     def __init__(self, drafts: DeviceDrafts, slot: int, nodes: int) -> None:
         self.drafts = drafts
@@ -97,6 +103,11 @@ class DeviceTree:
     def parents(self) -> IntArray:
         """Parent of each node, int64[n]; -1 for the root."""
         return self.drafts.read("parents")[self.slot, : self._nodes]
+
+    @property
+    def draws(self) -> Draws | None:
+        """How the nodes were drawn; None if they were chosen."""
+        return Draws.of(self.drafts.proposal(self.slot), self._nodes)
 
     @property
     def log_probs(self) -> FloatArray:

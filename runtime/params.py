@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
+from redraft.runtime.grammar import Grammar, requested_grammar, schema_text
 from redraft.types import Budget, FloatArray
 
 LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
@@ -20,6 +21,8 @@ LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
 The sampler calls it for the nodes of a draft tree that it reaches, with the tokens of the node's own path.
 """
 CONTROLLERS = ("adaptive", "fixed")
+COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
+ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
 """Seeds are below this."""
 
@@ -59,6 +62,11 @@ class SamplingParams:
     seed:        key of every random number of the request, from 0 to 2^63 - 1. Equal requests give equal tokens.
     logprobs:    None, or how many alternatives each token's log probability comes with (`Generation.logprobs`).
     logits_processors: functions that change the logits after all penalties, in this order.
+    acceptance:  above temperature 0, how drafts are accepted. `coupled`: a draft must be the token that the verifier
+                 draws, so tokens do not depend on speculation. `rejection` and `block`: drafters draw their candidates,
+                 and tokens have the verifier's distribution (`redraft.runtime.sampling.rejection`).
+    json_schema, regex, grammar, json_object: what the text must match, at most one of them: a JSON schema (a mapping or
+                 JSON), a regular expression, a Lark grammar, or true for any JSON object.
     """
 
     max_tokens: int = 128
@@ -77,6 +85,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    acceptance: str = COUPLED
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -93,10 +106,22 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {allowed}, not {value}")
         if self.logprobs is not None and not (isinstance(self.logprobs, Integral) and self.logprobs >= 0):
             raise UsageError(f"logprobs must be None or a whole number from 0, not {self.logprobs!r}")
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        if self.acceptance not in ACCEPTANCE:
+            raise UsageError(f"unknown acceptance {self.acceptance!r}", f"choose one of {', '.join(ACCEPTANCE)}")
+        if self.constraint is not None and self.ignore_eos:
+            raise UsageError("a constrained text ends with an end-of-sequence token", "leave ignore_eos out")
         if "" in self.stop:
             raise UsageError("a stop string must not be empty")
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}", "lower min_tokens")
+
+    @property
+    def constraint(self) -> Grammar | None:
+        """What the text must match. Raises UsageError if there are two, or one of another type."""
+        assert not isinstance(self.json_schema, Mapping)
+        return requested_grammar(self.json_schema, self.regex, self.grammar, self.json_object)
 
     @property
     def biases(self) -> dict[int, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redraft.errors import RedraftError
+from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.metrics import Clock, Counters
 from redraft.runtime.offers import Speculation
 from redraft.runtime.sampling.sampler import Sampler
@@ -27,6 +28,7 @@ class Sequence:
     text:           the text so far, for streams and stop strings; otherwise None.
     cache_len:      valid rows of this sequence in the KV buffers.
     finish_reason:  None while it runs.   error: why it failed, if that is the reason.
+    noise:          of its drafts' candidates, by its sampling parameters.
     speculation:    how it drafts; the cycle sets its default if a request has none.
     drafting:       state of each drafter.   control: state of the controller.
     tenant:         requests of the same tenant may share their outputs; None shares with nobody.
@@ -39,6 +41,7 @@ class Sequence:
     stop_tokens: frozenset[int]
     sampler: Sampler
     text: Detokenizer | None = None
+    noise: DraftNoise = NO_NOISE
     cache_len: int = 0
     finish_reason: FinishReason | None = None
     error: RedraftError | None = None

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from redraft.runtime.offers import StepLimits
-from redraft.types import BoolArray, Budget, DraftTree, IntArray, Tree
+from redraft.types import BoolArray, Budget, DraftTree, Draws, IntArray, Tree
 
 _ROOT_PARENT = np.array([-1], dtype=np.int64)
 _ROOT_LOG_PROB = np.zeros(1, dtype=np.float32)
@@ -88,28 +88,38 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_id
 def prune(tree: Tree, nodes: int) -> Tree:
     """Return the `nodes` likeliest nodes of `tree` after its root, in their old order.
 
-    A child is never likelier than its parent and comes after it, so the result is a tree.
+    A child is never likelier than its parent and comes after it, so the result is a tree. Of a tree that may be cut
+    only at its end, the result is the first nodes.
     """
     if len(tree) <= nodes + 1:
         return tree
-    if tree.on_device:
+    if tree.cut_at_end:
         return tree.first(nodes)
     log_probs = tree.log_probs.tolist()
     keep = sorted(sorted(range(len(tree)), key=log_probs.__getitem__, reverse=True)[: nodes + 1])
     if keep[-1] == nodes:
         return tree.first(nodes)
-    renumbered = np.empty(len(tree), dtype=np.int64)
-    renumbered[keep] = np.arange(len(keep))
-    parents = renumbered[tree.parents[keep]]
+    return _part(tree, keep)
+
+
+def _part(tree: Tree, keep: list[int]) -> DraftTree:
+    """Return the nodes `keep` of a tree on the host: the root, and nodes whose parents are kept."""
+    assert isinstance(tree, DraftTree)
+    place = np.zeros(len(tree), np.int64)
+    place[keep] = np.arange(len(keep))
+    parents = place[tree.parents[keep]]
     parents[0] = -1
-    return DraftTree(tree.tokens[keep], parents, tree.log_probs[keep])
+    return tree.part(keep, parents)
 
 
 def merge(first: Tree, second: Tree) -> Tree:
     """Merge both trees at their root. Nodes with the same path become one, with the larger probability of the two.
 
     Nodes of `second` that `first` lacks come after all of `first`. A child is still never likelier than its parent.
+    Draws of `second` are kept, also of nodes that `first` has. Raises ValueError if nodes of `first` were drawn.
     """
+    if first.draws is not None:
+        raise ValueError("a tree of draws must come second in a merge, since its nodes come last in a cut")
     if len(second) == 1:
         return first
     if len(first) == 1:
@@ -117,12 +127,13 @@ def merge(first: Tree, second: Tree) -> Tree:
     tokens, parents, log_probs = first.tokens.tolist(), first.parents.tolist(), first.log_probs.tolist()
     known = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
     place = [0] * len(second)
+    repeats = second.draws is not None and second.draws.repeats  # each draw needs a node of its own
     others = zip(second.tokens.tolist(), second.parents.tolist(), second.log_probs.tolist(), strict=True)
     for node, (token, parent, log_prob) in enumerate(others):
         if node == 0:
             continue
         above = place[parent]
-        same = known.get((above, token))
+        same = None if repeats else known.get((above, token))
         if same is None:
             same = known[above, token] = len(tokens)
             tokens.append(token)
@@ -131,7 +142,16 @@ def merge(first: Tree, second: Tree) -> Tree:
         elif log_prob > log_probs[same]:
             log_probs[same] = log_prob
         place[node] = same
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32))
+    draws = second.draws and _moved(second.draws, place, len(first), len(tokens))
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32), draws)
+
+
+def _moved(draws: Draws, place: list[int], chosen: int, nodes: int) -> Draws:
+    """Return the draws of a tree of `nodes` nodes: node i is now place[i], and the first `chosen` were chosen too."""
+    order, also_chosen = np.full(nodes, -1), np.arange(nodes) < chosen
+    order[place] = draws.order
+    also_chosen[place] |= draws.chosen
+    return Draws(draws.proposal, order, also_chosen, draws.repeats)
 
 
 def is_chain(tree: Tree) -> bool:
@@ -151,13 +171,43 @@ def cut(tree: Tree, limits: StepLimits, nodes: int) -> Tree:
     return exact_part(kept, limits.cache_len, limits.branches, limits.block_rows)
 
 
+def join(found: Tree, made: Tree | None, limits: StepLimits, nodes: int) -> Tree:
+    """Merge a ready tree and a new one, and cut the result as `cut` does.
+
+    A merged tree of draws has fewer nodes if draws equal chosen nodes. So the number of draws to keep is decided before
+    the merge, from the sizes of both trees alone. If a step may not verify that many nodes, the new tree stays alone.
+    A tree on a device is copied to the host first, unless the other is a root alone.
+    """
+    if made is None or made.draws is None:
+        joined = found if made is None else made if len(found) == 1 else merge(found, made)
+        return cut(joined, limits, nodes)
+    made = cut(made, limits, nodes)
+    room = min(nodes, limits.budget.nodes) - (len(found) - 1)
+    if room < 1 or len(made) == 1:
+        return cut(found, limits, nodes)
+    rows = len(found) + min(room, len(made) - 1)
+    fits = limits.block_rows is None or limits.cache_len % limits.block_rows + rows <= limits.block_rows
+    if len(found) == 1 or not (limits.branches and fits and _level_bound(found, made) <= limits.budget.width):
+        return made
+    return merge(found, made.first(room))
+
+
+def _level_bound(first: Tree, second: Tree) -> int:
+    """Return an upper bound of the nodes on a level of two merged trees."""
+    return max(np.bincount(np.concatenate([layout(tree.parents).depths[1:] for tree in (first, second)])).tolist())
+
+
 def within(tree: Tree, budget: Budget) -> Tree:
-    """Return the likeliest nodes of a tree within a budget (depth, width of a level, nodes), in their old order."""
+    """Return the likeliest nodes of a tree within a budget (depth, width of a level, nodes), in their old order.
+
+    Of a tree that may be cut only at its end, the first nodes take the place of the likeliest.
+    """
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
     parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
     depths, levels, kept = [0] * len(tree), [0] * (len(tree) + 1), {0}
-    for node in sorted(range(1, len(tree)), key=log_probs.__getitem__, reverse=True):
+    nodes = range(1, len(tree))
+    for node in nodes if tree.cut_at_end else sorted(nodes, key=log_probs.__getitem__, reverse=True):
         parent = parents[node]
         depth = depths[node] = depths[parent] + 1
         if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(kept) <= budget.nodes:
@@ -165,12 +215,7 @@ def within(tree: Tree, budget: Budget) -> Tree:
             kept.add(node)
     if len(kept) == len(tree):
         return tree
-    keep = sorted(kept)
-    place = np.zeros(len(tree), np.int64)
-    place[keep] = np.arange(len(keep))
-    renumbered = place[tree.parents[keep]]
-    renumbered[0] = -1
-    return DraftTree(tree.tokens[keep], renumbered, tree.log_probs[keep])
+    return _part(tree, sorted(kept))
 
 
 def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | None) -> Tree:
@@ -193,7 +238,8 @@ def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | Non
     if not branches:
         return longest
     assert block_rows is not None
-    return max(prune(tree, block_rows - cache_len % block_rows - 1), longest, key=_promised)
+    fitting = prune(tree, block_rows - cache_len % block_rows - 1)
+    return max(fitting, longest, key=len if tree.cut_at_end else _promised)
 
 
 def _promised(tree: Tree) -> float:
@@ -202,9 +248,9 @@ def _promised(tree: Tree) -> float:
 
 
 def likeliest_chain(tree: Tree) -> DraftTree:
-    """Return the root, its likeliest child, the likeliest child of that one, and so on."""
+    """Return the root, its likeliest child, the likeliest child of that one, and so on. Of draws, return the first."""
     parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
     path = [0]
     while children := [node for node in range(path[-1] + 1, len(parents)) if parents[node] == path[-1]]:
-        path.append(max(children, key=log_probs.__getitem__))
-    return DraftTree(tree.tokens[path], _chain_parents(len(path)), tree.log_probs[path])
+        path.append(children[0] if tree.cut_at_end else max(children, key=log_probs.__getitem__))
+    return _part(tree, path)

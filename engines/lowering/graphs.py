@@ -1,6 +1,7 @@
 """Whole graphs lowered for ONNX Runtime's CPU kernels. They share their weights with the portable graph.
 
 redraft::TreeAttention        -> see `batch` and `single`
+redraft::AddNoise             -> see `noise`
 Add, RMSNormalization         -> com.microsoft.SkipSimplifiedLayerNormalization
 """
 
@@ -22,6 +23,7 @@ from redraft.engines.bundle import single_chain
 from redraft.engines.drafters import single_chain_outputs, single_sequence
 from redraft.engines.lowering.batch import BatchAttention
 from redraft.engines.lowering.nodes import MICROSOFT
+from redraft.engines.lowering.noise import lower_noise
 from redraft.engines.lowering.single import (
     ChainAttention,
     SingleAttention,
@@ -81,11 +83,26 @@ def lower_chain(folder: Path, portable: GraphRecord, name: str) -> GraphRecord |
     if not attentions or not all(map(fits_chain, attentions)):
         return None
     _fix_batch(model.graph)
+    lower_noise(model)
     lowered = ChainAttention(model.graph)
     for number, node in enumerate(attentions):
         _write_in_place(model.graph, lowered.lower(node), number, last=node is attentions[-1])
     outputs = single_chain_outputs(portable.outputs, len(attentions))
     return _save(model, folder, GraphRecord(f"{name}.onnx", single_sequence(portable.inputs), outputs))
+
+
+def lower_any(folder: Path, portable: GraphRecord, name: str) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, a drafter's graph with the CPU's form of the noise alone, for any batch.
+
+    Returns its record. Writes nothing and returns None if the graph adds no noise.
+    """
+    model = ir.load(folder / portable.file)
+    if not lower_noise(model):
+        return None
+    TopologicalSortPass()(model)
+    record = GraphRecord(f"{name}.onnx", portable.inputs, portable.outputs)
+    ir.save(model, folder / record.file)
+    return record
 
 
 def _attentions(model: ir.Model) -> list[ir.Node]:

@@ -21,6 +21,8 @@ from redraft.engines.tensorrt.native import lower_attention, lower_keep
 from redraft.engines.tensorrt.records import Attention, weights_file
 from redraft.errors import BackendError
 
+_NOISE = (names.ADD_NOISE, names.TOKEN_HASHES, names.QUADRATIC)
+
 
 def graph_file(graph: str) -> str:
     """Return the name of the prepared graph's file. It shares the portable graph's folder and weights."""
@@ -36,6 +38,7 @@ def prepare(folder: Path, file: str, graph: str, release: operators.Release, att
     model = ir.load(folder / file)
     _check_attention(graph, model)
     merge_weights(model, folder, weights_file(graph))
+    common.InlinePass(lambda function: function.name in _NOISE)(model)
     expand(model, release)
     if attention == "plugin":
         _name_plugin(model)

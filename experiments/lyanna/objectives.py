@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from redraft import names
-from redraft.export.drafters.lyanna_token_tree import lookup
+from redraft.methods.lyanna_token_info import lookup
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives.lyanna import LyannaObjective
 

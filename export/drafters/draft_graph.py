@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import onnx_ir as ir
 import torch
@@ -19,6 +19,7 @@ from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.layer import Attend, LayerConfig
+from redraft.export.noise import add_noise
 from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
 from redraft.export.verifier import VerifierExport, finish
@@ -146,6 +147,26 @@ class ChainAttention:
         return attend
 
 
+class Sampling(NamedTuple):
+    """The inputs of `methods.chains.sampling_inputs`, in order."""
+
+    scale: torch.Tensor
+    noise_scale: torch.Tensor
+    keys: torch.Tensor
+    drawn: torch.Tensor
+
+    @classmethod
+    def example(cls, steps: int) -> Sampling:
+        """Return values for two sequences and trees of `steps` levels, to trace a graph with."""
+        keys = torch.ones(2, steps, 2, dtype=torch.long)
+        return cls(torch.ones(2), torch.zeros(2), keys, torch.zeros(2, dtype=torch.long))
+
+    def noisy(self, logits: torch.Tensor, tables: Sequence[torch.Tensor], step: int = 0) -> torch.Tensor:
+        """Return logits [B, S, H] of the levels from `step` on, with noise. A draft vocabulary is the last table."""
+        ids = tables[-1] if tables else torch.arange(logits.shape[2])
+        return add_noise(logits, self.noise_scale, self.keys[:, step : step + logits.shape[1]], ids)
+
+
 class DraftGraph(nn.Module, Generic[M]):
     """A drafter with the verifier's embedding and the rows of its head for H tokens. A subclass computes the draft.
 
@@ -185,7 +206,7 @@ def write_draft(
     The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
     verifier's head.
 
-    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, draft_logit_scale, tables.
+    graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables.
     logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     dtype = tracing.TORCH[shape.dtype]
@@ -194,11 +215,23 @@ def write_draft(
     b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
     args: tuple[Any, ...] = (
         torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
-        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(), torch.ones(2), examples(tables),
+        torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
+        Sampling.example(shape.steps), examples(tables),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
     fixed: list[dict[int, Any]] = [{} for _ in tables]
-    dynamic: tuple[Any, ...] = (rows_of, rows_of, rows_of, {0: b}, {0: b}, {}, cache_of, cache_of, {0: b}, fixed)
+    dynamic: tuple[Any, ...] = (
+        rows_of,
+        rows_of,
+        rows_of,
+        {0: b},
+        {0: b},
+        {},
+        cache_of,
+        cache_of,
+        Sampling(*[{0: b}] * 4),
+        fixed,
+    )
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}

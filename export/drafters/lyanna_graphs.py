@@ -25,6 +25,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
     DraftGraph,
+    Sampling,
     check_fit,
     drafter_precision,
     empty_module,
@@ -172,7 +173,7 @@ def lyanna_shape(config: LyannaConfig, options: LyannaBuild) -> LyannaShape:
 
 
 def _tree(
-    shape: LyannaShape, logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor | None, roots: torch.Tensor,
+    shape: LyannaShape, logits: torch.Tensor, sampling: Sampling, used: torch.Tensor | None, roots: torch.Tensor,
     tables: list[torch.Tensor], nodes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return tokens, parents and log probabilities of trees rooted at the tokens `roots` [B].
@@ -181,7 +182,10 @@ def _tree(
     """
     pruned, left_out = shape.draft_vocabulary < shape.vocabulary, roots if used is None else used
     info, rows = (tables[:-2], tracing.take(tables[-2], roots)) if pruned else (tables, roots)
-    columns, parents, log_probs = token_tree(logits, scale, left_out, rows, info, shape.width, nodes, used is None)
+    noisy = sampling.noisy(logits, tables[-1:] if pruned else ())
+    columns, parents, log_probs = token_tree(
+        noisy, sampling.scale, sampling.drawn, left_out, rows, info, shape.width, nodes, used is None
+    )
     if not pruned:
         return columns, parents, log_probs
     return torch.cat([roots[:, None], tracing.take(tables[-1], columns[:, 1:])], dim=1), parents, log_probs
@@ -192,7 +196,7 @@ class _Draft(DraftGraph[LyannaDrafter]):
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
@@ -203,7 +207,7 @@ class _Draft(DraftGraph[LyannaDrafter]):
             chain.append(self.drafter.following(chain[-1], *attention.next_step()))
         logits = self.logits(torch.cat(chain, dim=1))  # [B, N, H], in one product
         roots = attention.last_token(tokens)[:, 0]
-        tree = _tree(self.shape, logits, scale, None, roots, tables, self.shape.nodes)
+        tree = _tree(self.shape, logits, sampling, None, roots, tables, self.shape.nodes)
         return (*tree, logits, *attention.caches)
 
 
@@ -215,14 +219,14 @@ class _Resample(nn.Module):
         self.shape = shape
 
     def forward(
-        self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, scale: torch.Tensor,
+        self, chain_logits: torch.Tensor, first_step: torch.Tensor, tokens: torch.Tensor, sampling: Sampling,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         steps, nodes = self.shape.steps, self.shape.resample_nodes
         wanted = first_step[:, None] + torch.arange(steps - 1)
         wanted = torch.minimum(wanted, torch.tensor(steps - 1))  # TensorRT's Clip takes floats only
         left = tracing.gather_rows(chain_logits, wanted)  # [B, N - 1, H]
-        tree = _tree(self.shape, left, scale, first_step - 1, tokens, tables, nodes)
+        tree = _tree(self.shape, left, sampling, first_step - 1, tokens, tables, nodes)
         sizes = [min(tree_size(remaining, self.shape.width), nodes) for remaining in range(steps)]
         return (*tree, torch.index_select(torch.tensor(sizes), 0, steps - first_step))
 
@@ -231,11 +235,11 @@ def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     b = torch.export.Dim("B", min=1)
     args = (
         torch.zeros(2, shape.steps, shape.draft_vocabulary), torch.ones(2, dtype=torch.long),
-        torch.zeros(2, dtype=torch.long), torch.ones(2), examples(METHOD.tables(shape)),
+        torch.zeros(2, dtype=torch.long), Sampling.example(shape.steps - 1), examples(METHOD.tables(shape)),
     )  # fmt: skip
     fixed: list[dict[int, Any]] = [{} for _ in METHOD.tables(shape)]
     model = tracing.trace_graph(
-        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, {0: b}, fixed), resample_inputs(shape),
+        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, Sampling(*[{0: b}] * 4), fixed), resample_inputs(shape),
         resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
     passes.simplify(model)

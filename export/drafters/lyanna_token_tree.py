@@ -1,9 +1,10 @@
 """Token-info sampling and resampling (Lyanna, Algorithms 1 and 2): a reference in NumPy, and the ONNX translation.
 
-    columns, parents, log_probs = token_tree(step_logits, scale, used, rows, tables)
+    columns, parents, log_probs = token_tree(step_logits, scale, drawn, used, rows, tables)
 
-    step_logits [B, S, H]     logits of the steps of a tree, without token information
+    step_logits [B, S, H]     logits of the steps of a tree, with noise, without token information
     scale       float32 [B]   factor on the sum of logits and token information
+    drawn       int64 [B]     1 if the nodes' log probabilities are their ranks' (`methods.chains.sampling_inputs`)
     used        int64 [B]     how many of the last steps to leave out (0 in a fresh draft)
     rows        int64 [B]     row of token information of the last verified token
     tables                    those of `methods.lyanna.token_info_tables`, without the index
@@ -13,24 +14,26 @@
 A node's token is that of its column in the logits, which is also its row of token information. The root's column is its
 row.
 
+The noise of a position is the same after all nodes of a level, so it is added to the logits of the step.
+
 A level has the `width` most probable children of each expanded node. The `width` most probable nodes of a level expand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 from onnxscript.onnx_opset import opset24 as op
 
-from redraft import names
-from redraft.methods.lyanna import TOKEN_INFO_INDEX, tree_size
+from redraft.methods.chains import DRAWN_LOG_PROB
+from redraft.methods.lyanna import tree_size
+from redraft.methods.lyanna_token_info import FP8, token_info
 
 Floats = NDArray[np.float32]
 Added = Callable[[int], Floats]
@@ -58,11 +61,12 @@ class Tree:
 
 def build_subtree(
     step_logits: Floats, root: int, added: Added, width: int, scale: float = 1.0,
-    vocabulary: NDArray[np.int64] | None = None,
+    vocabulary: NDArray[np.int64] | None = None, drawn: bool = False,
 ) -> Tree:  # fmt: skip
     """Build the whole tree of Algorithm 1: step_logits [S, H] to `tree_size(S, width)` nodes.
 
     scale: factor on logits and token information.   vocabulary: token of each column [H]; None if they are the same.
+    drawn: log probabilities are those of ranks.
     """
     tree = Tree([root], [-1], [0.0])
     going_on = [0]
@@ -70,11 +74,12 @@ def build_subtree(
         level: list[int] = []
         for node in going_on:
             log_probs = _log_softmax((logits + added(tree.tokens[node])) * np.float32(scale))
-            for column in np.argsort(-log_probs, kind="stable")[:width].tolist():
+            for rank, column in enumerate(np.argsort(-log_probs, kind="stable")[:width].tolist()):
+                log_prob = _rank_log_probs(width)[rank] if drawn else float(log_probs[column])
                 level.append(len(tree.tokens))
                 tree.tokens.append(column if vocabulary is None else int(vocabulary[column]))
                 tree.parents.append(node)
-                tree.log_probs.append(tree.log_probs[node] + float(log_probs[column]))
+                tree.log_probs.append(tree.log_probs[node] + log_prob)
         going_on = sorted(level, key=lambda node: -tree.log_probs[node])[:width]
     return tree
 
@@ -90,42 +95,26 @@ def resample(
     return build_subtree(remaining, token, added, width, scale, vocabulary)
 
 
+def _rank_log_probs(width: int) -> list[float]:
+    return [DRAWN_LOG_PROB * (rank + 1) for rank in range(width)]
+
+
 def _log_softmax(logits: Floats) -> Floats:
     shifted = logits - logits.max()
     return np.asarray(shifted - np.log(np.exp(shifted).sum()), dtype=np.float32)
 
 
-def lookup(tables: Mapping[str, Any], token: int) -> Floats:
-    """Return the numbers that `token` adds to all logits, [H]. `methods.lyanna.token_info_tables` has the tables."""
-    values = {name: table for name, table in tables.items() if name.startswith(names.TOKEN_INFO)}
-    index = values.pop(TOKEN_INFO_INDEX, None)
-    return token_info(list(values.values()), token if index is None else int(index[token]))
-
-
-def token_info(tables: Sequence[Any], row: int) -> Floats:
-    """Return a row of token information, [H], from tables without the index."""
-    tables = [np.asarray(table) for table in tables]
-    values = tables[0][row]
-    if len(tables) == 2 and tables[1].shape[1] > 1:
-        values = values @ tables[1]
-    elif len(tables) == 2:
-        codes = values.view(ml_dtypes.float8_e4m3fn) if values.dtype == np.uint8 else values
-        values = codes.astype(np.float32) * tables[1][row]
-    added: Floats = values.astype(np.float32)
-    return added
-
-
 @torch.library.custom_op("redraft::token_tree", mutates_args=())
 def token_tree(
-    step_logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor, rows: torch.Tensor, tables: list[torch.Tensor],
-    width: int, nodes: int, whole: bool,
+    step_logits: torch.Tensor, scale: torch.Tensor, drawn: torch.Tensor, used: torch.Tensor, rows: torch.Tensor,
+    tables: list[torch.Tensor], width: int, nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the operator by the references above, one sequence at a time. `whole`: all steps count, `used` is 0."""
     trees = []
-    numbers = zip(scale.tolist(), used.tolist(), rows.tolist(), strict=True)
-    for logits, (factor, gone, row) in zip(step_logits.numpy(), numbers, strict=True):
+    numbers = zip(scale.tolist(), drawn.tolist(), used.tolist(), rows.tolist(), strict=True)
+    for logits, (factor, draws, gone, row) in zip(step_logits.numpy(), numbers, strict=True):
         kept = logits[: len(logits) - gone]
-        tree = build_subtree(kept, row, lambda column: token_info(tables, column), width, factor)
+        tree = build_subtree(kept, row, lambda column: token_info(tables, column), width, factor, drawn=bool(draws))
         trees.append(tree.top_nodes(nodes))
     return (
         torch.tensor([_padded(tree.tokens, nodes, 0) for tree in trees]),
@@ -140,8 +129,8 @@ def _padded(values: list[Any], size: int, filler: Any) -> list[Any]:
 
 @token_tree.register_fake
 def _(
-    step_logits: torch.Tensor, scale: torch.Tensor, used: torch.Tensor, rows: torch.Tensor, tables: list[torch.Tensor],
-    width: int, nodes: int, whole: bool,
+    step_logits: torch.Tensor, scale: torch.Tensor, drawn: torch.Tensor, used: torch.Tensor, rows: torch.Tensor,
+    tables: list[torch.Tensor], width: int, nodes: int, whole: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     batch = step_logits.shape[0]
     whole_numbers = rows.new_empty(batch, nodes)
@@ -149,19 +138,23 @@ def _(
 
 
 def emit_token_tree(
-    step_logits: Any, scale: Any, used: Any, rows: Any, tables: Sequence[Any], width: int, nodes: int, whole: bool
-) -> tuple[Any, Any, Any]:
+    step_logits: Any, scale: Any, drawn: Any, used: Any, rows: Any, tables: Sequence[Any], width: int, nodes: int,
+    whole: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Translate for `torch.onnx.export`: every level unrolled, all sequences at once."""
     steps = int(step_logits.shape[1])
     splits = op.Split(step_logits, axis=1, num_outputs=steps) if steps > 1 else (step_logits,)
     root_column = op.Unsqueeze(rows, _ints([1]))  # [B, 1]
     factor = op.Unsqueeze(scale, _ints([1, 2]))  # [B, 1, 1]
+    by_rank = op.Unsqueeze(op.Greater(drawn, op.Constant(value_int=0)), _ints([1, 2]))
+    of_ranks = op.Constant(value_floats=_rank_log_probs(width))
     zeros = op.Sub(root_column, root_column)
     frontier, joint, places = root_column, op.CastLike(zeros, step_logits), zeros
     columns, parents, joints = [root_column], [op.Add(zeros, _ints([tree_size(steps, width)]))], [joint]
     for step, logits in enumerate(splits):
         log_probs = op.LogSoftmax(op.Mul(op.Add(logits, _emit_lookup(tables, frontier)), factor), axis=-1)  # [B, W, H]
         best, chosen = op.TopK(log_probs, _ints([width]))  # [B, W, k]
+        best = op.Where(by_rank, of_ranks, best)
         reached = op.Reshape(op.Add(op.Unsqueeze(joint, _ints([2])), best), _ints([0, -1]))  # [B, W * k]
         chosen = op.Reshape(chosen, _ints([0, -1]))
         siblings = 1 if step == 0 else width
@@ -194,8 +187,7 @@ def _emit_decoded(codes: Any, table: Any) -> Any:
     """Return int8 codes, or bytes of float8 E4M3, as float32. ONNX cannot compute with such bytes."""
     if table.dtype != ir.DataType.UINT8:
         return op.Cast(codes, to=ir.DataType.FLOAT)
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    decoded = op.Constant(value_floats=np.nan_to_num(values).tolist())  # tables never hold the two codes of NaN
+    decoded = op.Constant(value_floats=FP8.tolist())
     return op.Gather(decoded, op.Cast(codes, to=ir.DataType.INT32))
 
 

@@ -13,6 +13,7 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.draft_graph import (
     ChainAttention,
     DraftGraph,
+    Sampling,
     check_fit,
     drafter_precision,
     empty_module,
@@ -28,6 +29,7 @@ from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
+from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.mtp import METHOD, MtpBuild, MtpShape, draft_inputs, draft_outputs
 
 
@@ -99,19 +101,23 @@ class _Draft(DraftGraph[MtpDrafter]):
 
     def forward(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: torch.Tensor,
+        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
         tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         attention = ChainAttention(self.drafter.config, positions, pending, cache_len, kv_len, key, value)
         hidden = self.drafter(features, self.embed(tokens), positions, attention.catch_up(), attention.last)
-        nodes, factor = [attention.last_token(tokens)], scale[:, None, None]
-        log_probs = [torch.zeros_like(nodes[0], dtype=torch.float32)]
+        nodes, factor = [attention.last_token(tokens)], sampling.scale[:, None, None]
+        log_probs, chain = [torch.zeros_like(nodes[0], dtype=torch.float32)], []
+        by_rank, of_rank = sampling.drawn[:, None] > 0, torch.full((1, 1), DRAWN_LOG_PROB)
         for step in range(self.shape.steps):
-            logits = self.logits(hidden) * factor  # [B, 1, H]
+            chain.append(self.logits(hidden))  # [B, 1, H]
+            logits = sampling.noisy(chain[-1], tables, step) * factor
             best = logits.argmax(-1)  # [B, 1]
             nodes.append(tracing.take(tables[0], best) if tables else best)
-            log_probs.append(log_probs[-1] + logits.amax(-1) - torch.logsumexp(logits, -1))
+            log_prob = log_probs[-1] + logits.amax(-1) - torch.logsumexp(logits, -1)
+            log_probs.append(torch.where(by_rank, log_probs[-1] + of_rank, log_prob))
             if step + 1 < self.shape.steps:
                 hidden = self.drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
         parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
-        return torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1), *attention.caches
+        tree = torch.cat(nodes, 1), parents.contiguous(), torch.cat(log_probs, 1)
+        return (*tree, torch.cat(chain, 1), *attention.caches)

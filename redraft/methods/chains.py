@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from redraft import names
+from redraft import names, noise_spec
 from redraft.methods.base import PREFILL, TREE
 from redraft.names import Dim, Dtype, TensorSpec
 
@@ -35,6 +35,10 @@ class ChainShape(Protocol):
         """H, at most V."""
 
     @property
+    def steps(self) -> int:
+        """N, tokens of a draft's longest path."""
+
+    @property
     def kv_heads(self) -> int:
         """Key/value heads."""
 
@@ -52,7 +56,7 @@ def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
     Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `num_pending[b]` on are
     padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest
-    cache_len + M. Probabilities are those of the logits times `draft_logit_scale[b]`.
+    cache_len + M.
     """
     return (
         TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
@@ -62,13 +66,43 @@ def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
         TensorSpec(names.CACHE_LEN, "int64", ("B",)),
         TensorSpec(names.KV_LEN, "int64", (1,)),
         *_caches(shape),
-        draft_logit_scale(),
+        *sampling_inputs(shape.steps),
     )
 
 
-def draft_logit_scale() -> TensorSpec:
-    """Return the input that multiplies a drafter's logits before their softmax."""
-    return TensorSpec(names.DRAFT_LOGIT_SCALE, "float32", ("B",))
+def sampling_inputs(steps: int) -> tuple[TensorSpec, ...]:
+    """Return the inputs by which candidates follow the sampling of each sequence, for trees of `steps` levels.
+
+    Candidates after a node are the best of z = draft_logit_scale * (logits + noise_scale * noise), and log_softmax(z)
+    are their log probabilities. `noise_keys[b, i]` is the key of the noise (`redraft.export.noise`) of the position at
+    depth i + 1. With noise_scale 0 the noise does not count, and neither do its keys. With noise_scale T, z orders
+    tokens as logits / T + noise does.
+
+    If `drawn[b]` is 1, candidates are draws without replacement from softmax(draft_logit_scale * logits), for
+    noise_scale = 1 / draft_logit_scale. Then a node's log probability is its rank's alone (`DRAWN_LOG_PROB`): the
+    drawn numbers must not decide which nodes a tree has.
+    """
+    return (
+        TensorSpec(names.DRAFT_LOGIT_SCALE, "float32", ("B",)),
+        TensorSpec(names.NOISE_SCALE, "float32", ("B",)),
+        TensorSpec(names.NOISE_KEYS, "int64", ("B", steps, 2)),
+        TensorSpec(names.DRAWN, "int64", ("B",)),
+    )
+
+
+def sampling_integers() -> Mapping[str, tuple[int, int]]:
+    """Return least and largest value of the integers of `sampling_inputs`."""
+    return {names.NOISE_KEYS: (1, (1 << noise_spec.WORD_BITS) - 1), names.DRAWN: (0, 1)}
+
+
+DRAWN_LOG_PROB = -0.6875
+"""Log probability of the first of a node's drawn children. The second has twice this number, and so on: 1/2, 1/4 …
+Its sums are exact in float32, so equal sums of ranks are ties."""
+
+
+def chain_logits(shape: ChainShape) -> TensorSpec:
+    """Return the logits of a draft's steps, before draft logit scale and noise."""
+    return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.draft_vocabulary))
 
 
 def draft_vocabulary_tables(shape: ChainShape) -> tuple[TensorSpec, ...]:
@@ -98,8 +132,12 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
 
 
 def chain_state(shape: ChainShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV and pending feature rows."""
-    return (*_caches(shape), TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)))
+    """Return the tensors of a slot: KV, logits of the last draft's steps, and pending feature rows."""
+    return (
+        *_caches(shape),
+        chain_logits(shape),
+        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+    )
 
 
 def tree_outputs(nodes: int) -> tuple[TensorSpec, ...]:

@@ -19,12 +19,14 @@ from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import (
     DRAFT_PROFILES,
     chain_inputs,
+    chain_logits,
     chain_state,
     chain_updates,
     describe_vocabulary,
-    draft_logit_scale,
     draft_vocabulary_integers,
     draft_vocabulary_tables,
+    sampling_inputs,
+    sampling_integers,
     tree_outputs,
 )
 from redraft.names import DRAFT, RESAMPLE, Dtype, TensorSpec
@@ -140,19 +142,19 @@ def draft_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def draft_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the draft graph, in order.
 
-    `chain_logits[b, i]` are the logits of step i + 1, before token information and draft logit scale. Resampling reads
-    them.
+    `chain_logits[b, i]` are the logits of step i + 1, before token information, noise and draft logit scale. Resampling
+    reads them.
     """
-    return (*tree_outputs(shape.nodes), _chain_logits(shape), *chain_updates(shape))
+    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
 
 
 def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return inputs of the resample graph. `tokens[b]` was verified last; `first_step[b]` counts used steps, from 1."""
     return (
-        _chain_logits(shape),
+        chain_logits(shape),
         TensorSpec(names.FIRST_STEP, "int64", ("B",)),
         TensorSpec(names.TOKENS, "int64", ("B",)),
-        draft_logit_scale(),
+        *sampling_inputs(shape.steps - 1),
         *tables(shape),
     )
 
@@ -160,16 +162,6 @@ def resample_inputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
 def resample_outputs(shape: LyannaShape) -> tuple[TensorSpec, ...]:
     """Return outputs of the resample graph; `tree.count[b]` nodes are real, fewer the later the first step."""
     return (*tree_outputs(shape.resample_nodes), TensorSpec(names.TREE_COUNT, "int64", ("B",)))
-
-
-def slot_state(shape: LyannaShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, logits of the chain, and pending feature rows."""
-    *caches, pending = chain_state(shape)
-    return (*caches, _chain_logits(shape), pending)
-
-
-def _chain_logits(shape: LyannaShape) -> TensorSpec:
-    return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.draft_vocabulary))
 
 
 def tree_size(steps: int, width: int) -> int:
@@ -187,6 +179,7 @@ def _integers(shape: LyannaShape) -> Mapping[str, tuple[int, int]]:
         names.FIRST_STEP: (1, max(1, shape.steps - 1)),
         TOKEN_INFO_INDEX: (0, shape.draft_vocabulary),
         **draft_vocabulary_integers(shape),
+        **sampling_integers(),
     }
 
 
@@ -223,7 +216,7 @@ METHOD: Method[LyannaShape] = Method(
         ),
     },
     shape=LyannaShape,
-    state=slot_state,
+    state=chain_state,
     spare_rows=names.CATCH_UP_ROWS + MOST_STEPS,
     tables=tables,
     limits=lambda shape: TreeLimits(shape.steps, level_width(shape), shape.nodes - 1),

@@ -17,11 +17,13 @@ from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
 from redraft.methods.chains import (
     DRAFT_PROFILES,
     chain_inputs,
+    chain_logits,
     chain_state,
     chain_updates,
     describe_vocabulary,
     draft_vocabulary_integers,
     draft_vocabulary_tables,
+    sampling_integers,
     tree_outputs,
 )
 from redraft.names import DRAFT, Dtype, TensorSpec
@@ -77,8 +79,8 @@ def draft_inputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
 
 
 def draft_outputs(shape: MtpShape) -> tuple[TensorSpec, ...]:
-    """Return outputs of the draft graph, in order: a tree without branches, and the KV buffers, updated in place."""
-    return (*tree_outputs(shape.nodes), *chain_updates(shape))
+    """Return outputs of the draft graph, in order: a tree without branches, its steps' logits, the KV in place."""
+    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
 
 
 METHOD: Method[MtpShape] = Method(
@@ -91,7 +93,7 @@ METHOD: Method[MtpShape] = Method(
             draft_inputs,
             draft_outputs,
             profiles=DRAFT_PROFILES,
-            integers=draft_vocabulary_integers,
+            integers=lambda shape: {**draft_vocabulary_integers(shape), **sampling_integers()},
             looked_up=lambda shape: {names.DRAFT_VOCABULARY: shape.steps},
             chain_steps=lambda shape: shape.steps,
         )

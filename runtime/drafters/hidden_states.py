@@ -32,12 +32,14 @@ from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
 from redraft.runtime.bound_step import gathered, slot_copy
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
 from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
+from redraft.runtime.drafters.slot_noise import SlotNoise
 from redraft.runtime.ranges import WAIT
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
-from redraft.types import Budget, DraftTree, Outcome, Tree
+from redraft.types import Budget, DraftTree, Draws, Outcome, Proposal, Tree
 
 CATCH_UP = names.CATCH_UP_ROWS
 _ROW_STEP = 16
@@ -87,7 +89,7 @@ class HiddenStateDrafter(TreeMaker):
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
         device.expect({
             "drafter's KV and pending rows": sum(state.values()),
-            "copies of the drafter's chains": state.get(names.CHAIN_LOGITS, 0) if several else 0,
+            "copies of the drafter's chains": state[names.CHAIN_LOGITS] if several and RESAMPLE in graphs else 0,
             "drafter's tables": sum(table.nbytes for table in tables.values()),
         }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
         self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
@@ -96,8 +98,8 @@ class HiddenStateDrafter(TreeMaker):
             spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
         }
         self._tables = {name: _placed(device, table) for name, table in tables.items()}
-        # a factor for each sequence: the drafter's own, which was measured for greedy verifiers
-        self._logit_scales = _placed(device, np.full(sizes["B"], shape.draft_logit_scale, np.float32))
+        self._host_tables = tables
+        self._noise = SlotNoise(device, sizes["B"], shape.draft_logit_scale)
         self._positions = np.arange(sizes["C"])
         most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
         self._calls: Recent[tuple[str, int, int], _Call] = Recent(
@@ -105,7 +107,7 @@ class HiddenStateDrafter(TreeMaker):
         )
         self._lost_chain: Buffer | None = None
         self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
-        chains = self._state.get(names.CHAIN_LOGITS) if several else None
+        chains = self._state.get(names.CHAIN_LOGITS) if several and RESAMPLE in graphs else None
         self._chains = [_Backup(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
         self._nodes = [shape.nodes] * verifier.max_num_seqs
         self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
@@ -188,6 +190,7 @@ class HiddenStateDrafter(TreeMaker):
         for backup in kept:
             backup.save()
         self._fill(call, batch, rows)
+        self._noise.set(batch, call.host_inputs.open())
         self._run(DRAFT, call)
         for backup in kept:
             backup.restore()
@@ -203,6 +206,7 @@ class HiddenStateDrafter(TreeMaker):
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """Return milliseconds of a draft and of a resampling."""
         width = self._width(rows)
+        self._noise.clear()
         call = self._call(DRAFT, range(1), width)
         self._fill_rows(call, [rows], [min(kv_len, self.verifier.max_model_len - width)])
         drafted = self._measured(call)
@@ -306,12 +310,13 @@ class HiddenStateDrafter(TreeMaker):
         self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
     ) -> list[Tree]:
         """Return the trees of a call's latest run within the budgets, by slot. Each tree has at least `nodes` nodes."""
+        proposals = [self._proposal(seq, slot) for slot, seq in enumerate(batch)]
         if self._store is None:
             return [
-                within(call.copied(slot, count), budget) if budget.nodes else root_only(seq.tokens[-1])
+                within(call.copied(slot, count, proposals[slot]), budget) if budget.nodes else root_only(seq.tokens[-1])
                 for slot, (seq, budget, count) in enumerate(zip(batch, budgets, nodes, strict=False))
             ]
-        drafts = call.drafts(nodes, stage)
+        drafts = call.drafts(nodes, proposals, stage)
         trees: list[Tree] = []
         for slot, (seq, budget) in enumerate(zip(batch, budgets, strict=True)):
             if not budget.nodes:
@@ -321,6 +326,23 @@ class HiddenStateDrafter(TreeMaker):
             else:
                 trees.append(drafts.tree(slot, budget.nodes))
         return trees
+
+    def _proposal(self, seq: Sequence, slot: int) -> Proposal | None:
+        """Return the distributions of the candidates of `seq`, if they were drawn from the unused steps."""
+        state = self._state_of(seq)
+        if state is None or not seq.noise.drawn:
+            return None
+        chain = slots_of(self._state[names.CHAIN_LOGITS], range(slot, slot + 1))
+        scale, tokens = (
+            seq.noise.logit_scale(self.shape.draft_logit_scale),
+            self._host_tables.get(names.DRAFT_VOCABULARY),
+        )
+        return ChainProposal(chain, state.used, scale, tokens, self.added_logits)
+
+    @property
+    def added_logits(self) -> AddedLogits | None:
+        """The numbers that a token adds to the next token's logits, if the method has them."""
+        return None
 
     def _cuts(self, budget: Budget, nodes: int) -> bool:
         """Return true if the first `nodes` nodes of a tree may be deeper, or wider in one level, than a budget."""
@@ -345,7 +367,8 @@ class HiddenStateDrafter(TreeMaker):
             if names.CHAIN_LOGITS in given:
                 chain = self._lost_chain = self._lost_chain or _like(self._device, given[names.CHAIN_LOGITS])
                 given[names.CHAIN_LOGITS] = chain
-        given |= {names.DRAFT_LOGIT_SCALE: slots_of(self._logit_scales, range(len(slots))), **self._tables}
+        noise = self._noise.without if kind == _CATCH_UP_CALL else self._noise.buffers(len(slots))
+        given |= {**noise, **self._tables}
         sizes = {"B": len(slots), "M": width}
         return _Call(self._device, program, self._step_programs, sizes, given, pending, store)
 
@@ -405,14 +428,15 @@ class _Call:
             names.present(names.STORED_TOKENS): tokens, names.present(names.STORED_PARENTS): parents,
         })  # fmt: skip
 
-    def drafts(self, nodes: Several[int], stage: str) -> DeviceDrafts:
+    def drafts(self, nodes: Several[int], proposals: Several[Proposal | None], stage: str) -> DeviceDrafts:
         """Return the trees of the latest run in this stage of a step. nodes: how many nodes of each tree exist."""
-        return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage)
+        return DeviceDrafts(self._tokens, self._parents, self._log_probs, nodes, self.work, stage, proposals)
 
-    def copied(self, slot: int, nodes: int) -> Tree:
+    def copied(self, slot: int, nodes: int, proposal: Proposal | None) -> Tree:
         """Return the first nodes of a tree of the latest run, on the host."""
-        tokens, parents, log_probs = map(array_of, (self._tokens, self._parents, self._log_probs))
-        return DraftTree(tokens[slot, :nodes].copy(), parents[slot, :nodes].copy(), log_probs[slot, :nodes].copy())
+        buffers = self._tokens, self._parents, self._log_probs
+        tokens, parents, log_probs = (array_of(buffer)[slot, :nodes].copy() for buffer in buffers)
+        return DraftTree(tokens, parents, log_probs, Draws.of(proposal, nodes))
 
 
 class _Shift:

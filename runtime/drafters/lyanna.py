@@ -7,12 +7,14 @@ step a token. After j accepted tokens the bonus uses step j + 1, and the logits 
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from functools import cached_property
+from functools import cached_property, partial
 
 from redraft import names
 from redraft.methods.lyanna import METHOD, tree_size
+from redraft.methods.lyanna_token_info import lookup
 from redraft.names import RESAMPLE
 from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
+from redraft.runtime.drafters.proposals import AddedLogits
 from redraft.runtime.sequence import Sequence
 from redraft.types import Budget, Tree
 
@@ -27,6 +29,11 @@ class LyannaDrafter(HiddenStateDrafter):
         """Nodes of a resampled tree by the number of used steps."""
         steps, width = self.shape.steps, self.shape.width
         return [min(tree_size(steps - used, width), self.shape.resample_nodes) for used in range(steps + 1)]
+
+    @property
+    def added_logits(self) -> AddedLogits:
+        """Token information."""
+        return partial(lookup, self._host_tables)
 
     def remaining(self, seq: Sequence) -> int:
         """Return the unused steps of the last draft of `seq`."""
@@ -47,6 +54,7 @@ class LyannaDrafter(HiddenStateDrafter):
             nodes.append(self._left[used])
             if drafted is not None:
                 drafted[slot] = budget.nodes
+        self._noise.set(batch, values)
         self._run(RESAMPLE, call)
         return self._made(call, batch, budgets, nodes, f"resample {self.name}")
 

@@ -9,6 +9,9 @@ token a 32-bit hash x of its id and the key. All steps of the hash are modulo 2^
 A graph can repeat it in int64 without overflow, bit operations or shifts, since the constants are below 2^31 and
 x^2 = (x mod 2^16)^2 + 2^17 (x mod 2^16) (x div 2^16). x (2 x + 1) is RC6's permutation (Rivest et al. 1998, section 3).
 Sums and quotients alone would be almost linear in the id.
+
+v = float32(x) * UNIFORM_SCALE + UNIFORM_OFFSET is in (0, 1), and as fine as 2^-32 where it is small. The constants are
+`redraft.noise_spec`'s.
 """
 
 from __future__ import annotations
@@ -21,18 +24,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.noise_spec import ACCEPTANCE, COUPLED, FIRST, SECOND, SERIES_BELOW, SHIFT, UNIFORM_OFFSET, UNIFORM_SCALE
 from redraft.types import FloatArray
 
 HashArray = NDArray[np.uint32]
-
-COUPLED, DRAWN, ACCEPTANCE = 0, 1, 2
-"""Streams: of the verifier and coupled drafters, of drafters that draw on their own, of acceptance tests."""
-FIRST, SECOND = 0x3C6EF35F, 0x7FEB352D
-UNIFORM_SCALE = 2.0**-32 * (1 - 2.0**-24)
-UNIFORM_OFFSET = 2.0**-33
-"""v = float32(x) * UNIFORM_SCALE + UNIFORM_OFFSET is in (0, 1), and as fine as 2^-32 where it is small."""
-SERIES_BELOW = 1 << 26
-"""-log(1 - v) of a hash below this is v (1 + v/2 + v^2/3 + v^3/4), since 1 - v would round away a small v's digits."""
 
 _BLOCK = 16384
 """Tokens computed at a time, so that temporary arrays stay in the processor's cache."""
@@ -79,7 +74,7 @@ def all_ids(vocabulary: int) -> HashArray:
 def hashes(key: RowKey, ids: HashArray) -> HashArray:
     """Return the hash of each id, uint32[n]."""
     found = np.empty(len(ids), np.uint32)
-    first, second, half, k0, k1 = map(np.uint32, (FIRST, SECOND, 16, *key))
+    first, second, half, k0, k1 = map(np.uint32, (FIRST, SECOND, SHIFT, *key))
     for block in _blocks(len(ids)):
         x = found[block]
         np.multiply(ids[block], first, out=x)

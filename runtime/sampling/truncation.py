@@ -10,6 +10,7 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from redraft.errors import UsageError
 from redraft.runtime.params import SamplingParams
@@ -28,6 +29,20 @@ class Support(NamedTuple):
     def token(self, place: int) -> int:
         """Return the token id at a place."""
         return place if self.ids is None else int(self.ids[place])
+
+    def place(self, token: int) -> int:
+        """Return the place of a token id of the support."""
+        return token if self.ids is None else int(np.searchsorted(self.ids, token))
+
+    def probs(self, vocabulary: int) -> NDArray[np.float64]:
+        """Return the probability of every token of the vocabulary, float64[V]."""
+        weights = np.exp(self.scores, dtype=np.float64)
+        weights /= weights.sum()
+        if self.ids is None:
+            return weights
+        found = np.zeros(vocabulary)
+        found[self.ids] = weights
+        return found
 
     def kept(self, places: IntArray) -> Support:
         """Return the tokens at these places, which ascend."""

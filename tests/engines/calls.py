@@ -12,8 +12,9 @@ import numpy as np
 from redraft import names, signatures
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import numpy_type
-from redraft.methods.lyanna import METHOD, slot_state
+from redraft.methods.lyanna import METHOD
 from redraft.names import Dtype, TensorSpec
+from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.tree import ancestor_mask
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 
@@ -109,9 +110,9 @@ class Calls:
                     names.TOKENS: self._random.integers(0, shape.vocabulary, (batch, rows)),
                     names.POSITIONS: np.array(past)[:, None] + np.arange(rows),
                     names.NUM_PENDING: np.array(pending[:batch]), names.CACHE_LEN: np.array(past),
-                    names.KV_LEN: np.array([kv_len]), names.DRAFT_LOGIT_SCALE: _scales(batch),
+                    names.KV_LEN: np.array([kv_len]), **sampling_values(batch, shape.steps),
                 }  # fmt: skip
-                state = [spec for spec in slot_state(shape) if spec.name.startswith(_CACHES)]
+                state = [spec for spec in METHOD.state(shape) if spec.name.startswith(_CACHES)]
                 poisoned, clean = self._caches(state, capacity, past, kv_len + shape.steps - 1)
                 written = [range(start, start + rows + shape.steps - 1) for start in past]
                 left = [range(row.start + n, row.stop) for row, n in zip(written, pending[:batch], strict=True)]
@@ -129,7 +130,7 @@ class Calls:
                     names.CHAIN_LOGITS: self._floats("float32", batch, shape.steps, shape.draft_vocabulary),
                     names.FIRST_STEP: np.full(batch, used), **self._tables(),
                     names.TOKENS: self._random.integers(0, shape.vocabulary, batch),
-                    names.DRAFT_LOGIT_SCALE: _scales(batch),
+                    **sampling_values(batch, shape.steps - 1),
                 })  # fmt: skip
 
     def _prepare_tree(self, batches: Sequence[int]) -> Iterator[Call]:
@@ -201,7 +202,7 @@ class Calls:
     def _copy_slot(self, graph: str) -> Iterator[Call]:
         verifier = graph == names.STEP_COPY_SLOT
         assert verifier or self._lyanna is not None
-        state = signatures.verifier_state(self._shape) if verifier else slot_state(self._lyanna)  # type: ignore[arg-type]
+        state = signatures.verifier_state(self._shape) if verifier else METHOD.state(self._lyanna)  # type: ignore[arg-type]
         sizes = {"B": SLOTS, "C": self._capacity, "W": names.MAX_PENDING_FEATURES}
         values = {spec.name: self._floats(spec.dtype, *sized(spec, sizes)) for spec in state}
         for source, target in ((2, 0), (0, 1)):
@@ -242,9 +243,14 @@ class Calls:
         return poisoned, clean
 
 
-def _scales(batch: int) -> Array:
-    """Another draft logit scale for each sequence."""
-    return np.linspace(1.0, 1.5, batch, dtype=np.float32)
+def sampling_values(batch: int, steps: int, noise_scale: float = 0.7) -> dict[str, Array]:
+    """Inputs of `sampling_inputs`: other factors and keys for each sequence; the first has no noise."""
+    return {
+        names.DRAFT_LOGIT_SCALE: np.linspace(1.0, 1.5, batch, dtype=np.float32),
+        names.NOISE_SCALE: np.linspace(0.0, noise_scale, batch, dtype=np.float32),
+        names.NOISE_KEYS: np.array([[row_key(slot, 40 + step) for step in range(steps)] for slot in range(batch)]),
+        names.DRAWN: np.zeros(batch, np.int64),
+    }
 
 
 def sized(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from redraft import names, signatures
 from redraft.export.step_graphs import export_slot_copy, export_step_graphs
-from redraft.methods.lyanna import LyannaShape, slot_state
+from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
 from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.tree import ancestor_mask
@@ -33,7 +33,7 @@ LYANNA = LyannaShape(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("step")
     export_step_graphs(SHAPE, out, gathers=True)
-    export_slot_copy(LYANNA_COPY_SLOT, slot_state(LYANNA), out)
+    export_slot_copy(LYANNA_COPY_SLOT, METHOD.state(LYANNA), out)
     return out
 
 
@@ -167,7 +167,7 @@ def test_trees_of_some_slots_are_stored(folder: Path, nodes: int) -> None:
     ("graph", "state"),
     [
         (names.STEP_COPY_SLOT, signatures.verifier_state(SHAPE)),
-        (LYANNA_COPY_SLOT, slot_state(LYANNA)),
+        (LYANNA_COPY_SLOT, METHOD.state(LYANNA)),
     ],
 )
 def test_a_slot_is_copied(folder: Path, graph: str, state: tuple[TensorSpec, ...]) -> None:
@@ -186,7 +186,7 @@ def test_a_slot_is_copied(folder: Path, graph: str, state: tuple[TensorSpec, ...
 
 
 def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
-    state = slot_state(LYANNA)
+    state = METHOD.state(LYANNA)
     copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
     assert len(contracts) == 7

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,14 @@ import pytest
 from redraft import names
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
-from redraft.export.drafters.lyanna_token_tree import lookup, resample
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
+from redraft.methods.lyanna_token_info import lookup
+from redraft.noise_spec import DRAWN
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
+from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
 from redraft.runtime.drafters.hidden_states import CATCH_UP
 from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.drafters.pairing import Pair
@@ -31,7 +35,9 @@ from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
 from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
+from redraft.runtime.tree import prune
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
+from tests.noise import noise_rows
 
 from .fakes import CURVE
 from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH
@@ -187,8 +193,8 @@ class Scripted(FixedBudget):
         return plan
 
 
-def request(prompt: list[int]) -> Sequence:
-    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy())
+def request(prompt: list[int], noise: DraftNoise = NO_NOISE) -> Sequence:
+    return Sequence(list(prompt), len(prompt), CONTEXT, frozenset(), Greedy(), noise=noise)
 
 
 def state(drafter: LyannaDrafter, name: str) -> np.ndarray:
@@ -316,6 +322,73 @@ def test_resampled_trees_are_algorithm_2s_and_follow_a_sequence_to_another_slot(
         (moved,) = drafter.resample([batch[1]], [FULL])
         assert moved.tokens.tolist() == trees[1].tokens.tolist()
         assert moved.parents.tolist() == trees[1].parents.tolist()
+
+
+def noisy_tree(runtime: Runtime, seq: Sequence, slot: int, nodes: int) -> Tree:
+    """Return the tree of the unused steps of a sequence's last draft, with the noise of the positions after its last
+    token."""
+    drafter, tables, noise = lyanna_of(runtime), bundle_tables(runtime), seq.noise
+    used = seq.drafting[drafter].used
+    logits = chains(drafter)[slot].copy()
+    vocabulary = tables.get(names.DRAFT_VOCABULARY)
+    ids = np.arange(VOCABULARY) if vocabulary is None else vocabulary
+    rows = noise_rows(noise.seed, len(seq.tokens), STEPS - used, ids, noise.stream)
+    logits[used:] += np.float32(noise.temperature) * rows
+    scale = 1 / noise.temperature if noise.drawn else SCALE
+    tree = build_subtree(logits[used:], seq.tokens[-1], partial(lookup, tables), WIDTH, scale, vocabulary, noise.drawn)
+    return tree.top_nodes(nodes)
+
+
+def assert_same_tree(found: DraftTree, expected: Tree) -> None:
+    assert found.tokens.tolist() == expected.tokens
+    assert found.parents.tolist() == expected.parents
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
+
+
+SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.8, 5, DRAWN)]
+
+
+def test_drafts_and_resampled_trees_have_the_noise_of_absolute_positions(opened: Open) -> None:
+    """A step later, the unused steps have the same positions as before, now nearer to the root."""
+    with opened(3) as runtime:
+        drafter = lyanna_of(runtime)
+        texts = [5, 6, 7], [8, 9, 3, 4], [2, 3]
+        requests = [request(text, noise) for text, noise in zip(texts, SAMPLED, strict=True)]
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in requests})))
+        batch: list[Sequence] = []
+        for seq in requests:
+            scheduler.admit(cycle, batch, seq)
+        for slot, tree in enumerate(drafter.draft(batch, [FULL] * 3)):
+            assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.nodes))
+        for used in (1, 2):
+            cycle.step(batch)
+            for slot, tree in enumerate(drafter.resample(batch, [FULL] * 3)):
+                assert batch[slot].drafting[drafter].used == used
+                assert_same_tree(tree, noisy_tree(runtime, batch[slot], slot, drafter.shape.resample_nodes))
+
+
+def test_drawn_trees_say_what_each_nodes_children_were_drawn_from(opened: Open) -> None:
+    """Also a tree that was cut, and one of a sequence next to others that draw nothing."""
+    with opened(2) as runtime:
+        drafter, tables = lyanna_of(runtime), bundle_tables(runtime)
+        requests = [request([5, 6, 7], SAMPLED[0]), request([2, 3], SAMPLED[2])]
+        cycle = Cycle(runtime.verifier, Speculation(drafter, Scripted({id(seq): [] for seq in requests})))
+        batch: list[Sequence] = []
+        for seq in requests:
+            scheduler.admit(cycle, batch, seq)
+        drafter.draft(batch, [FULL] * 2)
+        cycle.step(batch)
+        coupled, drawn = drafter.resample(batch, [FULL] * 2)
+        slot = batch.index(requests[1])
+        if slot == 0:
+            coupled, drawn = drawn, coupled
+        assert coupled.draws is None
+        for tree in (drawn, drawn.first(2), prune(drawn, 3)):
+            assert tree.draws is not None
+            assert tree.draws.proposal.tokens is tables.get(names.DRAFT_VOCABULARY) is None
+            for depth, token in ((0, requests[1].tokens[-1]), (1, int(tree.tokens[1]))):
+                expected = (chains(drafter)[slot][1 + depth] + lookup(tables, token)) / np.float32(0.8)
+                np.testing.assert_allclose(tree.draws.proposal.logits(depth, token), expected, rtol=1e-6)
 
 
 def bundle_tables(runtime: Runtime) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ def test_probabilities_of_a_lookup_are_not_corrected() -> None:
 class OnDevice(DraftTree):
     """A tree of this many nodes whose fields must not be read."""
 
-    on_device = True
+    on_device = cut_at_end = True
 
     def __init__(self, nodes: int) -> None:
         object.__setattr__(self, "nodes", nodes)

@@ -12,6 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines.tensorrt.prepare import graph_file, prepare
 from redraft.export.tree_attention import bodies
+from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 
@@ -70,7 +71,7 @@ def draft(drafter: Exported, path: Path) -> dict[str, np.ndarray]:
         names.TOKENS: random.integers(0, shape.vocabulary, (2, rows)),
         names.POSITIONS: cache_len[:, None] + np.arange(rows), names.NUM_PENDING: np.array([4, 2]),
         names.CACHE_LEN: cache_len, names.KV_LEN: np.array([9]),
-        names.DRAFT_LOGIT_SCALE: np.array([1.3, 0.7], np.float32),
+        **sampling_values(2, shape.steps),
         **{cache: random.standard_normal(size).astype(np.float32) for cache in CACHES}, **drafter.tables,
     })  # fmt: skip
     return dict(zip([output.name for output in session.get_outputs()], found, strict=True))

@@ -26,6 +26,7 @@ from redraft.methods.lyanna import draft_outputs
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.signatures import VerifierShape
 from redraft.types import Budget
+from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT
 from tests.export.drafters.tiny import CONFIG, Exported, export, make_verifier
 from tests.runtime.lyanna_bundle import STEPS, write_lyanna_bundle
@@ -68,7 +69,7 @@ class Drafting:
             names.POSITIONS: cache_len[:, None] + np.arange(WIDTH),
             names.NUM_PENDING: np.array(NUM_PENDING), names.CACHE_LEN: cache_len,
             names.KV_LEN: np.array([cache_len.max() + WIDTH]),
-            names.DRAFT_LOGIT_SCALE: np.array([1.3, 0.7], np.float32), **self.caches, **self._tables,
+            **sampling_values(2, self._shape.steps), **self.caches, **self._tables,
         }  # fmt: skip
         outputs = [output.name for output in self._session.get_outputs()]
         found = dict(zip(outputs, self._session.run(outputs, feeds), strict=True))

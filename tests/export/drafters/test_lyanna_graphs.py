@@ -21,8 +21,10 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna_graphs import _export_resample, export_lyanna, export_random_lyanna, lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
-from redraft.export.drafters.lyanna_token_tree import Tree, lookup, resample
+from redraft.export.drafters.lyanna_token_tree import Tree, resample
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape, resample_outputs
+from redraft.methods.lyanna_token_info import lookup
+from tests.engines.calls import sampling_values
 from tests.engines.drafters import LYANNA_DRAFT, LYANNA_DRAFT_SINGLE, LYANNA_RESAMPLE
 
 from .tiny import (
@@ -362,7 +364,7 @@ def test_every_form_of_token_information_is_read_in_the_graph(form: str, drafted
     def run(logits: np.ndarray, firsts: np.ndarray, tokens: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
         feeds = {
             names.CHAIN_LOGITS: logits, names.FIRST_STEP: firsts, names.TOKENS: tokens,
-            names.DRAFT_LOGIT_SCALE: scales, **tables,
+            **sampling_values(len(firsts), shape.steps - 1, 0.0), names.DRAFT_LOGIT_SCALE: scales, **tables,
         }  # fmt: skip
         return dict(zip(outputs, session.run(outputs, feeds), strict=True))
 

@@ -18,9 +18,9 @@ from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import lyanna_shape
 from redraft.export.drafters.lyanna_token_info import make_tables
-from redraft.export.drafters.lyanna_token_tree import lookup
 from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import TOKEN_INFO_INDEX, LyannaBuild, LyannaShape, token_info_tables
+from redraft.methods.lyanna_token_info import lookup
 
 from .tiny import CONFIG, VOCABULARY, arrays, random_drafter, token_data
 

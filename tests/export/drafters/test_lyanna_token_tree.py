@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from redraft import names
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup, resample
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna import tree_size
+from redraft.methods.lyanna_token_info import lookup
 
 VOCABULARY, STEPS, WIDTH, ROOT = 5, 3, 2, 4
 Path = tuple[int, ...]

@@ -23,6 +23,7 @@ from redraft.export.drafters.mtp import MtpDrafter
 from redraft.export.drafters.mtp_graphs import export_mtp
 from redraft.methods.mtp import METHOD, MtpBuild, draft_inputs, draft_outputs
 from tests.engines.sessions import session_of
+from tests.noise import keys_of, noise_rows
 
 from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
 
@@ -73,12 +74,15 @@ def vocabulary_of(folder: Path, drafter: ExportedDrafter) -> np.ndarray:
 
 def expected_chain(
     embedding: torch.Tensor, head: torch.Tensor, features: torch.Tensor, tokens: list[int], scale: float,
-    vocabulary: np.ndarray,
-) -> tuple[list[int], list[float]]:  # fmt: skip
-    """Tokens and joint log-probabilities, from features [T, n] of T rows and the T + 1 tokens of the text."""
+    vocabulary: np.ndarray, noise: np.ndarray,
+) -> tuple[list[int], list[float], list[np.ndarray]]:  # fmt: skip
+    """Tokens, joint log-probabilities and logits, from features [T, n] of T rows and the T + 1 tokens of the text.
+
+    noise: of each step, times its scale, [N, H].
+    """
     module = random_module()
-    hidden, drafted, log_probs = features, list(tokens), [0.0]
-    for _ in range(STEPS):
+    hidden, drafted, log_probs, chain = features, list(tokens), [0.0], []
+    for step in range(STEPS):
         positions = torch.arange(len(hidden))[None]
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -91,18 +95,19 @@ def expected_chain(
 
         embeddings = F.embedding(torch.tensor(drafted[1:]), embedding)[None]
         state = module(hidden[None], embeddings, positions, attend)[0, -1]
-        logits = (state @ head[torch.from_numpy(vocabulary)].T) * CONFIG.logit_scale * scale
+        chain.append((state @ head[torch.from_numpy(vocabulary)].T) * CONFIG.logit_scale)
+        logits = (chain[-1] + torch.from_numpy(noise[step])) * scale
         best = int(logits.argmax())
         log_probs.append(log_probs[-1] + float(logits.log_softmax(-1)[best]))
         drafted.append(int(vocabulary[best]))
         hidden = torch.cat([hidden, state[None]])
-    return drafted[len(tokens) - 1 :], log_probs
+    return drafted[len(tokens) - 1 :], log_probs, chain
 
 
 def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafter], little_verifier: Verifier) -> None:
     """Two sequences of different lengths catch up in two calls; the second call is padded.
 
-    Each has another draft logit scale.
+    Each has another draft logit scale, and the second has noise.
     """
     folder, drafter = exported
     vocabulary, scales = vocabulary_of(folder, drafter), (CONFIG.draft_logit_scale, 0.7)
@@ -115,7 +120,11 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
         calls.bind(cache, np.full((2, shape.kv_heads, CAPACITY, shape.head_dim), 7.0, np.float32))
     if drafter.tables:
         calls.bind(names.DRAFT_VOCABULARY, vocabulary)
+    temperatures = np.array([0, 1.4], np.float32)
+    noises = [np.float32(t) * noise_rows(seed, 21, STEPS, vocabulary) for seed, t in enumerate(temperatures)]
     calls.bind(names.DRAFT_LOGIT_SCALE, np.array(scales, np.float32))
+    calls.bind(names.NOISE_SCALE, temperatures)
+    calls.bind(names.NOISE_KEYS, keys_of((0, 1), 21, STEPS))
     generator = torch.Generator().manual_seed(4)
     texts = [torch.randint(0, VOCABULARY, (length + 1,), generator=generator).tolist() for length in (9, 6)]
     features = [torch.randn(len(text) - 1, HIDDEN, generator=generator) for text in texts]
@@ -135,9 +144,10 @@ def test_a_draft_is_the_chain_of_the_module(exported: tuple[Path, ExportedDrafte
         call.inputs[names.KV_LEN][0] = max(call.inputs[names.CACHE_LEN]) + width
         call.run()
         for slot, end in enumerate(past):
-            tokens, log_probs = expected_chain(
-                embedding, head, features[slot][:end], texts[slot][: end + 1], scales[slot], vocabulary
+            tokens, log_probs, chain = expected_chain(
+                embedding, head, features[slot][:end], texts[slot][: end + 1], scales[slot], vocabulary, noises[slot]
             )
+            np.testing.assert_allclose(call.outputs[names.CHAIN_LOGITS][slot], np.stack(chain), atol=1e-4)
             assert call.outputs[names.TREE_TOKENS][slot].tolist() == tokens
             assert call.outputs[names.TREE_PARENTS][slot].tolist() == list(range(-1, STEPS))
             np.testing.assert_allclose(call.outputs[names.TREE_LOG_PROBS][slot], log_probs, atol=1e-4)

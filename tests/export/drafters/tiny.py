@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from redraft import names
 from redraft.config import BuildConfig, Precision
 from redraft.engines.bundle import Bundle
-from redraft.engines.lowering import lower_chain
+from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord, Manifest
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters import ExportedDrafter, graph_file
@@ -23,10 +23,11 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.layer import LayerConfig
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.export.drafters.lyanna_graphs import export_lyanna
-from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, lookup
+from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree
 from redraft.export.verifier import VerifierExport, export_verifier
 from redraft.export.weight_files import NewTensor
 from redraft.methods.lyanna import METHOD, LyannaBuild, LyannaShape
+from redraft.methods.lyanna_token_info import lookup
 from redraft.train.objectives.lyanna import chains
 from tests.engines.bundles import manifest_of
 from tests.engines.drafters import LYANNA_DRAFT_SINGLE, lyanna_record
@@ -120,12 +121,11 @@ class Exported:
         """The token of each column of the logits; None if all tokens have columns."""
         return self.tables.get(names.DRAFT_VOCABULARY)
 
-    def subtree(self, logits: np.ndarray, root: int) -> Tree:
+    def subtree(self, logits: np.ndarray, root: int, scale: float | None = None, drawn: bool = False) -> Tree:
         """The whole tree of Algorithm 1 for logits [S, H], with the drafter's tables, scale and vocabulary."""
         tables, shape = self.tables, self.shape
-        return build_subtree(
-            logits, root, lambda t: lookup(tables, t), shape.width, shape.draft_logit_scale, self.vocabulary
-        )
+        scale = shape.draft_logit_scale if scale is None else scale
+        return build_subtree(logits, root, lambda t: lookup(tables, t), shape.width, scale, self.vocabulary, drawn)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The verifier's embedding."""
@@ -176,6 +176,10 @@ def manifest_with_verifier(folder: Path, verifier: Verifier, lyanna: ExportedDra
     shape = lyanna.shape
     signatures = METHOD.signatures(shape)
     graphs = {role: GraphRecord(graph_file(METHOD.id, role), *signatures[role]) for role in METHOD.roles(shape)}
+    for role in METHOD.roles(shape):
+        lowered = lower_any(folder, graphs[role], names.drafter_graph(METHOD.id, names.batch(role)))
+        assert lowered is not None
+        graphs[names.batch(role)] = lowered
     if shape.dtype == "float32":
         single = lower_chain(folder, graphs[names.DRAFT], LYANNA_DRAFT_SINGLE)
         assert single is not None

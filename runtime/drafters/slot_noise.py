@@ -1,0 +1,71 @@
+"""The inputs of draft graphs by which candidates follow each slot's sampling (`methods.chains.sampling_inputs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.device import Array, Buffer, Device, slots_of
+from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
+from redraft.runtime.sequence import Sequence
+
+
+class SlotNoise:
+    """Factors on logits and noise of all slots, on the device. They are written when they change.
+
+    draft_logit_scale: the drafter's own factor, which was measured for greedy verifiers.
+    """
+
+    def __init__(self, device: Device, slots: int, draft_logit_scale: float) -> None:
+        self._own = draft_logit_scale
+        self._noises = [NO_NOISE] * slots
+        self._buffers = self._filled(device, slots)
+        self._silent = self._filled(device, 1)
+
+    def buffers(self, slots: int) -> Mapping[str, Buffer]:
+        """Return the buffers [B] of the first slots."""
+        return {name: slots_of(buffer, range(slots)) for name, buffer in self._buffers.items()}
+
+    @property
+    def without(self) -> Mapping[str, Buffer]:
+        """Buffers [1] for calls of one sequence whose tree nobody reads."""
+        return self._silent
+
+    def set(self, batch: Several[Sequence], values: Mapping[str, Array]) -> None:
+        """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers."""
+        keys, drawn = values[names.NOISE_KEYS], values[names.DRAWN]
+        for slot, seq in enumerate(batch):
+            noise = seq.noise
+            drawn[slot] = noise.drawn
+            if noise.temperature > 0:
+                keys[slot] = noise.keys(len(seq.tokens), keys.shape[1])
+        self._write([seq.noise for seq in batch])
+
+    def clear(self) -> None:
+        """Remove the noise of all slots."""
+        self._write([])
+
+    def _write(self, noises: list[DraftNoise]) -> None:
+        noises += [NO_NOISE] * (len(self._noises) - len(noises))
+        if noises == self._noises:
+            return
+        self._noises = noises
+        for name, values in self._factors(noises).items():
+            self._buffers[name].write(values)
+
+    def _filled(self, device: Device, slots: int) -> dict[str, Buffer]:
+        """Return buffers for slots without noise."""
+        buffers: dict[str, Buffer] = {}
+        for name, values in self._factors([NO_NOISE] * slots).items():
+            buffers[name] = device.empty("float32", slots)
+            buffers[name].write(values)
+        return buffers
+
+    def _factors(self, noises: Several[DraftNoise]) -> dict[str, Array]:
+        return {
+            names.DRAFT_LOGIT_SCALE: np.array([noise.logit_scale(self._own) for noise in noises], np.float32),
+            names.NOISE_SCALE: np.array([noise.temperature for noise in noises], np.float32),
+        }

@@ -1,0 +1,80 @@
+"""The host's part of drafts under noise: positions, streams, and factors that are written when they change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.device import Buffer
+from redraft.engines.host_buffer import HostBuffer, array_of
+from redraft.noise_spec import COUPLED, DRAWN
+from redraft.runtime.draft_noise import NO_NOISE, DraftNoise
+from redraft.runtime.drafters.slot_noise import SlotNoise
+from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.noise import row_key
+from redraft.runtime.sequence import Sequence
+
+STEPS, SCALE = 3, 1.5
+
+
+class Counting(HostBuffer):
+    """Counts writes."""
+
+    writes = 0
+
+    def write(self, values: np.ndarray) -> None:
+        """Count, and copy."""
+        Counting.writes += 1
+        super().write(values)
+
+
+class Host:
+    """A device that has buffers alone."""
+
+    def empty(self, dtype: str, *shape: int) -> Counting:
+        """Return a buffer of zeros."""
+        return Counting.zeros(dtype, *shape)  # type: ignore[arg-type]
+
+
+def request(length: int, noise: DraftNoise) -> Sequence:
+    return Sequence([1] * length, length, 99, frozenset(), Greedy(), noise=noise)
+
+
+def integers(slots: int) -> dict[str, np.ndarray]:
+    return {names.NOISE_KEYS: np.zeros((slots, STEPS, 2), np.int64), names.DRAWN: np.ones(slots, np.int64)}
+
+
+def floats(buffers: dict[str, Buffer]) -> list[list[float]]:
+    return [array_of(buffers[name]).tolist() for name in (names.DRAFT_LOGIT_SCALE, names.NOISE_SCALE)]
+
+
+def test_each_slot_has_its_sequences_factors_keys_and_positions() -> None:
+    """The first key is that of the token after the last one, whose absolute index is the number of tokens."""
+    noise = SlotNoise(Host(), 4, SCALE)  # type: ignore[arg-type]
+    values = integers(3)
+    drawn = DraftNoise(0.5, 8, DRAWN)
+    noise.set([request(10, DraftNoise(2.0, 7)), request(4, NO_NOISE), request(6, drawn)], values)
+    assert floats(dict(noise.buffers(4))) == [[SCALE, SCALE, 2.0, SCALE], [2.0, 0.0, 0.5, 0.0]]
+    assert values[names.DRAWN].tolist() == [0, 0, 1]
+    assert values[names.NOISE_KEYS][0].tolist() == [list(row_key(7, 10 + step, COUPLED)) for step in range(STEPS)]
+    assert values[names.NOISE_KEYS][2].tolist() == [list(row_key(8, 6 + step, DRAWN)) for step in range(STEPS)]
+    noise.set([request(9, NO_NOISE)], integers(1))
+    assert floats(dict(noise.buffers(4))) == [[SCALE] * 4, [0.0] * 4]
+
+
+def test_factors_are_written_only_when_they_change() -> None:
+    noise = SlotNoise(Host(), 2, SCALE)  # type: ignore[arg-type]
+    Counting.writes = 0
+    for _ in range(3):
+        noise.set([request(5, NO_NOISE)], integers(1))
+    assert Counting.writes == 0
+    for length in (5, 6):
+        noise.set([request(length, DraftNoise(1.0, 3))], integers(1))
+    assert Counting.writes == 2
+    noise.clear()
+    assert floats(dict(noise.buffers(2))) == [[SCALE] * 2, [0.0] * 2]
+
+
+def test_greedy_requests_draw_nothing() -> None:
+    assert not DraftNoise(0.0, 3, DRAWN).drawn
+    assert not DraftNoise(1.0, 3, COUPLED).drawn

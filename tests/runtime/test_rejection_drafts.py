@@ -1,0 +1,90 @@
+"""Rejection sampling end to end: drafters draw chains and trees from their own distributions, and texts have the verifier's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.drafters.proposals import ChainProposal
+from redraft.types import Budget, Costs
+
+from .fakes import CURVE
+from .lyanna_bundle import STEPS, VOCABULARY
+
+TREES = Budget(8, STEPS, 3)
+BINS = 16
+FAR = 49.0
+"""Chi-square of 15 degrees of freedom exceeds this with a probability of 2e-5."""
+
+
+@pytest.fixture
+def runtime(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    return Runtime.open(lyanna_bundle, threads=1, verify=False)
+
+
+def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, requests: int = 12) -> float:
+    """Return the chi-square of texts against the verifier's distribution.
+
+    If a token has that distribution after its text, a number between the cumulative probabilities before and after it
+    is uniform (probability integral transform). So one test takes all tokens of all texts.
+    """
+    rng, numbers = np.random.default_rng(0), []
+    for seed in range(requests):
+        known: dict[int, np.ndarray] = {}
+
+        def record(tokens: tuple[int, ...], logits: np.ndarray, known: dict[int, np.ndarray] = known) -> np.ndarray:
+            known[len(tokens)] = logits.copy()
+            return logits
+
+        params = SamplingParams(
+            max_tokens=80,
+            temperature=1.2,
+            seed=seed,
+            ignore_eos=True,
+            acceptance=acceptance,
+            logits_processors=(record,),
+        )
+        (found,) = runtime.generate([[3 + seed % 7, 4]], params, how)
+        for place, token in enumerate(found.token_ids, 2):
+            weights = np.exp(known[place].astype(np.float64) / 1.2)
+            upper = (weights / weights.sum()).cumsum()
+            numbers.append(upper[token] - rng.random() * weights[token] / weights.sum())
+    counts = np.histogram(numbers, BINS, (0, 1))[0]
+    assert counts.sum() > 70 * requests
+    expected = counts.sum() / BINS
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "how"),
+    [
+        ("rejection", SpeculationParams("lyanna", budget=TREES)),
+        ("rejection", SpeculationParams("lyanna", prediction=[3, 4, 5, 6] * 8, budget=TREES)),
+        ("rejection", SpeculationParams("ngram+lyanna")),
+        ("block", SpeculationParams("lyanna", budget=Budget(STEPS, STEPS, 1))),
+        ("block", SpeculationParams("ngram", budget=TREES)),
+    ],
+    ids=["trees", "merged trees", "adaptive", "blocks", "chosen blocks"],
+)
+def test_texts_have_the_verifiers_distribution(runtime: Runtime, acceptance: str, how: SpeculationParams) -> None:
+    assert chi_square(runtime, how, acceptance) < FAR
+
+
+def test_a_drafter_that_claims_another_distribution_is_found(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: np.zeros(VOCABULARY, np.float32))
+    assert chi_square(runtime, SpeculationParams("lyanna", budget=TREES), "rejection") > FAR
+
+
+def test_drafts_are_accepted_and_texts_repeat(runtime: Runtime) -> None:
+    how = SpeculationParams("lyanna", budget=Budget(STEPS, STEPS, 1))
+    for acceptance in ("rejection", "block"):
+        params = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True, acceptance=acceptance)
+        first, second = (runtime.generate([[3, 4]], params, how)[0] for _ in range(2))
+        assert first.token_ids == second.token_ids
+        assert first.metrics.num_accepted_draft_tokens > 10
