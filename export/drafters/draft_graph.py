@@ -164,7 +164,14 @@ class Sampling(NamedTuple):
     def noisy(self, logits: torch.Tensor, tables: Sequence[torch.Tensor], step: int = 0) -> torch.Tensor:
         """Return logits [B, S, H] of the levels from `step` on, with noise. A draft vocabulary is the last table."""
         ids = tables[-1] if tables else torch.arange(logits.shape[2])
-        return add_noise(logits, self.noise_scale, self.keys[:, step : step + logits.shape[1]], ids)
+        noisy: torch.Tensor = add_noise(logits, self.noise_scale, self.keys[:, step : step + logits.shape[1]], ids)
+        return noisy
+
+    @classmethod
+    def dims(cls, batch: Any) -> Any:
+        """Return the sizes that vary, for `torch.export`."""
+        every: list[Any] = [{0: batch}] * len(cls._fields)
+        return cls(*every)
 
 
 class DraftGraph(nn.Module, Generic[M]):
@@ -229,7 +236,7 @@ def write_draft(
         {},
         cache_of,
         cache_of,
-        Sampling(*[{0: b}] * 4),
+        Sampling.dims(b),
         fixed,
     )
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)

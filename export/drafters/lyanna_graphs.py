@@ -239,7 +239,7 @@ def _export_resample(name: str, shape: LyannaShape, out: Path) -> None:
     )  # fmt: skip
     fixed: list[dict[int, Any]] = [{} for _ in METHOD.tables(shape)]
     model = tracing.trace_graph(
-        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, Sampling(*[{0: b}] * 4), fixed), resample_inputs(shape),
+        _Resample(shape), args, ({0: b}, {0: b}, {0: b}, Sampling.dims(b), fixed), resample_inputs(shape),
         resample_outputs(shape), _TRANSLATIONS,
     )  # fmt: skip
     passes.simplify(model)
