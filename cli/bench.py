@@ -11,6 +11,7 @@ import typer
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
+    ControllerText,
     Device,
     DrafterOptions,
     Engines,
@@ -58,6 +59,7 @@ def bench(
         bool, typer.Option("--ignore-eos", help="Decode all --max-new-tokens, past the end-of-sequence token.")
     ] = False,
     budget: BudgetText = None,
+    controller: ControllerText = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
