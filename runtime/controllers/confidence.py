@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 
-from redraft.runtime.controllers.rules import LengthRule, check_share, up_to
-from redraft.types import Tree
+from redraft.runtime.controllers.rules import LengthRule, check_share
 
 
 @dataclass(frozen=True)
@@ -29,18 +27,3 @@ class Confidence(LengthRule):
     def confidence(self) -> float:
         """The threshold."""
         return self.threshold
-
-    def stop(self, tree: Tree) -> Tree:
-        """Return the draft up to its first token of low probability."""
-        return confident(tree, self.threshold)
-
-
-def confident(tree: Tree, threshold: float) -> Tree:
-    """Return the nodes whose ancestors all have at least this probability, given their parents."""
-    if threshold <= 0:
-        return tree
-    least = log(threshold)
-    log_probs = tree.log_probs.tolist()
-    parents = tree.parents.tolist()
-    ends = [node > 0 and log_probs[node] - log_probs[parents[node]] < least for node in range(len(parents))]
-    return up_to(tree, ends)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from redraft.errors import UsageError
-from redraft.runtime.controllers.confidence import confident
 from redraft.runtime.controllers.rules import LengthRule, check_share
-from redraft.types import Tree
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,3 @@ class GammaTunePlus(GammaTune):
     def confidence(self) -> float:
         """The threshold."""
         return self.threshold
-
-    def stop(self, tree: Tree) -> Tree:
-        """Return the draft up to its first token of low probability."""
-        return confident(tree, self.threshold)

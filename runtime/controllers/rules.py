@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log
 
 from redraft.errors import UsageError
 from redraft.types import DraftTree, Tree
@@ -31,7 +31,7 @@ class LengthRule:
 
     @property
     def confidence(self) -> float:
-        """Probability, given its parent, under which a node ends the draft in any case; 0 if none does."""
+        """A node ends the draft if its probability, given its parent, is below this; 0 if none does."""
         return 0.0
 
     def length(self, average: float) -> int:
@@ -43,8 +43,18 @@ class LengthRule:
         return average
 
     def stop(self, tree: Tree) -> Tree:
-        """Return the part of a draft that the rule would have drafted."""
+        """Return the part of a draft up to the nodes that end it, which stay."""
+        return confident(tree, self.confidence)
+
+
+def confident(tree: Tree, threshold: float) -> Tree:
+    """Return the nodes whose ancestors all have at least this probability, given their parents."""
+    if threshold <= 0:
         return tree
+    least = log(threshold)
+    log_probs, parents = tree.log_probs.tolist(), tree.parents.tolist()
+    return up_to(tree, [log_probs[node] - log_probs[parent] < least if node else False
+                        for node, parent in enumerate(parents)])  # fmt: skip
 
 
 def up_to(tree: Tree, ends: list[bool]) -> Tree:

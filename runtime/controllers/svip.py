@@ -30,7 +30,7 @@ class Svip(LengthRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold < 0:
+        if not self.threshold >= 0:
             raise UsageError(f"threshold must be at least 0, not {self.threshold}")
 
     @property
