@@ -30,7 +30,7 @@ from redraft.errors import DataError
 from redraft.runtime.adaptive import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import accepted_path
+from redraft.runtime.tree import accepted_path, depths_of
 from redraft.types import Choice, OfferKind, Outcome, Tree
 
 _ROUNDING = 1e-6
@@ -177,21 +177,13 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
         _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms)
         looked_up = set(choice["looked_up"])
     played.steps[source] += 1
-    for depth in range(1, min(len(path) + 1, _depth(values["parents"])) + 1):
+    for depth in range(1, min(len(path) + 1, max(depths_of(values["parents"]))) + 1):
         played.tried[source, depth] += 1
         played.right[source, depth] += len(path) >= depth
     for node in range(1, len(values["tokens"])):
         owner = str(OfferKind.LOOKUP) if node in looked_up else source
         played.nodes[owner] += 1
         played.accepted[owner] += node in path
-
-
-def _depth(parents: Several[int]) -> int:
-    """Return the depth of a tree, 0 if it is the root alone."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return max(depths)
 
 
 def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: list[float]) -> None:

@@ -6,6 +6,7 @@ from redraft.runtime.controller import BudgetController
 from redraft.runtime.controllers.rules import LengthRule
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import depths_of
 from redraft.types import Budget, OfferKind, Outcome, Tree
 
 
@@ -41,12 +42,4 @@ class LengthController(BudgetController):
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Update the sequence's average length."""
         if plan.kind in (OfferKind.FRESH, OfferKind.LOOKUP) and len(tree) > 1:
-            seq.control = self._rule.update(self._average(seq), depth(tree), outcome.accepted)
-
-
-def depth(tree: Tree) -> int:
-    """Return the number of levels below the root."""
-    depths = [0] * len(tree)
-    for node, parent in enumerate(tree.parents.tolist()):
-        depths[node] = depths[parent] + 1 if parent >= 0 else 0
-    return max(depths)
+            seq.control = self._rule.update(self._average(seq), max(depths_of(tree.parents.tolist())), outcome.accepted)
