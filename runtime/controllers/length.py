@@ -14,7 +14,8 @@ class LengthController(BudgetController):
     """Drafts as long as a rule says. The state of a sequence is the rule's average length.
 
     A budget has γ levels of at most the rule's width, so chains of γ tokens by default, and γ times the width nodes in
-    all. A drafter with step counts chooses its graph by the depth of the budget.
+    all. Its confidence is the rule's, so that a drafter which can stop inside a call stops where the rule would, and
+    nowhere else.
 
     Every request starts with the rule's first length. Fresh drafts and looked-up trees change it. Resampled trees do
     not, since their depth is what the last draft left unused.

@@ -17,8 +17,8 @@ from tests.runtime.fakes import engine_of, greedy, make_runtime, mixing_rule, pl
 
 
 def test_a_budget_has_the_rules_length_width_and_confidence() -> None:
-    assert LengthController(GammaTune(gamma=4)).budget(sequence()) == Budget(4, 4, 1)
-    assert LengthController(LengthRule(3, width=2)).budget(sequence()) == Budget(6, 3, 2)
+    assert LengthController(GammaTune(gamma=4)).budget(sequence()) == Budget(4, 4, 1, 0.0)
+    assert LengthController(LengthRule(3, width=2)).budget(sequence()) == Budget(6, 3, 2, 0.0)
     assert LengthController(GammaTunePlus(gamma=4, threshold=0.25)).budget(sequence()) == Budget(4, 4, 1, 0.25)
 
 
