@@ -9,9 +9,9 @@ INEXACT is plain decoding by a second runtime, opened with `exact=False`. It mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from redraft.bench.prompts import Prompt
@@ -48,6 +48,8 @@ class Run:
 class Settings:
     """Settings that every generation of a comparison shares.
 
+    controller: of every method but PLAIN; None is the default one.
+    ways:       speculation of each name in the comparison that is no method.
     acceptance: forced by depth on every method but PLAIN; speeds are real then, texts are not.
     chat:       every prompt is a conversation of all its turns. Otherwise its first turn is the whole prompt.
     system:     message that begins every conversation, None for no such message.
@@ -58,6 +60,8 @@ class Settings:
     acceptance: tuple[float, ...] | None = None
     chat: bool = False
     system: str | None = None
+    controller: str | None = None
+    ways: Mapping[str, SpeculationParams] = field(default_factory=dict)
 
 
 def compare(
@@ -98,8 +102,15 @@ def _by_each(
 def decode(runtime: Runtime, prompt: str | Sequence[int], method: str, settings: Settings) -> Generation:
     """Decode once; acceptance is never forced on PLAIN."""
     forced = None if method == PLAIN else settings.acceptance
-    budget = None if method == PLAIN else settings.budget
-    return runtime.generate([prompt], settings.params, SpeculationParams(method, budget=budget), forced)[0]
+    return runtime.generate([prompt], settings.params, speculation(method, settings), forced)[0]
+
+
+def speculation(method: str, settings: Settings) -> SpeculationParams:
+    """Return how a method, or a way that the settings name, decodes."""
+    if method == PLAIN:
+        return SpeculationParams(PLAIN)
+    named = settings.ways.get(method)
+    return named or SpeculationParams(method, budget=settings.budget, controller=settings.controller)
 
 
 def first_turn(runtime: Runtime, prompt: Prompt, settings: Settings) -> list[int]:

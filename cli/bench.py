@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
+    ControllerText,
     Device,
     DrafterOptions,
     Engines,
@@ -80,6 +83,20 @@ def bench(
     presence_penalty: Presence = None,
     frequency_penalty: Frequency = None,
     budget: BudgetText = None,
+    controller: ControllerText = None,
+    controllers: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare controllers of one method, separated by commas, instead of methods: fixed lengths and each "
+            "of these, from every initial length. `docs/controllers.md` explains the tables."
+        ),
+    ] = None,
+    initial_lengths: Annotated[
+        str | None, typer.Option(help="With --controllers: lengths of first drafts; by default those of the paper.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="With --controllers: a folder for the plots, as PNG and SVG.")
+    ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
@@ -101,10 +118,16 @@ def bench(
     options = parse_drafter_options(drafter_option)
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
-    from redraft.bench.compare import INEXACT, Settings, compare
-    from redraft.bench.prompts import load_prompts
-    from redraft.cli.opening import open_runtime
+    ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
 
+    from redraft.bench.compare import INEXACT, Settings, compare
+    from redraft.bench.controllers import speculations
+    from redraft.bench.prompts import load_prompts
+    from redraft.bench.summary import summarise
+    from redraft.cli.opening import open_runtime
+    from redraft.runtime import SpeculationParams
+
+    SpeculationParams(budget=size, controller=controller)  # refuses an invalid controller before engines are opened
     loaded = load_prompts(prompts, limit)
     given = dict(
         max_tokens=max_new_tokens, ignore_eos=ignore_eos, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -120,16 +143,26 @@ def bench(
                     engines, threads=threads, verify=verify, device=device, exact=not inexact, drafter_options=options
                 )
             )
-            settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system)
+            settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
             chosen = listed or default_methods(runtime, engines)
+            if ways:
+                settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))
+                chosen = list(settings.ways)
             fast = None
             if INEXACT in chosen:
                 _check_inexact(runtime, engines)
                 fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
             runs = compare(runtime, loaded, chosen, settings, report, fast)
-            result = figures(runtime, runs, settings, engines, threads)
+            result = conditions(runtime, settings, engines, threads)
+            if ways:
+                result |= compare_controllers(runtime, runs, settings, ways, result, plots)
+            else:
+                result["methods"] = summarise(runs, margin_finder(runtime, settings), forced is not None)
     result["turns_left_out"] = sum(len(p.turns) for p in loaded) - len(runs)
-    print_json(result) if as_json else print_table(result)
+    if as_json:
+        print_json(result)
+    else:
+        print_figures(result) if ways else print_table(result)
 
 
 def default_methods(runtime: Runtime, engines: Path) -> list[str]:
@@ -154,12 +187,9 @@ def _check_inexact(runtime: Runtime, engines: Path) -> None:
         raise UsageError("these engines already decode inexactly", "leave `inexact` out of --methods")
 
 
-def figures(
-    runtime: Runtime, runs: list[Run], settings: Settings, engines: Path, threads: int | None
-) -> dict[str, Any]:
-    """Return the JSON object of a comparison: the environment, then figures by method."""
+def conditions(runtime: Runtime, settings: Settings, engines: Path, threads: int | None) -> dict[str, Any]:
+    """Return the part of a comparison's JSON object that is not figures: the environment, the model, the settings."""
     from redraft.bench.environment import environment, usable_threads
-    from redraft.bench.summary import summarise
     from redraft.engines.manifest import load_manifest
 
     manifest = load_manifest(engines)
@@ -171,7 +201,6 @@ def figures(
         "caveats": list(runtime.caveats),
         "build_key": manifest.build_key,
     }
-    synthetic = settings.acceptance is not None
     return {
         "synthetic_acceptance": list(settings.acceptance) if settings.acceptance else None,
         "environment": {**environment(threads or usable_threads()), "device": _device(runtime), "model": model},
@@ -179,7 +208,6 @@ def figures(
         "sampling": settings.params.distribution,
         "chat": settings.chat,
         "system": settings.system,
-        "methods": summarise(runs, margin_finder(runtime, settings), synthetic),
     }
 
 

@@ -12,6 +12,7 @@ import typer
 from redraft.cli.console import print_caveats, print_json
 from redraft.cli.options import (
     BudgetText,
+    ControllerText,
     Device,
     DrafterOptions,
     Engines,
@@ -88,10 +89,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False,
     budget: BudgetText = None,
-    controller: Annotated[
-        str | None,
-        typer.Option(help="`adaptive`: the fastest tree sizes, at most --budget. `fixed`: the default with --budget."),
-    ] = None,
+    controller: ControllerText = None,
     prediction: Annotated[
         Path | None, typer.Option(help="A UTF-8 file with text that the answer will repeat in part; `-` reads it.")
     ] = None,

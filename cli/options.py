@@ -52,6 +52,16 @@ BudgetText = Annotated[
     ),
 ]
 
+ControllerText = Annotated[
+    str | None,
+    typer.Option(
+        "--controller",
+        help="Chooses the size of every draft: `adaptive` (the default: the fastest), `fixed` (the default with "
+        "--budget), or a rule for its length: gammatune, gammatune+, heuristic, confidence, svip. Options follow after "
+        "commas, such as gammatune,delta=1 or fixed,gamma=4. --budget limits every size.",
+    ),
+]
+
 DrafterOptions = Annotated[
     list[str] | None,
     typer.Option(

@@ -19,7 +19,10 @@ def replay(
     trace: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `redraft generate --trace FILE` wrote.")],
     as_json: Json = False,
 ) -> None:
-    """Check a trace by accepting every recorded tree again. Shows the accepted tokens of each source of trees."""
+    """Check a trace by accepting every recorded tree again. Shows the accepted tokens of each source of trees.
+
+    If costs decided the sizes of trees, it also shows how many tokens the estimates promised.
+    """
     from redraft.bench.prompts import read_text
     from redraft.runtime import trace as traces
 
@@ -41,10 +44,25 @@ def summarise(played: Replay) -> dict[str, Any]:
             "nodes": played.nodes[source],
             "accepted": played.accepted[source],
             "conditional_acceptance": played.conditional_acceptance(source),
+            "calibration": _calibration(played.expected[source], played.kept[source]),
         }
         for source in sorted(played.steps.keys() | played.nodes.keys())
     }
-    return {"sources": sources, "requests": {str(number): len(ids) for number, ids in played.requests.items()}}
+    return {
+        "sources": sources,
+        "tokens_per_step": _calibration(played.expected_tokens, played.brought_tokens),
+        "requests": {str(number): len(ids) for number, ids in played.requests.items()},
+    }
+
+
+def _calibration(expected: float, brought: float) -> dict[str, float | None] | None:
+    """Return what estimates promised, what came, and the promise's relative error, None if nothing came.
+
+    None without estimates.
+    """
+    if not expected:
+        return None
+    return {"expected": expected, "brought": brought, "error": expected / brought - 1 if brought else None}
 
 
 def _by_depth(shares: list[float]) -> str:
@@ -53,12 +71,22 @@ def _by_depth(shares: list[float]) -> str:
     return "; accepted at each depth, given all depths before: " + ", ".join(f"{100 * share:.0f} %" for share in shares)
 
 
+def _promise(found: dict[str, float | None] | None, digits: int) -> str:
+    """Return what estimates promised, as the end of a line; nothing without estimates."""
+    if found is None:
+        return ""
+    text = f"; expected {found['expected']:.{digits}f}, brought {found['brought']:.{digits}f}"
+    return text + (f" ({found['error']:+.1%})" if found["error"] is not None else "")
+
+
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as lines."""
     lines = [
         f"{source:<10} {counts['steps']} steps, {counts['nodes']} nodes, {counts['accepted']} accepted"
         + _by_depth(counts["conditional_acceptance"])
+        + _promise(counts["calibration"], 1)
         for source, counts in summary["sources"].items()
     ]
     requests = (f"request {number}: {count} tokens, prompt included" for number, count in summary["requests"].items())
-    return "\n".join([*lines, *requests])
+    promise = _promise(summary["tokens_per_step"], 3).removeprefix("; ")
+    return "\n".join([*lines, *([f"tokens a step: {promise}"] if promise else []), *requests])

@@ -23,16 +23,23 @@ class Budget:
 
     `nodes = 0` turns speculation off. If `depth` or `width` is below the drafter's, a device's trees are copied to the
     host and cut there, which makes a step slower. Limiting only `nodes` needs no copy.
+
+    confidence: a draft ends after a node whose probability, given its parent, is below this. The controller drops what
+                follows such a node, so a drafter that stops there saves its time. 0 never ends a draft, None leaves the
+                end to the drafter.
     """
 
     nodes: int
     depth: int
     width: int
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("depth", self.depth), ("width", self.width)):
             if not isinstance(value, int) or value < 0:
                 raise UsageError(f"a budget's {name} must be a whole number from 0, not {value!r}")
+        if self.confidence is not None and not 0 <= self.confidence <= 1:
+            raise UsageError(f"a budget's confidence must be a probability from 0 to 1, not {self.confidence!r}")
 
 
 NO_SPECULATION = Budget(nodes=0, depth=0, width=0)

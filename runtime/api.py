@@ -22,7 +22,9 @@ from redraft.methods import LOOKUPS, NONE, find_method
 from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.adaptive import Adaptive
-from redraft.runtime.controller import FixedBudget
+from redraft.runtime.controller import Controller, FixedBudget
+from redraft.runtime.controllers.length import LengthController
+from redraft.runtime.controllers.rules import LengthRule
 from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.draft_noise import NO_NOISE, draft_noise
@@ -78,7 +80,7 @@ class Runtime:
         self._drafters: dict[str, Drafter] = {}
         self._adaptive = Adaptive(costs)
         self._expected: set[str] = set()
-        self._fixed: dict[Budget, FixedBudget] = {}
+        self._controllers: dict[LengthRule | Budget, Controller] = {}
         self._busy = threading.Lock()
 
     @classmethod
@@ -357,15 +359,23 @@ class Runtime:
             drafter = Pair(self._forced, drafter)
             word = f"{word}+constraint"
         if not asked.adapts:
-            assert budget is not None
-            fixed = self._fixed.get(budget) or self._fixed.setdefault(budget, FixedBudget(budget))
-            return Speculation(drafter, fixed, word, most)
+            return Speculation(drafter, self._controller(asked), word, most)
         if budget is not None:
             word = f"{word} {budget.nodes},{budget.depth},{budget.width}"
         if forced is not None:
             return Speculation(drafter, Adaptive(self.costs), word, most)
         self._expect_costs(name)
         return Speculation(drafter, self._adaptive, word, most)
+
+    def _controller(self, asked: SpeculationParams) -> Controller:
+        """Return the controller that does not weigh costs. Requests with equal settings share it in a batch."""
+        size = asked.rule or asked.budget
+        assert size is not None
+        found = self._controllers.get(size)
+        if found is None:
+            made = FixedBudget(size) if isinstance(size, Budget) else LengthController(size)
+            found = self._controllers[size] = made
+        return found
 
     def _check_budget(self, budget: Budget | None) -> None:
         """Raise UsageError for trees that the device cannot verify."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import Protocol
@@ -64,23 +65,20 @@ class Controller(Protocol):
         """End the step. host_ms: its time without the calls of verifier and drafters."""
 
 
-class FixedBudget:
-    """The same budget at every step. It prefers resampling to a fresh draft; NO_SPECULATION is plain decoding.
+class BudgetController(ABC):
+    """Drafts within a budget at every step, and compares no costs. It prefers resampling to a fresh draft.
 
     Nodes of a resampled tree are at most `resampled_nodes` of the budget's.
     """
 
     weighs = False
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    @abstractmethod
+    def budget(self, seq: Sequence) -> Budget:
+        """Return the budget of a draft now; nodes = 0 means no speculation."""
 
     def begin(self, sequences: int, methods: str) -> None:
-        """Do nothing: the budget does not depend on the batch."""
-
-    def budget(self, seq: Sequence) -> Budget:
-        """Return the fixed budget."""
-        return self._budget
+        """Do nothing: budgets do not depend on the batch."""
 
     def plan(
         self, batch: Several[Sequence], offers: Several[Several[Offer]], limits: Several[StepLimits]
@@ -103,18 +101,18 @@ class FixedBudget:
     ) -> list[Tree]:
         """Merge each plan's trees, and cut them to the budget."""
         return [
-            join(plan.found, self._kept(plan, tree), plan.limits, self._budget.nodes) if plan.speculates else plan.found
-            for plan, tree in zip(plans, made, strict=True)
+            self._cut(plan, tree, self.budget(seq)) if plan.speculates else plan.found
+            for seq, plan, tree in zip(batch, plans, made, strict=True)
         ]
 
-    def _kept(self, plan: Plan, made: Tree | None) -> Tree | None:
-        """Return the tree that was made. Of a resampled one, only as many nodes stay as a resampled tree may have."""
-        if made is None or plan.kind is not OfferKind.RESAMPLE:
-            return made
-        return prune(made, resampled_nodes(self._budget.nodes))
+    def _cut(self, plan: Plan, made: Tree | None, budget: Budget) -> Tree:
+        """Return the part to verify. Of a resampled tree, only as many nodes stay as a resampled tree may have."""
+        if made is not None and plan.kind is OfferKind.RESAMPLE:
+            made = prune(made, resampled_nodes(budget.nodes))
+        return join(plan.found, made, plan.limits, budget.nodes)
 
     def explain(self, seq: Sequence) -> None:
-        """Return None: a fixed budget compares no costs."""
+        """Return None: no costs are compared."""
 
     def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
         """Ignore the times."""
@@ -124,6 +122,17 @@ class FixedBudget:
 
     def ended(self, speculated: bool, host_ms: float) -> None:
         """Do nothing."""
+
+
+class FixedBudget(BudgetController):
+    """The same budget at every step; NO_SPECULATION is plain decoding."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+
+    def budget(self, seq: Sequence) -> Budget:
+        """Return the fixed budget."""
+        return self._budget
 
 
 def merged_ready(seq: Sequence, offers: Several[Offer]) -> Tree:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from redraft.runtime.controller import Call, Controller
-from redraft.runtime.controllers import Controllers
+from redraft.runtime.controllers.mixed import Controllers
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.offers import NO_TREE, Offer, Plan, Speculation, StepLimits
@@ -208,4 +208,4 @@ def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None, pa
         return NO_SPECULATION
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
-    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), width)
+    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), width, budget.confidence)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
+from redraft.runtime.controllers import ADAPTIVE, FIXED, parse_controller
+from redraft.runtime.controllers.rules import LengthRule
 from redraft.runtime.grammar import Grammar, requested_grammar, schema_text
 from redraft.types import Budget, FloatArray
 
@@ -20,7 +22,6 @@ LogitsProcessor = Callable[[Sequence[int], FloatArray], FloatArray]
 
 The sampler calls it for the nodes of a draft tree that it reaches, with the tokens of the node's own path.
 """
-CONTROLLERS = ("adaptive", "fixed")
 COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
@@ -158,8 +159,10 @@ class SpeculationParams:
     prediction: text or token ids that the answer will repeat in part, as a further source of drafts.
     tenant:     key of requests that may draft from each other's outputs, if the method's option keeps outputs;
                 None shares with nobody.
-    budget:     of a step. The controller `fixed` uses all of it, `adaptive` at most this much.
-    controller: how tree sizes are chosen, `adaptive` or `fixed`. None is `fixed` if `budget` is set, else `adaptive`.
+    budget:     of a step. The controller `fixed` uses all of it, others at most this much.
+    controller: how tree sizes are chosen: `adaptive`, `fixed`, or a rule for the length of drafts, with options after
+                commas, such as `gammatune,delta=1` (`redraft.runtime.controllers`). None is `fixed` if `budget` is set,
+                else `adaptive`.
     """
 
     method: str | None = None
@@ -178,15 +181,25 @@ class SpeculationParams:
             check_tenant(self.tenant)
         if self.budget is not None and not isinstance(self.budget, Budget):
             raise UsageError(f"budget must be a Budget, not {self.budget!r}")
-        if self.controller not in (None, *CONTROLLERS):
-            raise UsageError(f"unknown controller {self.controller!r}", f"choose one of {', '.join(CONTROLLERS)}")
-        if self.controller == "fixed" and self.budget is None:
-            raise UsageError("the controller fixed needs a budget", "give a budget, or choose adaptive")
+        if self.controller is not None and not isinstance(self.controller, str):
+            raise UsageError(f"controller must be a text, not {self.controller!r}")
+        if self._controller == (FIXED, None) and self.budget is None:
+            raise UsageError("the controller fixed needs a budget", "give a budget, or a length such as fixed,gamma=5")
 
     @property
     def adapts(self) -> bool:
         """True if the adaptive controller chooses the size of trees."""
-        return self.budget is None or self.controller == "adaptive"
+        return self._controller[0] == ADAPTIVE
+
+    @property
+    def rule(self) -> LengthRule | None:
+        """The rule for the length of drafts; None if the size comes from costs, or is the budget's."""
+        return self._controller[1]
+
+    @property
+    def _controller(self) -> tuple[str, LengthRule | None]:
+        """The controller's name and rule. Raises UsageError for one that is unknown."""
+        return parse_controller(self.controller or (ADAPTIVE if self.budget is None else FIXED))
 
 
 def check_tenant(tenant: object) -> None:

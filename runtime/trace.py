@@ -12,18 +12,20 @@ alone. The step in which a request fails has no line. The replay also checks cho
 source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `log_probs` are those of all nodes that
 could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on a device has `shares`
 instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which all of its trees were
-cut. `probed` marks a tree that is larger than the number of nodes that seems to pay.
+cut. Its probabilities and shares are estimates, so the replay also compares the tokens that they promised with those
+that were accepted. `probed` marks a tree that is larger than the number of nodes that seems to pay.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import exp
 from typing import IO, Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from redraft.errors import DataError
 from redraft.runtime.adaptive import best_first, ranked_shares
 from redraft.runtime.offers import Plan
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import accepted_path
+from redraft.runtime.tree import accepted_path, depths_of
 from redraft.types import Choice, OfferKind, Outcome, Tree
 
 _ROUNDING = 1e-6
@@ -115,6 +117,8 @@ class Replay:
     nodes, accepted: by source; the nodes that the lookup had count for the lookup in every tree.
     tried, right: by source and depth: trees of at least this depth whose drafts were accepted at every depth before,
     and those of them that were accepted at this depth too.
+    expected, kept: by source, over choices that compared costs: the accepted nodes that the estimates promised (the sum
+    of the nodes' shares), and the accepted nodes.   weighed: number of these choices.
     """
 
     requests: dict[int, list[int]] = field(default_factory=dict)
@@ -124,6 +128,19 @@ class Replay:
     accepted: Counter[str] = field(default_factory=Counter)
     tried: Counter[tuple[str, int]] = field(default_factory=Counter)
     right: Counter[tuple[str, int]] = field(default_factory=Counter)
+    expected: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kept: Counter[str] = field(default_factory=Counter)
+    weighed: int = 0
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected tokens a step, the verifier's own included, over choices that compared costs; 0 without any."""
+        return 1 + sum(self.expected.values()) / self.weighed if self.weighed else 0.0
+
+    @property
+    def brought_tokens(self) -> float:
+        """Tokens a step that the same steps brought."""
+        return 1 + self.kept.total() / self.weighed if self.weighed else 0.0
 
     def conditional_acceptance(self, source: str) -> list[float]:
         """Return the shares of a source's drafts by depth that are accepted if they were at every depth before.
@@ -179,21 +196,30 @@ def _play(played: Replay, values: dict[str, Any]) -> None:
         _check_choice(choice, source, len(values["tokens"]) - 1, played.table_ms)
         looked_up = set(choice["looked_up"])
     played.steps[source] += 1
-    for depth in range(1, min(len(path) + 1, _depth(values["parents"])) + 1):
+    for depth in range(1, min(len(path) + 1, max(depths_of(values["parents"]))) + 1):
         played.tried[source, depth] += 1
         played.right[source, depth] += len(path) >= depth
+    shares = _shares(values)
+    played.weighed += bool(shares)
     for node in range(1, len(values["tokens"])):
         owner = str(OfferKind.LOOKUP) if node in looked_up else source
         played.nodes[owner] += 1
         played.accepted[owner] += node in path
+        if shares:
+            played.expected[owner] += shares[node]
+            played.kept[owner] += node in path
 
 
-def _depth(parents: Several[int]) -> int:
-    """Return the depth of a tree, 0 if it is the root alone."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    return max(depths)
+def _shares(values: dict[str, Any]) -> list[float]:
+    """Return the estimated acceptance rate of each verified node, the root's being 1; empty without a choice.
+
+    A tree on a device has its shares by rank. The log probabilities of another one are already the controller's own.
+    """
+    choice = values.get("choice")
+    if choice is None:
+        return []
+    by_rank = choice.get("shares")
+    return [exp(value) for value in values["log_probs"]] if by_rank is None else [1.0, *by_rank]
 
 
 def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: list[float]) -> None:

@@ -70,6 +70,14 @@ def ancestor_mask(parents: IntArray) -> BoolArray:
     return mask
 
 
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each node, 0 for the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
+
+
 def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes that agree with the verifier, root excluded, from the top.
 

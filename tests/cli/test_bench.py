@@ -177,6 +177,30 @@ def test_forced_acceptance_is_labelled_and_reached(redraft: Redraft, bundle: Pat
     assert "acceptance was forced" in shown
 
 
+def test_controllers_are_compared_from_each_first_length(
+    redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """The small model's texts are short, but each is decoded by all seven ways."""
+    given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "24", "--ignore-eos", "--methods",
+             "ngram", "--controllers", "adaptive,gammatune,delta=1,heuristic", "--initial-lengths", "1,3")  # fmt: skip
+    found = json.loads(redraft(*given, "--json").stdout)
+    assert (found["method"], found["outputs"], found["differing_outputs"]) == ("ngram", 3, 0)
+    assert list(found["controllers"]) == ["fixed", "adaptive", "gammatune,delta=1", "heuristic"]
+    assert list(found["controllers"]["heuristic"]["lengths"]) == ["1", "3"]
+    assert [row["gamma"] for row in found["equations"]] == [1, 3]
+    shown = redraft(*given, "--plots", tmp_path / "plots").stdout
+    assert "Table 2" in shown
+    assert "Equations 1 to 6" in shown
+    assert (tmp_path / "plots/throughput.png").stat().st_size > 1000
+
+
+def test_one_controller_for_all_methods(redraft: Redraft, bundle: Path, prompts: Path) -> None:
+    """With drafts of one token, no step brings more than two."""
+    given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos", "--json")
+    found = json.loads(redraft(*given, "--methods", "ngram", "--controller", "fixed,gamma=1").stdout)
+    assert found["methods"]["ngram"]["mean_acceptance_length"] <= 2
+
+
 @pytest.mark.parametrize("options", [(), ("--device", "cpu")])
 def test_demo_reports_that_both_wrote_the_same(redraft: Redraft, bundle: Path, options: tuple[str, ...]) -> None:
     result = redraft("demo", "--engines", bundle, "--prompt", "abc abc", "--max-new-tokens", "16", *options)
@@ -283,6 +307,13 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--synthetic-acceptance", "high"], "--synthetic-acceptance"),
         (["--methods", "none", "--budget", "nodes=4,depth=2,width=2"], "--budget would do nothing"),
         (["--methods", "none", "--synthetic-acceptance", "1"], "--synthetic-acceptance would do nothing"),
+        (["--controller", "gamatune"], "unknown controller 'gamatune'"),
+        (["--controllers", "gamatune"], "unknown controller 'gamatune'"),
+        (["--controllers", "gammatune,eta=2"], "eta must be from 0 to 1"),
+        (["--controllers", "fixed", "--initial-lengths", "0"], "--initial-lengths '0'"),
+        (["--controllers", "fixed", "--controller", "adaptive"], "--controllers takes neither --controller nor"),
+        (["--controllers", "fixed", "--methods", "ngram,none"], "--controllers compares one drafting method"),
+        (["--plots", "plots"], "belong to --controllers"),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, prompts: Path, arguments: list[str], word: str) -> None:

@@ -31,9 +31,10 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
     result = redraft("replay", trace, "--json")
     assert json.loads(result.stdout) == {
         "sources": {
-            "fresh": {"steps": 1, "nodes": 3, "accepted": 1, "conditional_acceptance": [1.0, 0.0]},
-            "none": {"steps": 1, "nodes": 0, "accepted": 0, "conditional_acceptance": []},
+            "fresh": {"steps": 1, "nodes": 3, "accepted": 1, "conditional_acceptance": [1.0, 0.0], "calibration": None},
+            "none": {"steps": 1, "nodes": 0, "accepted": 0, "conditional_acceptance": [], "calibration": None},
         },
+        "tokens_per_step": None,
         "requests": {"0": 6, "1": 3},
     }
     assert redraft("replay", trace).stdout.splitlines() == [
@@ -46,10 +47,40 @@ def test_counts_by_source_and_tokens_by_request(redraft: Redraft, tmp_path: Path
 
 def test_nodes_that_the_lookup_had_are_its_own(redraft: Redraft, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace", BEGUN, {**STEP, "choice": CHOICE})
-    assert json.loads(redraft("replay", trace, "--json").stdout)["sources"] == {
-        "fresh": {"steps": 1, "nodes": 1, "accepted": 0, "conditional_acceptance": [1.0, 0.0]},
-        "lookup": {"steps": 0, "nodes": 2, "accepted": 1, "conditional_acceptance": []},
+    sources = json.loads(redraft("replay", trace, "--json").stdout)["sources"]
+    for source, counts in (("fresh", (1, 1, 0, [1.0, 0.0])), ("lookup", (0, 2, 1, []))):
+        found = sources[source]
+        assert (found["steps"], found["nodes"], found["accepted"], found["conditional_acceptance"]) == counts
+
+
+def test_estimates_are_compared_with_what_was_accepted(redraft: Redraft, tmp_path: Path) -> None:
+    """The lookup's nodes promised e^-1 + e^-3, of which one was accepted, the drafter's e^-2. The second step's choice
+    cut a tree on a device by its shares: 0.75 for its one node, which was accepted. The last step chose nothing.
+    """
+    by_rank = {"request": 0, "position": 4, "source": "fresh", "tokens": [3, 6], "parents": [-1, 0],
+               "log_probs": [0, -5], "said": [6, 8], "path": [1], "committed": [6, 8],
+               "choice": {**CHOICE, "shares": [0.75, 0.5], "looked_up": []}}  # fmt: skip
+    last = {**PLAIN, "position": 6, "tokens": [8]}
+    trace = write(tmp_path / "trace", BEGUN, {**STEP, "choice": CHOICE}, by_rank, last)
+    summary = json.loads(redraft("replay", trace, "--json").stdout)
+    lookup, fresh = (summary["sources"][name]["calibration"] for name in ("lookup", "fresh"))
+    assert lookup == {
+        "expected": pytest.approx(0.41767, abs=1e-5),
+        "brought": 1,
+        "error": pytest.approx(-0.58233, abs=1e-5),
     }
+    assert fresh == {
+        "expected": pytest.approx(0.88534, abs=1e-5),
+        "brought": 1,
+        "error": pytest.approx(-0.11466, abs=1e-5),
+    }
+    assert summary["sources"]["none"]["calibration"] is None
+    assert summary["tokens_per_step"] == {
+        "expected": pytest.approx(1.6515, abs=1e-4), "brought": 2.0, "error": pytest.approx(-0.17425, abs=1e-4),
+    }  # fmt: skip
+    lines = redraft("replay", trace).stdout.splitlines()
+    assert lines[1].endswith("; expected 0.4, brought 1.0 (-58.2%)")
+    assert lines[3] == "tokens a step: expected 1.652, brought 2.000 (-17.4%)"
 
 
 def chosen(**changes: object) -> dict[str, object]:

@@ -1,0 +1,240 @@
+"""Controllers compared over a range of first draft lengths, as in the GammaTune paper (§3, Table 2, Appendix A).
+
+Every controller decodes every prompt once with each first length, all taking turns in one process (`compare`). The
+adaptive controller has no first length and decodes once. The baseline is `fixed`, the paper's SpecDecode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from redraft.bench.compare import PLAIN, Run
+from redraft.bench.statistics import first_difference, median_estimate
+from redraft.bench.summary import FEWEST_TOKENS
+from redraft.errors import UsageError
+from redraft.runtime import Budget, Generation, SpeculationParams
+from redraft.runtime.controllers import ADAPTIVE, FIXED, parse_controller
+
+PAPER_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
+"""The first lengths of §5."""
+Ways = Mapping[str, Mapping[int, str]]
+"""By controller and first length, the name of a way of decoding. ADAPTIVE has one way, under NO_LENGTH."""
+NO_LENGTH = 0
+
+
+def ways_of(controllers: Sequence[str], lengths: Sequence[int]) -> dict[str, dict[int, str]]:
+    """Return the ways of `fixed` and of these controllers. Raises UsageError for a controller that is unknown."""
+    found: dict[str, dict[int, str]] = {}
+    for text in dict.fromkeys((FIXED, *controllers)):
+        name, _ = parse_controller(text)
+        if "gamma=" in text.replace(" ", ""):
+            raise UsageError(f"controller {text!r}: gamma is the first length, which is varied", "leave it out")
+        if name == ADAPTIVE:
+            found[text] = {NO_LENGTH: text}
+        else:
+            found[text] = {length: f"{text},gamma={length}" for length in lengths}
+    return found
+
+
+def speculations(ways: Ways, method: str, budget: Budget | None) -> dict[str, SpeculationParams]:
+    """Return how each way decodes. Raises UsageError for an option that its controller refuses."""
+    return {
+        way: SpeculationParams(method, budget=budget, controller=way) for each in ways.values() for way in each.values()
+    }
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over generations: tokens after the first, their seconds, steps, drafted and accepted tokens, and times."""
+
+    tokens: int
+    seconds: float
+    steps: int
+    drafts: int
+    drafted: int
+    accepted: int
+    draft_ms: float
+    verify_ms: float
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation]) -> Totals:
+        """Return the sums over generations."""
+        metrics = [one.metrics for one in generations]
+        return cls(
+            tokens=sum(map(_tokens, generations)),
+            seconds=sum(_tokens(one) / one.metrics.decode_tokens_per_second for one in generations),
+            steps=sum(one.num_steps for one in metrics),
+            drafts=sum(one.num_spec_steps for one in metrics),
+            drafted=sum(one.num_draft_tokens for one in metrics),
+            accepted=sum(one.num_accepted_draft_tokens for one in metrics),
+            draft_ms=sum(one.stage_ms["draft"] + one.stage_ms["resample"] for one in metrics),
+            verify_ms=sum(one.stage_ms["verify"] for one in metrics),
+        )
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance(self) -> float:
+        """α, the share of drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """Return the figures of Figure 1 and Appendix A."""
+        return {
+            "tokens_per_second": self.rate,
+            "draft_acceptance_rate": self.acceptance,
+            "mean_draft_length": self.drafted / self.drafts if self.drafts else 0.0,
+            "mean_acceptance_length": 1 + self.accepted / self.steps,
+            "steps": self.steps,
+        }
+
+
+def figures(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
+    """Return the figures of a comparison, over all runs and by kind.
+
+    Outputs that are too short to time take no part, nor do those that end in a loop, which speculation predicts.
+    """
+    timed = [run for run in runs if min(map(_tokens, run.generations.values())) >= FEWEST_TOKENS - 1 and not run.loops]
+    if not timed:
+        return {"outputs": len(runs), "timed": 0, "controllers": {}, "kinds": {}, "equations": [],
+                "differing_outputs": _differing(runs)}  # fmt: skip
+    kinds = sorted({run.prompt.kind for run in timed})
+    return {
+        "outputs": len(runs),
+        "timed": len(timed),
+        "differing_outputs": _differing(runs),
+        "plain_tokens_per_second": _totals(timed, PLAIN).rate,
+        "controllers": _controllers(timed, ways),
+        "kinds": {kind: _controllers([run for run in timed if run.prompt.kind == kind], ways) for kind in kinds},
+        "equations": equations(
+            _totals(timed, PLAIN), {length: _totals(timed, way) for length, way in ways[FIXED].items()}
+        ),
+    }
+
+
+def _controllers(runs: Sequence[Run], ways: Ways) -> dict[str, Any]:
+    """Return the figures of each controller: Table 2, the first lengths, and paired ratios."""
+    totals = {name: {length: _totals(runs, way) for length, way in each.items()} for name, each in ways.items()}
+    fixed = fmean(one.rate for one in totals[FIXED].values())
+    best = max(totals[FIXED], key=lambda length: totals[FIXED][length].rate)
+    found = {}
+    for name, by_length in totals.items():
+        rates = [one.rate for one in by_length.values()]
+        own = _mean_rate(ways[name].values())
+        found[name] = {
+            "tokens_per_second": fmean(rates),
+            "speedup": fmean(rates) / fixed,
+            "deviation": pstdev(rates) / fixed,
+            "over_fixed": _ratio(runs, own, _mean_rate(ways[FIXED].values())),
+            "over_plain": _ratio(runs, own, _mean_rate([PLAIN])),
+            "best_fixed_length": best,
+            "over_best_fixed": _ratio(runs, own, _mean_rate([ways[FIXED][best]])),
+            "lengths": {str(length): one.to_json() for length, one in by_length.items()},
+            "draft_acceptance_rate": fmean(one.acceptance for one in by_length.values()),
+            "mean_draft_length": fmean(one.to_json()["mean_draft_length"] for one in by_length.values()),
+            "mean_acceptance_length": fmean(one.to_json()["mean_acceptance_length"] for one in by_length.values()),
+        }
+    return found
+
+
+def _mean_rate(ways: Any) -> Callable[[Run], float]:
+    """Return the mean rate of several ways over one run."""
+    listed = list(ways)
+    return lambda run: fmean(run.generations[way].metrics.decode_tokens_per_second for way in listed)
+
+
+def _ratio(runs: Sequence[Run], one: Callable[[Run], float], other: Callable[[Run], float]) -> dict[str, Any]:
+    """Return the median of the ratios over the same runs, with its interval over prompts."""
+    found = median_estimate([one(run) / other(run) for run in runs], [run.prompt for run in runs])
+    return {"median": found.median, "interval": found.interval}
+
+
+def equations(plain: Totals, fixed: Mapping[int, Totals]) -> list[dict[str, float]]:
+    """Return Eq. 1 to 6 of §3 for each fixed length, next to what was measured.
+
+    T_target is the time of plain decoding's calls. T_draft is a draft's time over its length, so that c (Eq. 1) varies
+    with the length if one call drafts all tokens. Eq. 3 to 6 assume that every step drafts γ tokens.
+    """
+    target_ms = plain.verify_ms / plain.steps
+    found = []
+    for gamma, one in fixed.items():
+        draft_ms = one.draft_ms / (gamma * one.steps)
+        steps = one.tokens / (one.acceptance * gamma + 1)
+        found.append({
+            "gamma": gamma,
+            "alpha": one.acceptance,
+            "target_ms": target_ms,
+            "draft_ms": draft_ms,
+            "eq1_c": target_ms / draft_ms if draft_ms else 0.0,
+            "eq2_cost_ms": target_ms * one.steps + draft_ms * gamma * one.steps,
+            "eq3_steps": steps,
+            "eq4_target_calls": steps,
+            "eq5_draft_calls": gamma * steps,
+            "eq6_cost_ms": steps * (target_ms + gamma * draft_ms),
+            "steps": one.steps,
+            "drafted": one.drafted,
+            "measured_ms": one.seconds * 1e3,
+        })  # fmt: skip
+    return found
+
+
+def tables(result: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Return titles and rows of the tables that a user reads, headers first."""
+    controllers = result["controllers"]
+    if not controllers:
+        return []
+    head = ["controller", "tokens/s", "speedup", "over fixed", "over plain", "over best fixed", "α", "drafted", "τ"]
+    found = [("Table 2: speedup over fixed lengths ± deviation over first lengths, then medians of paired ratios",
+              [head, *[_row(name, one) for name, one in controllers.items()]])]  # fmt: skip
+    for kind, part in result["kinds"].items() if len(result["kinds"]) > 1 else ():
+        found.append((f"{kind}: the same", [head, *[_row(name, one) for name, one in part.items()]]))
+    lengths = list(controllers[FIXED]["lengths"])
+    rates = [
+        [name, *[f"{one['lengths'][n]['tokens_per_second']:.0f}" if n in one["lengths"] else "-" for n in lengths]]
+        for name, one in controllers.items()
+    ]
+    found.append(("Figure 1: tokens a second by first length", [["controller", *lengths], *rates]))
+    equation_head = ["γ", "α", "c (1)", "cost (2), ms", "steps (3, 4)", "drafted (5)", "cost (6), ms",
+                     "steps", "drafted", "ms"]  # fmt: skip
+    rows = [
+        [str(row["gamma"]), f"{row['alpha']:.2f}", f"{row['eq1_c']:.1f}", f"{row['eq2_cost_ms']:.0f}",
+         f"{row['eq3_steps']:.0f}", f"{row['eq5_draft_calls']:.0f}", f"{row['eq6_cost_ms']:.0f}",
+         str(row["steps"]), str(row["drafted"]), f"{row['measured_ms']:.0f}"]
+        for row in result["equations"]
+    ]  # fmt: skip
+    return [*found, ("Equations 1 to 6 for fixed lengths, then what was measured", [equation_head, *rows])]
+
+
+def _row(name: str, one: Mapping[str, Any]) -> list[str]:
+    ratios = [_ratio_text(one[key]) for key in ("over_fixed", "over_plain", "over_best_fixed")]
+    return [name, f"{one['tokens_per_second']:.0f}", f"{one['speedup']:.2f} ± {one['deviation']:.2f}", *ratios,
+            f"{one['draft_acceptance_rate']:.2f}", f"{one['mean_draft_length']:.1f}",
+            f"{one['mean_acceptance_length']:.2f}"]  # fmt: skip
+
+
+def _ratio_text(ratio: Mapping[str, Any]) -> str:
+    interval = ratio["interval"]
+    return f"{ratio['median']:.2f}" + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
+
+
+def _differing(runs: Sequence[Run]) -> int:
+    """Return how many outputs differ from the plain ones."""
+    return sum(
+        first_difference(run.generations[PLAIN].token_ids, one.token_ids) is not None
+        for run in runs
+        for one in run.generations.values()
+    )
+
+
+def _totals(runs: Sequence[Run], way: str) -> Totals:
+    return Totals.of([run.generations[way] for run in runs])
+
+
+def _tokens(generation: Generation) -> int:
+    return len(generation.token_ids) - 1

@@ -1,0 +1,152 @@
+"""Figures of controllers from generations made by hand: Table 2, the equations, and what takes no part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.runtime.fakes import make_runtime
+
+from redraft.bench.compare import PLAIN, Run, Settings, compare
+from redraft.bench.controller_plots import Step, draw_steps, draw_throughput, steps_of
+from redraft.bench.controllers import figures, speculations, tables, ways_of
+from redraft.bench.prompts import Prompt
+from redraft.errors import UsageError
+from redraft.runtime import Budget, Generation, SamplingParams
+from redraft.runtime.metrics import Metrics
+
+TOKENS = tuple(range(13))
+WAYS = {"fixed": {1: "f1", 4: "f4"}, "heuristic": {1: "h1", 4: "h4"}, "adaptive": {0: "adaptive"}}
+
+
+def generation(rate: float, steps: int = 12, drafted: int = 0, accepted: int = 0, draft_ms: float = 0.0,
+               tokens: tuple[int, ...] = TOKENS) -> Generation:  # fmt: skip
+    """Twelve tokens after the first; verifying takes 2 ms a step."""
+    stage_ms = {"draft": draft_ms, "resample": 0.0, "verify": 2.0 * steps, "host": 0.0}
+    metrics = Metrics(steps, steps if drafted else 0, drafted, accepted, 1.0, 0.0, (), rate, 1.0, 0.1, stage_ms)
+    return Generation("", tokens, "length", 3, metrics)
+
+
+def run(kind: str = "a", number: int = 0, **changed: Generation) -> Run:
+    """Rates: plain 100, fixed lengths 100 and 200, the heuristic 240 and 180, adaptive 300."""
+    generations = {
+        "none": generation(100),
+        "f1": generation(100, 8, drafted=8, accepted=4, draft_ms=8.0),
+        "f4": generation(200, 6, drafted=24, accepted=6, draft_ms=12.0),
+        "h1": generation(240), "h4": generation(180), "adaptive": generation(300),
+    }  # fmt: skip
+    return Run(Prompt(str(number), kind, ""), [1], generations | changed)
+
+
+def test_table_2_worked_by_hand() -> None:
+    """Fixed lengths have 150 tokens a second in the mean, ± 50; the heuristic 210 ± 30."""
+    found = figures([run()], WAYS)["controllers"]
+    assert {name: (one["speedup"], one["deviation"]) for name, one in found.items()} == {
+        "fixed": (1.0, pytest.approx(1 / 3)), "heuristic": (1.4, 0.2), "adaptive": (2.0, 0.0),
+    }  # fmt: skip
+    heuristic = found["heuristic"]
+    assert heuristic["best_fixed_length"] == 4
+    assert [heuristic[key]["median"] for key in ("over_fixed", "over_plain", "over_best_fixed")] == [1.4, 2.1, 1.05]
+
+
+def test_the_speed_of_several_texts_is_that_of_their_sum() -> None:
+    """One text at 100 and one at 300 tokens a second take 0.12 s and 0.04 s for 24 tokens."""
+    found = figures([run(), run(number=1, adaptive=generation(100))], WAYS)
+    assert found["controllers"]["adaptive"]["tokens_per_second"] == pytest.approx(150)
+
+
+def test_intervals_are_over_prompts() -> None:
+    runs = [run(number=n, adaptive=generation(200 + 10 * n)) for n in range(7)]
+    ratio = figures(runs, WAYS)["controllers"]["adaptive"]["over_best_fixed"]
+    assert ratio["median"] == pytest.approx(1.15)
+    assert 1.0 <= ratio["interval"][0] < 1.15 < ratio["interval"][1] <= 1.3
+
+
+def test_the_equations_worked_by_hand() -> None:
+    """Length 4: α = 6 / 24, so Eq. 3 expects 12 / (0.25 · 4 + 1) = 6 steps. A plain call takes 2 ms, a drafted token
+    12 ms / 24 = 0.5 ms: c = 4, and Eq. 6 costs 6 · (4 + 4) · 0.5 = 24 ms.
+    """
+    one, four = figures([run()], WAYS)["equations"]
+    assert four == {
+        "gamma": 4, "alpha": 0.25, "target_ms": 2.0, "draft_ms": 0.5, "eq1_c": 4.0, "eq2_cost_ms": 24.0,
+        "eq3_steps": 6.0,
+        "eq4_target_calls": 6.0, "eq5_draft_calls": 24.0, "eq6_cost_ms": 24.0, "steps": 6, "drafted": 24,
+        "measured_ms": 60.0,
+    }  # fmt: skip
+    assert (one["alpha"], one["eq3_steps"], one["eq1_c"]) == (0.5, 8.0, 2.0)
+
+
+def test_appendix_a() -> None:
+    length = figures([run()], WAYS)["controllers"]["fixed"]["lengths"]["4"]
+    assert (length["draft_acceptance_rate"], length["mean_draft_length"], length["mean_acceptance_length"]) == (
+        0.25,
+        4,
+        2,
+    )
+
+
+def test_kinds_are_apart_and_loops_and_short_texts_take_no_part() -> None:
+    loop = (1, 2) * 32
+    runs = [
+        run(),
+        run("b", 1),
+        run("b", 2, none=generation(100, tokens=loop)),
+        run("b", 3, h1=generation(9, tokens=(1,))),
+    ]
+    found = figures(runs, WAYS)
+    assert (found["outputs"], found["timed"], set(found["kinds"])) == (4, 2, {"a", "b"})
+    assert found["differing_outputs"] == 6  # all five others of the looping text, and the short one
+    assert figures(runs[2:], WAYS)["controllers"] == {}
+    assert tables(figures(runs[2:], WAYS)) == []
+
+
+def test_tables_show_each_controller_and_length() -> None:
+    shown = dict(tables(figures([run(), run("b", 1)], WAYS)))
+    whole, first, second, rates, equations = shown.values()
+    assert [row[:3] for row in whole[1:]] == [
+        ["fixed", "150", "1.00 ± 0.33"], ["heuristic", "210", "1.40 ± 0.20"], ["adaptive", "300", "2.00 ± 0.00"],
+    ]  # fmt: skip
+    assert first == second == whole
+    assert rates == [
+        ["controller", "1", "4"],
+        ["fixed", "100", "200"],
+        ["heuristic", "240", "180"],
+        ["adaptive", "-", "-"],
+    ]
+    assert equations[2] == ["4", "0.25", "4.0", "48", "12", "48", "48", "12", "48", "120"]
+
+
+def test_ways_are_controllers_with_each_first_length() -> None:
+    ways = ways_of(["adaptive", "gammatune,delta=1"], (1, 4))
+    assert ways == {
+        "fixed": {1: "fixed,gamma=1", 4: "fixed,gamma=4"},
+        "adaptive": {0: "adaptive"},
+        "gammatune,delta=1": {1: "gammatune,delta=1,gamma=1", 4: "gammatune,delta=1,gamma=4"},
+    }
+    asked = speculations(ways, "ngram", Budget(3, 3, 1))
+    assert len(asked) == 5
+    assert asked["gammatune,delta=1,gamma=4"].rule.gamma == 4
+    with pytest.raises(UsageError, match="gamma is the first length"):
+        ways_of(["gammatune,gamma=3"], (1,))
+    with pytest.raises(UsageError, match="unknown controller"):
+        ways_of(["gamatune"], (1,))
+
+
+def test_controllers_decode_the_same_texts_and_are_drawn(tmp_path: Path) -> None:
+    """The toy verifier: every way writes the plain text, and the steps of a fixed length of 2 draft at most 2."""
+    runtime, params = make_runtime(), SamplingParams(max_tokens=40)
+    ways = ways_of(["gammatune+", "adaptive"], (1, 2))
+    settings = Settings(params, ways=speculations(ways, "ngram", None))
+    runs = compare(runtime, [Prompt("p", "k", "abcabcabc")], list(settings.ways), settings)
+    assert {tuple(one.token_ids) for one in runs[0].generations.values()} == {runs[0].generations[PLAIN].token_ids}
+    steps = steps_of(runtime, runs[0].token_ids, params, settings.ways["fixed,gamma=2"])
+    assert sum(1 + step.accepted for step in steps) >= 39
+    assert max(step.drafted for step in steps) == 2
+    assert [step.position for step in steps[:2]] == [1, 2 + steps[0].accepted]
+    drawn = [*draw_throughput(figures(runs, ways) | {"plain_tokens_per_second": 1.0}, "title", tmp_path / "plots"),
+             *draw_steps({"fixed,gamma=2": steps, "none": [Step(1, 0, 0)]}, "title", tmp_path / "plots")]  # fmt: skip
+    assert [path.name for path in drawn] == ["throughput.png", "throughput.svg", "steps.png", "steps.svg"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write plots"):
+        draw_steps({"none": [Step(1, 0, 0)]}, "title", tmp_path / "file")
