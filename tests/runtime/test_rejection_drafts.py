@@ -1,4 +1,4 @@
-"""Rejection sampling end to end: drafters draw chains and trees from their own distributions, and texts have the verifier's."""
+"""Rejection sampling end to end: drafters draw from their own distributions, and texts have the verifier's."""
 
 from __future__ import annotations
 
