@@ -202,7 +202,10 @@ def join(found: Tree, made: Tree | None, limits: StepLimits, nodes: int) -> Tree
 
 def _level_bound(first: Tree, second: Tree) -> int:
     """Return an upper bound of the nodes on a level of two merged trees."""
-    return max(np.bincount(np.concatenate([layout(tree.parents).depths[1:] for tree in (first, second)])).tolist())
+    counts: list[int] = np.bincount(
+        np.concatenate([layout(tree.parents).depths[1:] for tree in (first, second)])
+    ).tolist()
+    return max(counts)
 
 
 def within(tree: Tree, budget: Budget) -> Tree:

@@ -19,9 +19,9 @@ from redraft.runtime.grammar import JSON_SCHEMA, REGEX, Grammar
 from redraft.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
 
-_SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
+_SPACES: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
 """Spaces between JSON tokens. Their number is limited, since small models may repeat them until the text is full."""
 
 

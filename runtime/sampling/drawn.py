@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from redraft.errors import UsageError
+from redraft.noise_spec import ACCEPTANCE
 from redraft.runtime.params import BLOCK, SamplingParams
 from redraft.runtime.sampling.coupled import Likeliest
-from redraft.runtime.sampling.noise import ACCEPTANCE, row_key
+from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.rejection import Probs, verify_block, verify_tree
 from redraft.runtime.sampling.truncation import Support, support_of

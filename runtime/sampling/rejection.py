@@ -48,7 +48,8 @@ def verify_tree(tree: Tree, target: Target, chance: Chance) -> Accepted:
 
     `target` is called for accepted nodes only.
     """
-    node, path = 0, []
+    path: list[int] = []
+    node = 0
     while (p := target(node)) is not None:
         child, left = try_children(tree, node, p, chance)
         if child is None:
@@ -97,7 +98,7 @@ def drawn_from(tree: Tree, node: int, vocabulary: int) -> Probs:
     assert tree.draws is not None
     proposal = tree.draws.proposal
     logits = proposal.logits(int(layout(tree.parents).depths[node]), int(tree.tokens[node])).astype(np.float64)
-    q = np.exp(logits - logits.max())
+    q: Probs = np.exp(logits - logits.max())
     q /= q.sum()
     if proposal.tokens is None:
         return q
