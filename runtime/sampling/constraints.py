@@ -19,7 +19,8 @@ from redraft.runtime.grammar import JSON_SCHEMA, REGEX, Grammar
 from redraft.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 _SPACES: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
 """Spaces between JSON tokens. Their number is limited, since small models may repeat them until the text is full."""
