@@ -41,7 +41,7 @@ def own_files(method: str) -> re.Pattern[str]:
     """The files that belong to a method."""
     name = re.escape(method)
     return re.compile(
-        rf"redraft/methods/{name}\.py|export/drafters/{name}(_\w+)?\.py|train/objectives/{name}(_\w+)?\.py"
+        rf"redraft/methods/{name}(_\w+)?\.py|export/drafters/{name}(_\w+)?\.py|train/objectives/{name}(_\w+)?\.py"
         rf"|runtime/drafters/{name}(_\w+)?\.py|experiments/{name}/\w+\.py"
     )
 

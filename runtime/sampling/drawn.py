@@ -13,10 +13,9 @@ from redraft.runtime.params import BLOCK, SamplingParams
 from redraft.runtime.sampling.coupled import Likeliest
 from redraft.runtime.sampling.noise import row_key
 from redraft.runtime.sampling.processors import Processor
-from redraft.runtime.sampling.rejection import Probs, verify_block, verify_tree
+from redraft.runtime.sampling.rejection import Probs, verify
 from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.runtime.sampling.walk import Walk
-from redraft.runtime.tree import is_chain
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 
@@ -43,10 +42,9 @@ class Uniforms:
 
 
 class Rejection(Walk):
-    """Accepts candidates with the probabilities of `rejection`. Block verification needs a chain.
+    """Accepts candidates with the probabilities of `rejection`.
 
-    A tree of draws and chosen nodes is verified node by node, also if it is a chain: which of the two algorithms
-    verifies a tree may not depend on its draws. Block verification computes the distributions of all nodes.
+    Node by node, the processors run for accepted nodes only. Block verification needs the distributions of all nodes.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class Rejection(Walk):
         """Accept nodes of the tree and draw the token after them. If no token may follow, the outcome has the error."""
         self._advance(tokens[self._length :])
         reached = _Reached(self._params, self._processors, self._states, logits, tree)
-        verify = verify_block if self._params.acceptance == BLOCK and _is_block(tree) else verify_tree
-        path, bonus = verify(tree, reached.target, Uniforms(self._params.seed, self._length))
+        chance = Uniforms(self._params.seed, self._length)
+        path, bonus = verify(tree, reached.target, chance, self._params.acceptance == BLOCK)
         nodes, found = (0, *path), (*tree.tokens[list(path)].tolist(), bonus)
         targets = [NOT_REACHED] * len(tree)
         for node, token in zip(nodes, found, strict=True):
@@ -72,11 +70,6 @@ class Rejection(Walk):
         if bonus != NOT_REACHED:
             return Outcome(targets, path, bonus, found)
         return Outcome(targets, path, bonus, found[:-1], self._failure(reached.errors[nodes[-1]]))
-
-
-def _is_block(tree: Tree) -> bool:
-    """Return true for a chain whose nodes were all chosen or all drawn."""
-    return is_chain(tree) and (tree.draws is None or not tree.draws.chosen[1:].any())
 
 
 class _Reached:

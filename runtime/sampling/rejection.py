@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.runtime.tree import layout
+from redraft.runtime.tree import is_chain, layout
 from redraft.types import NOT_REACHED, Tree
 
 Probs = NDArray[np.float64]
@@ -41,6 +41,16 @@ class Chance(Protocol):
 
     def draw(self, probs: Probs) -> int:
         """Return a token with this distribution."""
+
+
+def verify(tree: Tree, target: Target, chance: Chance, block: bool) -> Accepted:
+    """Verify a tree node by node; with `block`, as a block if it is a chain of nodes all chosen or all drawn.
+
+    Which of the two verifies a tree may not depend on its draws. So a tree of draws and chosen nodes is never a block:
+    it is a chain for some draws only.
+    """
+    whole = tree.draws is None or not tree.draws.chosen[1:].any()
+    return (verify_block if block and whole and is_chain(tree) else verify_tree)(tree, target, chance)
 
 
 def verify_tree(tree: Tree, target: Target, chance: Chance) -> Accepted:

@@ -68,6 +68,11 @@ def write_graph(folder: Path, *uses: tuple[str, int]) -> Bundle:
     return Bundle(folder, manifest_of(DECODER, drafters=drafters))
 
 
+def sampling_bytes(levels: int) -> int:
+    """Bytes of logit scale, noise scale, keys of a tree's levels, and the mark of drawn candidates."""
+    return 4 + 4 + levels * 2 * 8 + 8
+
+
 def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_path: Path) -> None:
     """It also reads the row's number of the root, and the token of every other node."""
     found = traffic(write_graph(tmp_path, ("MatMul", 1)), LYANNA_DRAFT, 2, KV_LEN)
@@ -77,7 +82,7 @@ def test_a_draft_reads_a_row_for_the_root_and_some_for_every_later_level(tmp_pat
         weights=280 + token_info + 12 * 8,
         kv_read=KV_LEN * cache_row,
         kv_written=(2 + 3) * cache_row,
-        inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1) + 4,
+        inputs=2 * 32 * 4 + 8 * (2 + 2 + 1 + 1 + 1) + sampling_bytes(4),
         outputs=13 * (8 + 8 + 4) + 4 * 20 * 4,
     )
 
@@ -86,7 +91,7 @@ def test_a_resampling_has_a_level_fewer_and_no_kv(tmp_path: Path) -> None:
     found = traffic(write_graph(tmp_path, ("Identity", 0)), LYANNA_RESAMPLE, 1, KV_LEN)
     assert found.weights == 280 + (1 + 2 * 3) * (20 + 4) + 8 + 6 * 8
     assert (found.kv_read, found.kv_written) == (0, 0)
-    assert found.inputs == 4 * 20 * 4 + 8 + 8 + 4
+    assert found.inputs == 4 * 20 * 4 + 8 + 8 + sampling_bytes(3)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,13 @@ def tries(controller: Adaptive, seq: Sequence, accepted: int, count: int) -> lis
 
 
 def test_each_losing_try_doubles_the_pause_up_to_the_longest() -> None:
-    """Pauses of 1, 2, 4, 8, 16, 32 and 32 plain steps. A try loses from the first on: its mean cost is 1 + 1/32."""
-    assert tries(gated(), sequence(), accepted=0, count=8) == [1, 2, 3, 5, 9, 17, 33, 33]
+    """Three tries without a pause, then pauses of 1, 2, 4, 8, 16, 32 and 32 plain steps.
+
+    After k tries without a long pause the mean cost is 2 - (31/32)^k plain steps and the mean yield, which begins with
+    a credit of a sixteenth, 1 + (31/32)^k / 16 tokens. The yield is first below 0.99 of the cost for k = 3: 1.057 and
+    1.091. Later tries count more, which changes nothing while all lose.
+    """
+    assert tries(gated(), sequence(), accepted=0, count=10) == [1, 1, 1, 2, 3, 5, 9, 17, 33, 33]
     assert LONGEST_PAUSE == 32
 
 
@@ -53,25 +58,25 @@ def test_speculation_that_pays_never_pauses() -> None:
 
 
 def test_speculation_that_breaks_even_never_pauses() -> None:
-    """Two tokens for two plain steps: both means stay equal."""
+    """Two tokens for two plain steps: the yield stays above the cost by what is left of the credit."""
     assert tries(gated(), sequence(), accepted=1, count=50) == [1] * 50
 
 
 def test_the_gate_opens_again_when_tries_pay() -> None:
-    """After seven losing tries the mean cost is 2 - (31/32)^7 = 1.199 plain steps, and the mean yield 1 token.
+    """After nine losing tries the mean cost is 1.548 plain steps, and the mean yield 1.028 tokens.
 
-    Paying tries, each 32 steps of pause apart, move them to 1.224 and 1.094, 1.248 and 1.185, 1.272 and 1.272. The
-    third has a yield above 0.99 of its cost, so the gate is open from then on.
+    A try after a pause moves both by an eighth. So paying tries, each 32 steps of pause apart, move them to 1.605 and
+    1.400, then to 1.654 and 1.725. The second has the larger yield, so the gate is open from then on.
     """
     controller, seq = gated(), sequence()
-    tries(controller, seq, accepted=0, count=7)
-    assert tries(controller, seq, accepted=3, count=6) == [33, 33, 33, 1, 1, 1]
+    tries(controller, seq, accepted=0, count=9)
+    assert tries(controller, seq, accepted=3, count=6) == [33, 33, 1, 1, 1, 1]
 
 
 def test_a_gate_that_was_open_begins_with_a_short_pause_again() -> None:
     """The yield has to fall under the cost first, which takes some tries without a pause."""
     controller, seq = gated(), sequence()
-    tries(controller, seq, accepted=0, count=7)
+    tries(controller, seq, accepted=0, count=9)
     tries(controller, seq, accepted=3, count=20)
     losing = tries(controller, seq, accepted=0, count=60)
     paused = [gap for gap in losing if gap > 1]

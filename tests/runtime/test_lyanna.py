@@ -33,11 +33,11 @@ from redraft.runtime.drafters.lyanna import LyannaDrafter
 from redraft.runtime.drafters.pairing import Pair
 from redraft.runtime.offers import Offer, Plan, Speculation, StepLimits
 from redraft.runtime.sampling.greedy import Greedy
+from redraft.runtime.sampling.noise import RowKey, noise_of
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.trace import replay
 from redraft.runtime.tree import prune
 from redraft.types import NO_SPECULATION, Budget, Costs, DraftTree, OfferKind
-from tests.noise import noise_rows
 
 from .fakes import CURVE
 from .lyanna_bundle import CONTEXT, SCALE, STEPS, VOCABULARY, WIDTH
@@ -332,7 +332,8 @@ def noisy_tree(runtime: Runtime, seq: Sequence, slot: int, nodes: int) -> Tree:
     logits = chains(drafter)[slot].copy()
     vocabulary = tables.get(names.DRAFT_VOCABULARY)
     ids = np.arange(VOCABULARY) if vocabulary is None else vocabulary
-    rows = noise_rows(noise.seed, len(seq.tokens), STEPS - used, ids, noise.stream)
+    keys = noise.keys(len(seq.tokens), STEPS - used)
+    rows = np.stack([noise_of(RowKey(*key), ids.astype(np.uint32)) for key in keys])
     logits[used:] += np.float32(noise.temperature) * rows
     scale = 1 / noise.temperature if noise.drawn else SCALE
     tree = build_subtree(logits[used:], seq.tokens[-1], partial(lookup, tables), WIDTH, scale, vocabulary, noise.drawn)

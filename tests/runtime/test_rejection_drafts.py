@@ -13,10 +13,10 @@ from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.types import Budget, Costs
 
 from .fakes import CURVE
-from .lyanna_bundle import STEPS, VOCABULARY
+from .lyanna_bundle import STEPS
 
 TREES = Budget(8, STEPS, 3)
-BINS = 16
+BINS, TEMPERATURE = 16, 0.7
 FAR = 49.0
 """Chi-square of 15 degrees of freedom exceeds this with a probability of 2e-5."""
 
@@ -28,11 +28,11 @@ def runtime(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return Runtime.open(lyanna_bundle, threads=1, verify=False)
 
 
-def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, requests: int = 12) -> float:
+def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, requests: int = 24) -> float:
     """Return the chi-square of texts against the verifier's distribution.
 
-    If a token has that distribution after its text, a number between the cumulative probabilities before and after it
-    is uniform (probability integral transform). So one test takes all tokens of all texts.
+    If a token has that distribution after its text, a random number between the cumulative probabilities before and
+    after it, likeliest tokens first, is uniform (probability integral transform). So one test takes all tokens.
     """
     rng, numbers = np.random.default_rng(0), []
     for seed in range(requests):
@@ -44,7 +44,7 @@ def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, 
 
         params = SamplingParams(
             max_tokens=80,
-            temperature=1.2,
+            temperature=TEMPERATURE,
             seed=seed,
             ignore_eos=True,
             acceptance=acceptance,
@@ -52,9 +52,11 @@ def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, 
         )
         (found,) = runtime.generate([[3 + seed % 7, 4]], params, how)
         for place, token in enumerate(found.token_ids, 2):
-            weights = np.exp(known[place].astype(np.float64) / 1.2)
-            upper = (weights / weights.sum()).cumsum()
-            numbers.append(upper[token] - rng.random() * weights[token] / weights.sum())
+            weights = np.exp(known[place].astype(np.float64) / TEMPERATURE)
+            weights /= weights.sum()
+            likelier = weights[np.lexsort((np.arange(len(weights)), -weights))].cumsum()
+            rank = int((weights > weights[token]).sum() + (weights[:token] == weights[token]).sum())
+            numbers.append(likelier[rank] - rng.random() * weights[token])
     counts = np.histogram(numbers, BINS, (0, 1))[0]
     assert counts.sum() > 70 * requests
     expected = counts.sum() / BINS
@@ -65,7 +67,7 @@ def chi_square(runtime: Runtime, how: SpeculationParams | str, acceptance: str, 
     ("acceptance", "how"),
     [
         ("rejection", SpeculationParams("lyanna", budget=TREES)),
-        ("rejection", SpeculationParams("lyanna", prediction=[3, 4, 5, 6] * 8, budget=TREES)),
+        ("rejection", SpeculationParams("lyanna", prediction=[3, 4, 5, 6] * 8, budget=Budget(12, STEPS, 9))),
         ("rejection", SpeculationParams("ngram+lyanna")),
         ("block", SpeculationParams("lyanna", budget=Budget(STEPS, STEPS, 1))),
         ("block", SpeculationParams("ngram", budget=TREES)),
@@ -77,7 +79,8 @@ def test_texts_have_the_verifiers_distribution(runtime: Runtime, acceptance: str
 
 
 def test_a_drafter_that_claims_another_distribution_is_found(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: np.zeros(VOCABULARY, np.float32))
+    right = ChainProposal.logits
+    monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: -right(self, depth, token))
     assert chi_square(runtime, SpeculationParams("lyanna", budget=TREES), "rejection") > FAR
 
 

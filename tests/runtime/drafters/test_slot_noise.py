@@ -57,7 +57,7 @@ def test_each_slot_has_its_sequences_factors_keys_and_positions() -> None:
     assert floats(dict(noise.buffers(4))) == [[SCALE, SCALE, 2.0, SCALE], [2.0, 0.0, 0.5, 0.0]]
     assert values[names.DRAWN].tolist() == [0, 0, 1]
     assert values[names.NOISE_KEYS][0].tolist() == [list(row_key(7, 10 + step, COUPLED)) for step in range(STEPS)]
-    assert values[names.NOISE_KEYS][2].tolist() == [list(row_key(8, 6 + step, DRAWN)) for step in range(STEPS)]
+    assert values[names.NOISE_KEYS][2].tolist() == [list(key) for key in drawn.keys(6, STEPS)]
     noise.set([request(9, NO_NOISE)], integers(1))
     assert floats(dict(noise.buffers(4))) == [[SCALE] * 4, [0.0] * 4]
 
@@ -78,3 +78,10 @@ def test_factors_are_written_only_when_they_change() -> None:
 def test_greedy_requests_draw_nothing() -> None:
     assert not DraftNoise(0.0, 3, DRAWN).drawn
     assert not DraftNoise(1.0, 3, COUPLED).drawn
+
+
+def test_drafts_of_two_steps_share_no_drawn_number() -> None:
+    """Coupled drafts share those of the positions that both have."""
+    for stream, shared in ((COUPLED, STEPS - 1), (DRAWN, 0)):
+        noise = DraftNoise(1.0, 3, stream)
+        assert len({*noise.keys(6, STEPS)} & {*noise.keys(7, STEPS)}) == shared

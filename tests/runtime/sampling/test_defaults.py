@@ -33,7 +33,7 @@ def test_given_values_go_before_the_models(
 
 
 def test_missing_damaged_and_impossible_defaults(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="this bundle keeps no sampling defaults; build it again from a checkpoint"):
+    with pytest.raises(UsageError, match="this bundle keeps no sampling defaults of its model"):
         model_sampling(tmp_path, {})
     file = tmp_path / "generation_config.json"
     file.write_text('{"top_p": 0}')

@@ -12,7 +12,7 @@ from redraft.runtime.offers import Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sampling import rejection
 from redraft.runtime.sampling.rejection import verify_block, verify_tree
 from redraft.runtime.tree import is_chain, layout, merge, prune, within
-from redraft.types import Budget, DraftTree, Draws, OfferKind, Tree
+from redraft.types import NOT_REACHED, Budget, DraftTree, Draws, OfferKind, Tree
 from tests.runtime.sampling.laws import (
     Law,
     Model,
@@ -21,6 +21,7 @@ from tests.runtime.sampling.laws import (
     closed_form,
     draft,
     drawn_trees,
+    every_branch,
     farthest,
     law_of,
     model,
@@ -88,6 +89,28 @@ def _lengths(p: Model, q: Model, verify: rejection.Target) -> Iterator[tuple[flo
 def test_chosen_chains(verify: rejection.Target) -> None:
     law = law_of(iter([(1.0, chosen([(2, 0, 1)]))]), P, 4, verify)
     assert farthest(law, closed_form(P, 4)) < EXACT
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+@pytest.mark.parametrize("path", [(0,), (0, 1)])
+def test_blocks_are_chosen_without_reading_draws(shape: str, path: tuple[int, ...]) -> None:
+    """A merged tree is a chain for some draws only."""
+
+    def block(tree: Tree, target: rejection.Target, chance: rejection.Chance) -> rejection.Accepted:
+        return rejection.verify(tree, target, chance, True)
+
+    trees = ((share, merge(chosen([path]), tree.first(2))) for share, tree in drawn_trees(Q, SHAPES[shape]))
+    assert farthest(law_of(trees, P, 3, block), closed_form(P, 3)) < EXACT
+
+
+@pytest.mark.parametrize("verify", [verify_tree, verify_block])
+def test_a_node_that_no_token_may_follow(verify: rejection.Target) -> None:
+    """The verification ends there, as often as it gets there."""
+    found = every_branch(
+        lambda chance: verify(chosen([(2, 0, 1)]), lambda node: None if node == 1 else P((2,) * (node > 0)), chance)
+    )
+    ended = {path: share for share, (path, token) in found if token == NOT_REACHED}
+    assert ended == {(1,): pytest.approx(P(())[2], abs=EXACT)}
 
 
 def test_chosen_trees() -> None:
