@@ -217,7 +217,7 @@ class Runtime:
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
         with self._running():
-            cycle, requests = self._cycle(prompts, params, speculation, forced, record_logit_margins, trace)
+            cycle, requests = self.cycle(prompts, params, speculation, forced, record_logit_margins, trace)
             for _ in scheduler.run(cycle, requests):
                 pass
             self._keep_costs(_SAVE_STEPS)
@@ -245,7 +245,7 @@ class Runtime:
         RequestError after its last text.
         """
         with self._running():
-            cycle, (request,) = self._cycle([prompt], params, speculation, trace=trace)
+            cycle, (request,) = self.cycle([prompt], params, speculation, trace=trace)
         request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
         return self._chunks(cycle, request, request.text)
 
@@ -297,7 +297,7 @@ class Runtime:
         self._check_open()
         return _GenerationLock(self._busy)
 
-    def _cycle(
+    def cycle(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
         forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
