@@ -101,13 +101,13 @@ class Tally:
         """Test first tokens that follow one text. All but the likeliest share a bin."""
         likely = np.argsort(-probs, kind="stable")[:MOST_TOKENS]
         likely = likely[probs[likely] * len(tokens) >= LEAST]
-        expected = np.append(probs[likely], 1 - probs[likely].sum()) * len(tokens)
+        if len(likely) and (1 - probs[likely].sum()) * len(tokens) < LEAST:
+            likely = likely[:-1]  # the last one joins the others, which are too few for a bin
+        expected = probs[likely] * len(tokens)
         counts = np.bincount(tokens, minlength=len(probs))[likely]
-        counts = np.append(counts, len(tokens) - counts.sum())
-        if expected[-1] < LEAST:  # too few for a bin: add them to the least likely one
-            counts, expected = _merged(counts), _merged(expected)
-        if len(counts) > 1:
-            self.by_token.append(fit(counts, expected))
+        if len(likely):
+            rest = len(tokens) - counts.sum(), len(tokens) - expected.sum()
+            self.by_token.append(fit(np.append(counts, rest[0]), np.append(expected, rest[1])))
 
     def fits(self) -> dict[str, Fit]:
         """Return the tests by name."""
@@ -128,10 +128,6 @@ class Tally:
 def fit(counts: NDArray[np.integer], expected: Probs) -> Fit:
     """Return Pearson's test of counts against the expected ones, whose sums agree."""
     return Fit(int(counts.sum()), float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1)
-
-
-def _merged(values: NDArray[np.generic]) -> NDArray[np.generic]:
-    return np.append(values[:-2], values[-2:].sum())
 
 
 def _bin(number: float, bins: int) -> int:

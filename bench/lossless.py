@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log, log10
 from typing import Any
 
@@ -161,7 +162,7 @@ class Check:
         for number, (plain, other) in enumerate(zip(self._plain[temperature], others, strict=True)):
             run = Run(self._prompts[number], self._ids[number], {PLAIN: plain, way.name: other})
             params = self._proof.params(temperature, number)
-            found = difference(run, way.name, lambda run, token, params=params: _margin(runtime, run, params, token))
+            found = difference(run, way.name, partial(_margin, runtime, params))
             differences += [found] if found else []
         near = bool(differences) and all(one["near_tie"] for one in differences)
         return {
@@ -230,7 +231,7 @@ def _drawing(method: str, acceptance: str) -> SpeculationParams:
     return SpeculationParams(method, budget=budget, controller=ADAPTIVE if paired else None)
 
 
-def _margin(runtime: Runtime, run: Run, params: SamplingParams, token: int) -> float | None:
+def _margin(runtime: Runtime, params: SamplingParams, run: Run, token: int) -> float | None:
     """Return the lead of a token's score in plain decoding, by decoding again; None past its end."""
     (again,) = runtime.generate([run.token_ids], params, PLAIN, record_logit_margins=True)
     margins = again.logit_margins or ()
