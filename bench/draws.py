@@ -18,13 +18,15 @@ from redraft.bench.chi_square import Distribution, Tally
 from redraft.bench.turns import Report
 from redraft.methods import NONE
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime.controller import FixedBudget
+from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.cycle import Cycle, controller_of
 from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.recent import Recent
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain, root_only
-from redraft.types import FloatArray, OfferKind, Outcome, Tree
+from redraft.types import Budget, FloatArray, OfferKind, Outcome, Tree
 
 PLACES = 4
 """Places in texts that share the draws."""
@@ -49,20 +51,25 @@ def draw(
     runtime: Runtime,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    how: SpeculationParams,
+    method: str,
+    budget: Budget,
     draws: int,
     report: Report = lambda message: None,
 ) -> Drawn:
     """Draw `draws` times, shared equally by PLACES places: of each text, places with every kind of tree.
 
     params: of the draws. The seed is the first one; temperature is above 0, and nothing else changes the distribution.
+    budget: of every tree. A lookup's tree is merged with its drafter's.
     Plain decoding has no trees, so any place serves. If fewer places are found, there are fewer draws.
     """
     found = Drawn()
-    plain = how.method == NONE
+    plain = method == NONE
+    how = SpeculationParams(NONE) if plain else SpeculationParams(method, budget=budget, controller=ADAPTIVE)
     most = -(-PLACES // len(prompts))  # of one kind in one text
     for number, prompt in enumerate(prompts):
         cycle, (seq,) = runtime.cycle([prompt], replace(params, seed=params.seed + number), how)
+        if not plain:
+            seq.speculation = replace(seq.speculation, controller=FixedBudget(budget))
         cycle.begin(seq, 0)
         kinds: Counter[OfferKind] = Counter()
         for _ in range(MOST_STEPS):

@@ -29,8 +29,8 @@ from redraft.runtime.params import BLOCK, COUPLED
 FALSE_ALARM = 1e-6
 """At most this is the probability that a lossless bundle fails."""
 TREES, CHAINS = Budget(nodes=8, depth=3, width=3), Budget(nodes=3, depth=3, width=1)
-DRAWN_TREES = Budget(nodes=4, depth=2, width=2)
-"""The trees of draws. Two levels are enough for two tokens, and a verification of few rows is fast."""
+DRAWN_TREES, DRAWN_PAIRS = Budget(nodes=4, depth=2, width=2), Budget(nodes=8, depth=2, width=4)
+"""The trees of draws, and those of lookups merged with drafts. Two levels are enough for two tokens."""
 BATCH = 3
 """Sequences at once, if the bundle allows more than one."""
 _DRAWN_TOKENS = 64
@@ -208,7 +208,7 @@ class Check:
         def report(line: str) -> None:
             self._report(f"draws of {method}, {line}")
 
-        found = draw(runtime, self._ids, params, _drawing(method, proof.acceptance), proof.draws, report)
+        found = draw(runtime, self._ids, params, method, _drawn_budget(method, proof.acceptance), proof.draws, report)
         fits = found.tally.fits() if found.draws else {}
         bound = level / max(len(fits), 1)
         return {
@@ -223,12 +223,10 @@ class Check:
         }
 
 
-def _drawing(method: str, acceptance: str) -> SpeculationParams:
-    if method == PLAIN:
-        return SpeculationParams(PLAIN)
-    paired = split_pair(method)[1] is not None
-    budget = CHAINS if acceptance == BLOCK else DRAWN_TREES
-    return SpeculationParams(method, budget=budget, controller=ADAPTIVE if paired else None)
+def _drawn_budget(method: str, acceptance: str) -> Budget:
+    if acceptance == BLOCK:
+        return CHAINS
+    return DRAWN_TREES if split_pair(method)[1] is None else DRAWN_PAIRS
 
 
 def _margin(runtime: Runtime, params: SamplingParams, run: Run, token: int) -> float | None:

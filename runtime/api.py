@@ -429,8 +429,16 @@ class Runtime:
         ids = self.encode(prompt)
         stop_tokens = frozenset() if params.ignore_eos else self._stop_tokens
         params.check_vocabulary(self.verifier.vocabulary, stop_tokens)
+        if params.min_tokens > self.max_model_len - len(ids):
+            raise UsageError(
+                f"min_tokens is {params.min_tokens}, and after {len(ids)} tokens of the prompt the context holds "
+                f"{self.max_model_len - len(ids)} more",
+                "lower min_tokens, or shorten the prompt",
+            )
         grammar = params.constraint
         constraint = None if grammar is None else Constraint(grammar, self._guided)
+        if constraint is not None:
+            constraint.check_first(params.forbidden(stop_tokens), self.verifier.vocabulary)
         sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins, constraint)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)
