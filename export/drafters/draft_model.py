@@ -112,7 +112,7 @@ class DraftModel(nn.Module):
         found.text.tie_word_embeddings = torch.equal(embedding, head)
         model: PreTrainedModel = found.text_class._from_config(found.text, dtype=torch.float32)
         model.load_state_dict(self.state_dict(), strict=False)  # the others are embedding and head
-        for module, values in ((model.get_input_embeddings(), embedding), (model.get_output_embeddings(), head)):
-            module.weight.copy_(values)
+        model.get_input_embeddings().load_state_dict({"weight": embedding})
+        model.get_output_embeddings().load_state_dict({"weight": head})
         model.eval()
         return model
