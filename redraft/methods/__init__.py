@@ -21,6 +21,7 @@ METHODS = (
     *LOOKUPS,
     "lyanna",
     "mtp",
+    "draft_model",
 )
 """One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]

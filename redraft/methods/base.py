@@ -111,6 +111,7 @@ class Method(Generic[S]):
     tables:        graph inputs that a device binds once, from a file.
     limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
+    training:      name of the command that trains its drafters, if it is not the id.
     """
 
     id: str
@@ -126,6 +127,12 @@ class Method(Generic[S]):
     describe: Callable[[S], str] = lambda shape: ""
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions
+    training: str = ""
+
+    @property
+    def command(self) -> str:
+        """The name of the command that trains its drafters, if they can be trained."""
+        return self.training or self.id
 
     @property
     def is_built(self) -> bool:
