@@ -80,6 +80,9 @@ class TreeMaker(Drafter):
     change its state, and its tree has no meaning.
     """
 
+    step_ms: float = 0.0
+    """Milliseconds of one more level of a draft, lately, if a budget can stop a draft inside; otherwise 0."""
+
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
         self._resampling: dict[int, OfferKey] = {}
