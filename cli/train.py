@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.methods import find_method as specification
-from redraft.train.objectives import METHODS
+from redraft.train.objectives import COMMANDS
 
 if TYPE_CHECKING:
     import torch
@@ -92,10 +92,14 @@ def drafter(
     from redraft.train.objectives import find_method
     from redraft.train.progress import ProgressReport
 
-    name = str(context.info_name)
-    recipe = find_method(name).recipe.load(config or name).with_options(steps, seed)
+    command = str(context.info_name)
+    name = COMMANDS[command]
+    recipe = find_method(name).recipe.load(config or command).with_options(steps, seed)
     if recipe.method != name:
-        raise UsageError(f"the recipe {config} is for {recipe.method}", f"use `redraft train {recipe.method}`")
+        raise UsageError(
+            f"the recipe {config} is for {recipe.method}",
+            f"use `redraft train {specification(recipe.method).command}`",
+        )
     if texts and data:
         raise UsageError("--texts and --data both give the text", "give one of them")
     _use_threads(threads)
@@ -118,8 +122,8 @@ def drafter(
     _trained(ran, out, console, as_json)
 
 
-for _name in METHODS:
-    app.command(_name, help=f"Train a drafter. {specification(_name).summary}")(drafter)
+for _name, _method in COMMANDS.items():
+    app.command(_name, help=f"Train a drafter. {specification(_method).summary}")(drafter)
 
 
 @app.command()

@@ -94,14 +94,19 @@ def read_model(
 
 
 def first_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return the configuration of a model with the first `layers` layers. Cuts lists with an item a layer too."""
+    """Return the configuration of a model with the first `layers` layers."""
+    return keep_layers(config, range(layers))
+
+
+def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
+    """Return the configuration of a model with these layers, in order. Selects from lists with an item a layer too."""
     reduced = copy.deepcopy(config)
     text = reduced.get_text_config(decoder=True)
     count = int(text.num_hidden_layers)
     for name, value in list(vars(text).items()):
         if isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
+            setattr(text, name, [value[number] for number in layers])
+    text.num_hidden_layers = len(layers)
     return reduced
 
 

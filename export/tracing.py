@@ -261,7 +261,7 @@ def decoder_arguments(
         torch.zeros(batch, 3, dtype=torch.long),
         [cache.clone() for _ in range(2 * shape.layers)],
     )
-    dynamic = (
+    dynamic: tuple[Any, ...] = (
         {0: b, 1: t},
         {0: b, 1: t},
         {0: b, 1: t, 2: t},

@@ -22,6 +22,7 @@ ORDINARY = frozenset({"suffix"})
 modules, and no string of theirs may have the id alone or joined to others.
 """
 EXCEPTIONS = {
+    "draft_model": {"bench/peers/llamacpp.py": "calls llama.cpp, which has an argument of this name"},
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
     "suffix": {"experiments/lookups.py": "measures this method next to predictions"},
     "mtp": dict.fromkeys(

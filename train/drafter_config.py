@@ -9,6 +9,8 @@ from redraft.errors import UsageError
 from redraft.records import PositiveInt
 from redraft.train.config import Recipe
 
+Init = Literal["random", "layer", "layers", "mtp"]
+"""How a fresh drafter's weights begin."""
 MIXTURE = ("text", "greedy", "sampled")
 
 
@@ -55,19 +57,25 @@ class SelfText:
 
 @dataclass(frozen=True)
 class DrafterTable:
-    """The fields that every method's `[drafter]` table has. A size of 0 is the verifier's own.
+    """The fields that every method's `[drafter]` table has.
 
     draft_vocabulary: tokens that the drafter can draft, the most frequent ones of its texts; 0 means all.
-    init: `random`; `layer` begins with the verifier's last layer and projections fitted to its
-    inputs, `mtp` with its multi-token-prediction module.
+    init: `random`; `layer` begins with the verifier's last layer and projections fitted to its inputs, `layers` with
+    several of its layers, `mtp` with its multi-token-prediction module. A method has some of them.
     """
+
+    draft_vocabulary: Annotated[int, 0, "a number of tokens"] = 0
+    init: Init = "random"
+
+
+@dataclass(frozen=True)
+class LayerTable(DrafterTable):
+    """The table of a drafter with a layer of its own. A size of 0 is the verifier's."""
 
     intermediate_size: int = 0
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    draft_vocabulary: Annotated[int, 0, "a number of tokens"] = 0
-    init: Literal["random", "layer", "mtp"] = "random"
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ from rich.console import Console
 
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
-from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.layer import DrafterConfig
 from redraft.records import from_plain
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import DrafterLog
 from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
 from redraft.train.loop import train
+from redraft.train.method import Method, Start
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
 from redraft.train.run import DATA, refuse_run
@@ -128,6 +129,7 @@ def train_drafter(
     method = find_method(method_name)
     report = report or ProgressReport(Console(quiet=True))
     found = open_verifier(verifier, device, dtype)
+    start = _start(method, recipe)
     config = method.configure(recipe, found)
     material: DrafterText
     if texts is not None:
@@ -146,9 +148,9 @@ def train_drafter(
     torch.manual_seed(recipe.seed)
     objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
     recipe = recipe.for_epoch(material.batches)
-    if recipe.drafter.init != "random" and not resume:
+    if start and not resume:
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
-        method.starts[recipe.drafter.init](objective.drafter, found, batches)
+        start(objective.drafter, found, batches)
     objective.to(device)
     log = DrafterLog(out / PROGRESS, objective, material.held_out(objective.lookahead), recipe, report)
     ran = train(
@@ -159,7 +161,18 @@ def train_drafter(
     return ran
 
 
-def draft_vocabulary(config: LayerConfig, counts: NDArray[np.int64]) -> DraftColumns:
+def _start(method: Method, recipe: DrafterRecipe) -> Start | None:
+    """Return the function that fills a fresh drafter, None for random numbers."""
+    init = recipe.drafter.init
+    if init == "random":
+        return None
+    if init not in method.starts:
+        known = ", ".join(map(repr, ("random", *method.starts)))
+        raise UsageError(f"drafter.init = {init!r} is not possible for {recipe.method}", f"use one of {known}")
+    return method.starts[init]
+
+
+def draft_vocabulary(config: DrafterConfig, counts: NDArray[np.int64]) -> DraftColumns:
     """Return the drafter's vocabulary: the most frequent tokens by counts [V], or all."""
     if not config.draft_vocab_size:
         return DraftColumns.whole(config.vocab_size)

@@ -28,13 +28,14 @@ class LinearLoss:
 
 
 def linear_cross_entropy(
-    states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor, own_head: torch.Tensor,
+    states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None, own_head: torch.Tensor | None,
     columns: torch.Tensor, weights: torch.Tensor,
 ) -> LinearLoss:  # fmt: skip
     """Return the sum over rows m and targets k of weights[m, k] · −log softmax(l_m)[columns[m, k]].
 
-    l = states · headᵀ + own_states · own_headᵀ. `head` [H, n] is frozen; gradients are for states [M, n],
-    own_states [M, d] and own_head [H, d], all of one type. columns: int64 [M, K].   weights: float [M, K].
+    l = states · headᵀ + own_states · own_headᵀ, without the second product if its factors are None. `head` [H, n] is
+    frozen; gradients are for states [M, n], own_states [M, d] and own_head [H, d], all of one type.
+    columns: int64 [M, K].   weights: float [M, K].
     """
     found = _LinearLoss.apply(states, head, own_states, own_head, columns, weights)  # type: ignore[no-untyped-call]
     return LinearLoss(*found)
@@ -43,30 +44,55 @@ def linear_cross_entropy(
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor, own_head: torch.Tensor,
-        columns: torch.Tensor, weights: torch.Tensor,
+        ctx: Any, states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None,
+        own_head: torch.Tensor | None, columns: torch.Tensor, weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         totals = weights.sum(-1)
-        grads = torch.empty_like(states), torch.empty_like(own_states), torch.zeros_like(own_head, dtype=torch.float32)
+        own = None if own_states is None or own_head is None else _OwnProduct(own_states, own_head)
+        gradients = torch.empty_like(states)
         log_sum, largest, chosen = torch.empty_like(totals), torch.empty_like(totals), torch.empty_like(weights)
         needed = any(ctx.needs_input_grad)
         for begin in range(0, len(states), _ROWS):
             rows = slice(begin, begin + _ROWS)
-            logits = (F.linear(states[rows], head) + F.linear(own_states[rows], own_head)).float()
+            logits = F.linear(states[rows], head)
+            logits = (logits if own is None else logits + own.logits(rows)).float()
             chosen[rows], largest[rows] = logits.gather(1, columns[rows]), logits.amax(-1)
             log_probs = F.log_softmax(logits, -1)
             log_sum[rows] = logits[:, 0] - log_probs[:, 0]
             if needed:
                 gradient = log_probs.exp_().mul_(totals[rows, None]).scatter_add_(1, columns[rows], -weights[rows])
                 gradient = gradient.to(head.dtype)
-                grads[0][rows], grads[1][rows] = gradient @ head, gradient @ own_head
-                grads[2].add_(gradient.mT @ own_states[rows])
-        ctx.save_for_backward(grads[0], grads[1], grads[2].to(own_head.dtype))
+                gradients[rows] = gradient @ head
+                if own is not None:
+                    own.add(rows, gradient)
+        ctx.save_for_backward(gradients, *(() if own is None else own.gradients()))
         loss = (totals * log_sum).sum() - (weights * chosen).sum()
         ctx.mark_non_differentiable(log_sum, chosen, largest)
         return loss, log_sum, chosen, largest
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, own_states, own_head = (grad * outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        states, *own = (grad * outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
+        own_states, own_head = own or (None, None)
         return states, None, own_states, own_head, None, None
+
+
+class _OwnProduct:
+    """own_states · own_headᵀ a few rows at a time, and its gradients."""
+
+    def __init__(self, states: torch.Tensor, head: torch.Tensor) -> None:
+        self._states, self._head = states, head
+        self._of_states, self._of_head = torch.empty_like(states), torch.zeros_like(head, dtype=torch.float32)
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        """Return the product for these rows."""
+        return F.linear(self._states[rows], self._head)
+
+    def add(self, rows: slice, gradient: torch.Tensor) -> None:
+        """Take the gradient of these rows' logits."""
+        self._of_states[rows] = gradient @ self._head
+        self._of_head.add_(gradient.mT @ self._states[rows])
+
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of states and head."""
+        return self._of_states, self._of_head.to(self._head.dtype)

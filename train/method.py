@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.layer import DrafterConfig
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe
@@ -46,6 +46,10 @@ class DrafterObjective(Objective, Protocol):
         """
 
 
+Start = Callable[[Any, VerifierModel, Iterable[Batch]], None]
+"""Fills a fresh drafter from the verifier and, if it needs texts, the run's batches."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A drafting method.
@@ -56,13 +60,13 @@ class Method:
     objective:  model, configuration, recipe, draft vocabulary, flag to compile -> objective, initialised by torch's
                 generator.
     lookahead:  configuration -> tokens that a text needs after a draft's start.
-    starts:     by name of `init`: fills a fresh drafter from the verifier and, if it needs texts, the run's batches.
+    starts:     by name of `init`.
     """
 
     recipe: type[DrafterRecipe]
-    config: type[LayerConfig]
+    config: type[DrafterConfig]
     module: Callable[[Any], nn.Module]
-    configure: Callable[[Any, VerifierModel], LayerConfig]
+    configure: Callable[[Any, VerifierModel], DrafterConfig]
     objective: Callable[[Any, Any, Any, DraftColumns, bool], DrafterObjective]
     lookahead: Callable[[Any], int]
-    starts: Mapping[str, Callable[[Any, VerifierModel, Iterable[Batch]], None]]
+    starts: Mapping[str, Start]

@@ -54,8 +54,8 @@ def lower_single(folder: Path, portable: GraphRecord, exact: bool = True, name: 
     """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
 
     exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
-    trees too and is faster for both.   name: of the file, for another decoder's graph. Returns its record. Writes nothing and returns None if a layer does not fit the
-    kernel.
+    trees too and is faster for both.   name: of the file, for another decoder's graph. Returns its record. Writes
+    nothing and returns None if a layer does not fit the kernel.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)

@@ -1,8 +1,9 @@
 """A trained drafter on disk: `config.json` and `model.safetensors`, and the verifier that it was trained for.
 
 config.json        method, config (the method's own), verifier (digests), training (how it was trained; not read here)
-model.safetensors  the module's parameters; `token_counts` int32 or int64 [V], each token's count in training; with a
-                   draft vocabulary of H tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their ids
+model.safetensors  the module's parameters in bf16, or its matrices in 8 bits (`block_storage`);
+                   `token_counts` int32 or int64 [V], each token's count in training; with a draft vocabulary of H
+                   tokens (`draft_vocab_size` in config) `draft_vocabulary` int64 [H], their ids
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from safetensors.torch import save_file
 
 from redraft.errors import CheckpointError, UsageError
 from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
-from redraft.export.drafters.layer import LayerConfig
+from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
+from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.sources import AnySource, Source
 from redraft.methods import checkpoint_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
@@ -29,7 +31,9 @@ from redraft.records import from_plain
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 TOKEN_COUNTS = "token_counts"
-C = TypeVar("C", bound=LayerConfig)
+Storage = Literal["bf16", "int8"]
+"""Type of a drafter's stored matrices."""
+C = TypeVar("C", bound=DrafterConfig)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def is_plain_checkpoint(path: Path) -> bool:
 
 
 def named_method(path: Path) -> str:
-    """Return the method of the drafter in a folder. Raises CheckpointError if the folder has neither kind of drafter."""
+    """Return the method of the drafter in a folder. Raises CheckpointError if the folder has no drafter."""
     return checkpoint_method() if is_plain_checkpoint(path) else DrafterCheckpoint.open(path).method
 
 
@@ -122,7 +126,7 @@ class DrafterCheckpoint:
         except UsageError as error:
             raise CheckpointError(error.message, error.hint) from None
 
-    def check_verifier(self, config: LayerConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
+    def check_verifier(self, config: DrafterConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
         hint = f"train one for this verifier with `redraft train {self.method} --verifier DIR`, or give --drafter none"
         for what, trained, found_size in (
@@ -160,14 +164,21 @@ class DrafterCheckpoint:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}", "train or download it again") from None
         vocabulary, drafted = int(self.config["vocab_size"]), int(self.config.get("draft_vocab_size", 0))
-        expected = {**shapes, TOKEN_COUNTS: (vocabulary,), **({DRAFT_VOCABULARY: (drafted,)} if drafted else {})}
+        expected = {
+            **shapes,
+            **scale_shapes(entries, shapes),
+            TOKEN_COUNTS: (vocabulary,),
+            **({DRAFT_VOCABULARY: (drafted,)} if drafted else {}),
+        }
         problems = list(_differences(entries, expected))
         if not problems and (dtype := entries[TOKEN_COUNTS].dtype) not in ("I32", "I64"):
             problems = [f"{TOKEN_COUNTS} is {dtype}, expected I32 or I64"]
         named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
         parameters = {f"{stem}{name}": shape for name, shape in shapes.items()}
-        checkpoint = Checkpoint(self.path, {}, named)
+        checkpoint = BlockCheckpoint(self.path, {}, named)
         source = Source.of_names(checkpoint, parameters, stem)
+        if not problems:
+            problems = [f"{name} is stored as {entries[name].dtype}" for name in shapes if not readable(entries[name])]
         if not problems:
             endless = [name for name in shapes if not source.checkpoint.is_finite(named[f"{stem}{name}"])]
             problems = [f"{name} holds a number that is not finite" for name in endless]
@@ -209,15 +220,19 @@ def _vocabulary_problems(tokens: torch.Tensor, size: int, vocabulary: int) -> It
 
 
 def save_drafter(
-    path: Path, method: str, config: LayerConfig, verifier: Identity, module: torch.nn.Module, counts: torch.Tensor,
-    training: Mapping[str, Any], draft_vocabulary: torch.Tensor | None = None,
+    path: Path, method: str, config: DrafterConfig, verifier: Identity, module: torch.nn.Module, counts: torch.Tensor,
+    training: Mapping[str, Any], draft_vocabulary: torch.Tensor | None = None, storage: Storage = "bf16",
 ) -> None:  # fmt: skip
-    """Write a drafter's folder, its weights in bf16 and `training` unchanged.
+    """Write a drafter's folder: its weights in bf16 or its matrices in 8 bits, and `training` unchanged.
 
     draft_vocabulary: sorted ids, int64 [H], if H = `config.draft_vocab_size` is not 0. Raises CheckpointError if it
     does not fit the configuration.
     """
-    tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
+    state = module.state_dict()
+    if storage == "int8":
+        tensors = encode(state)
+    else:
+        tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in state.items()}
     small = int(counts.max()) <= torch.iinfo(torch.int32).max
     tensors[TOKEN_COUNTS] = counts.to(torch.int32 if small else torch.int64).cpu()
     given = torch.empty(0, dtype=torch.long) if draft_vocabulary is None else draft_vocabulary.cpu().contiguous()

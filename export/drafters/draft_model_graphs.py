@@ -22,14 +22,18 @@ from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, Toke
 from redraft.export.drafters.draft_graph import (
     Sampling,
     drafter_precision,
+    empty_module,
     examples,
+    parameter_shapes,
     rename,
     stem,
     write_tables,
 )
+from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.loading import LoadedTensors, check_finite, load_tensors
 from redraft.export.reference import first_layers
+from redraft.export.shapes import decoder_shape
 from redraft.export.sources import AnySource, DrafterSource, RandomSource, Source
 from redraft.export.verifier import TracedDecoder, VerifierExport, finish, trace_decoder
 from redraft.export.weight_files import STORED, Progress, no_progress
@@ -68,7 +72,7 @@ def export_checkpoint(
         )
     architecture = Architecture.of(support.load_config(checkpoint))
     text, tokens = architecture.text, verifier.shape.vocabulary
-    if (found := support.decoder_shape(text).vocabulary) != tokens:
+    if (found := decoder_shape(text).vocabulary) != tokens:
         raise CheckpointError(
             f"drafter {name}: {checkpoint.path} has a vocabulary of {found} tokens, the verifier has {tokens}",
             "give a draft model with the verifier's tokenizer and vocabulary",
@@ -84,7 +88,17 @@ def export_trained(
     name: str, drafter: DrafterCheckpoint, verifier: VerifierExport, identity: Identity, out: Path,
     options: DraftModelBuild, progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
-    raise CheckpointError("not yet")
+    """Write the graph of a draft model that was trained for this verifier, with its embedding and rows of its head.
+
+    Raises CheckpointError if it belongs to another verifier or does not load.
+    """
+    settings = drafter.configure(DraftModelConfig)
+    drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
+    module = empty_module(lambda: DraftModel(settings), verifier.shape.dtype)
+    source, data = drafter.open_weights(parameter_shapes(module), stem(name))
+    own = _Own(Architecture.of(settings.transformers), source=source, draft_logit_scale=settings.draft_logit_scale)
+    vocabulary = DraftVocabulary.of(data, settings.limited(options.draft_vocabulary))
+    return _export(name, own, vocabulary, verifier, out, options, progress)
 
 
 def export_random(
@@ -92,7 +106,7 @@ def export_random(
     progress: Progress = no_progress,
 ) -> ExportedDrafter:  # fmt: skip
     """Write the graph of RANDOM_LAYERS layers with random weights for a verifier of this configuration."""
-    layers = min(RANDOM_LAYERS, support.decoder_shape(configuration.get_text_config(decoder=True)).layers)
+    layers = min(RANDOM_LAYERS, decoder_shape(configuration.get_text_config(decoder=True)).layers)
     own = _Own(Architecture.of(first_layers(configuration, layers)))
     tokens = verifier.shape.vocabulary
     vocabulary = DraftVocabulary.of(_all_tokens(tokens), min(options.draft_vocabulary or tokens, tokens))
@@ -106,13 +120,14 @@ EXPORTER = Exporter(export_trained, export_random, export_checkpoint)
 class _Own:
     """The parts of a draft model that are its own.
 
-    checkpoint, loaded: its weights; None for random ones.
+    checkpoint, loaded: a plain checkpoint's.   source: the weights of a trained one. Without them, weights are random.
     shares: True if embedding and head are the verifier's, which all but plain checkpoints use.
     """
 
     architecture: Architecture
     checkpoint: AnyCheckpoint | None = None
     loaded: LoadedTensors | None = None
+    source: AnySource | None = None
     draft_logit_scale: float = 1.0
 
     @property
@@ -247,15 +262,16 @@ def _write(
     if own.shares:
         head = vocabulary.head(verifier.source, verifier.head, f"{mine}head")
         new_names |= {traced.head: head.name if head else verifier.head, traced.embedding: verifier.embedding}
-    parameters = {new_names[key]: size for key, size in traced.parameters.items()}
-    if own.loaded is None or own.checkpoint is None:
-        only = {key: size for key, size in parameters.items() if key.startswith(mine) and key != f"{mine}head"}
-        source = RandomSource.write(only, out, STORED[precision], f"{mine}random")
-    else:
-        tensors = {new_names[key]: tensor for key, tensor in traced.tensors.items()}
-        source = Source(own.checkpoint, parameters, tensors, mine)
-    if own.shares:
+        shapes = {new_names[key]: size for key, size in traced.parameters.items()}
+        for shared in (traced.head, traced.embedding):
+            shapes.pop(new_names[shared], None)
+        source = own.source or RandomSource.write(shapes, out, STORED[precision], f"{mine}random")
         source = DrafterSource(DrafterSource(source, head) if head else source, verifier.source)
+    else:
+        assert own.checkpoint is not None
+        shapes = {new_names[key]: size for key, size in traced.parameters.items()}
+        tensors = {new_names[key]: tensor for key, tensor in traced.tensors.items()}
+        source = Source(own.checkpoint, shapes, tensors, mine)
     rename(model, new_names)
     refs = place(model, source, out, precision, progress, file=name, shared=verifier.weights if own.shares else ())
     finish(model)

@@ -31,9 +31,9 @@ def all_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-@dataclass(frozen=True)
-class LayerConfig:
-    """Shape of a drafter's layer. `hidden_size` and `vocab_size` are the verifier's.
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """The fields that every drafter's configuration has. `hidden_size` and `vocab_size` are the verifier's.
 
     draft_logit_scale: factor on the drafter's logits and token information when it builds trees for a greedy
     verifier, measured after training.
@@ -43,12 +43,6 @@ class LayerConfig:
 
     hidden_size: int
     vocab_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
     draft_logit_scale: float = 1.0
     logit_scale: float = 1.0
     draft_vocab_size: int = 0
@@ -67,11 +61,28 @@ class LayerConfig:
             raise CheckpointError(
                 f"draft_vocab_size must be from 0 to {self.vocab_size}, the vocabulary, not {self.draft_vocab_size}"
             )
-        if min(self.hidden_size, self.vocab_size, self.intermediate_size, self.heads, self.kv_heads) < 1:
+        if min(self.hidden_size, self.vocab_size) < 1:
             raise CheckpointError(f"a drafter's sizes must be positive: {self}")
         for name, scale in (("logit_scale", self.logit_scale), ("draft_logit_scale", self.draft_logit_scale)):
             if not 0 < scale < math.inf:
                 raise CheckpointError(f"{name} must be positive, not {scale}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(DrafterConfig):
+    """Shape of a drafter's own layer, next to the fields of every drafter."""
+
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.intermediate_size, self.heads, self.kv_heads) < 1:
+            raise CheckpointError(f"a drafter's sizes must be positive: {self}")
         if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise CheckpointError(
                 f"{self.heads} heads of {self.head_dim} over {self.kv_heads} key/value heads: expected a multiple of "

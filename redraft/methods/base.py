@@ -114,6 +114,7 @@ class Method(Generic[S]):
     limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
     takes_checkpoints: True if a drafter may be a plain checkpoint of a decoder.
+    training:      name of the command that trains its drafters, if it is not the id.
     """
 
     id: str
@@ -130,6 +131,12 @@ class Method(Generic[S]):
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions
     takes_checkpoints: bool = False
+    training: str = ""
+
+    @property
+    def command(self) -> str:
+        """The name of the command that trains its drafters, if they can be trained."""
+        return self.training or self.id
 
     @property
     def is_built(self) -> bool:

@@ -156,4 +156,5 @@ METHOD: Method[DraftModelShape] = Method(
     ),
     build_options=DraftModelBuild,
     takes_checkpoints=True,
+    training="student",
 )

@@ -11,13 +11,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from redraft.errors import CheckpointError
-from redraft.methods import built_methods
+from redraft.methods import METHODS as ALL
+from redraft.methods import find_method as specification
 
 if TYPE_CHECKING:
     from redraft.train.method import Method
 
-METHODS = tuple(name for name in built_methods() if find_spec(f"{__name__}.{name}_method"))
+METHODS = tuple(name for name in ALL if find_spec(f"{__name__}.{name}_method"))
 """The methods that can be trained."""
+COMMANDS = {specification(name).command: name for name in METHODS}
+"""The methods that can be trained, by the names of their commands."""
 
 
 def find_method(name: str) -> Method:

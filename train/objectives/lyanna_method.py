@@ -17,7 +17,7 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.records import PositiveInt
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
-from redraft.train.drafter_config import DrafterRecipe, DrafterTable
+from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp, renamed
@@ -31,7 +31,7 @@ _ROUNDING = 0.03
 
 
 @dataclass(frozen=True)
-class LyannaTable(DrafterTable):
+class LyannaTable(LayerTable):
     """Shape and loss. `chain` is the number of steps; LyannaConfig and LyannaObjective have the other fields."""
 
     rank: PositiveInt = 64

@@ -1,0 +1,106 @@
+"""A small model of the verifier's own kind, which drafts from tokens alone: some of the verifier's layers, trained on.
+
+The embedding and the head are the verifier's. Layers and final norm have transformers' own names, so the export and
+transformers read the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from redraft.errors import CheckpointError
+from redraft.export.architecture import Architecture
+from redraft.export.drafters.layer import DrafterConfig
+from redraft.export.reference import keep_layers
+from redraft.export.support import logit_scale
+
+_NOT_KEPT = ("_name_or_path", "architectures", "dtype", "quantization_config", "transformers_version")
+"""Fields of a transformers configuration that say nothing about the model's form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig(DrafterConfig):
+    """Configuration of a draft model.
+
+    layers: the verifier's layers that it began with, ascending; it has as many.
+    model:  fields of its transformers configuration: the verifier's with only these layers.
+    """
+
+    layers: tuple[int, ...]
+    model: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_layers(self.layers)
+
+    @property
+    def transformers(self) -> PretrainedConfig:
+        """The transformers configuration. Raises CheckpointError if transformers refuses its fields."""
+        try:
+            found: PretrainedConfig = AutoConfig.for_model(**self.model)
+            layers = int(found.num_hidden_layers)
+        except Exception as error:  # transformers raises many types  # noqa: BLE001
+            raise CheckpointError(f"the draft model's configuration is not one of transformers ({error})") from None
+        if layers != len(self.layers):
+            raise CheckpointError(f"the draft model has {layers} layers, expected {len(self.layers)} as in `layers`")
+        return found
+
+
+def check_layers(layers: Sequence[int], count: int | None = None) -> None:
+    """Raise CheckpointError if these are not layers of a model, ascending; `count` is the number of its layers."""
+    if not layers or any(before >= after for before, after in pairwise(layers)):
+        raise CheckpointError(f"layers must be one or more numbers in ascending order, not {list(layers)}")
+    if layers[0] < 0 or (count is not None and layers[-1] >= count):
+        last = "" if count is None else f" to {count - 1}, those of the verifier"
+        raise CheckpointError(f"layers must be numbers from 0{last}, not {list(layers)}")
+
+
+def configuration_of(
+    verifier: PretrainedConfig, vocab_size: int, layers: Sequence[int], draft_vocab_size: int = 0
+) -> DraftModelConfig:
+    """Return the configuration of a draft model with these layers of a verifier of this transformers configuration.
+
+    Raises CheckpointError if the verifier has no such layers.
+    """
+    text = verifier.get_text_config(decoder=True)
+    check_layers(layers, int(text.num_hidden_layers))
+    values = json.loads(keep_layers(text, layers).to_json_string())
+    return DraftModelConfig(
+        hidden_size=int(text.hidden_size),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        logit_scale=logit_scale(text),
+        layers=tuple(layers),
+        model={name: value for name, value in values.items() if name not in _NOT_KEPT},
+    )
+
+
+class DraftModel(nn.Module):
+    """Layers and final norm, with the parameters' names of transformers' causal language model."""
+
+    def __init__(self, config: DraftModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        found = Architecture.of(config.transformers)
+        whole = found.text_class._from_config(found.text, dtype=torch.float32)
+        whole.base_model.set_input_embeddings(nn.Identity())
+        self._body = whole.base_model_prefix
+        self.add_module(self._body, whole.base_model)
+
+    @property
+    def body(self) -> Any:
+        """transformers' model without embedding and head."""
+        return getattr(self, self._body)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return hidden states after the final norm, [B, L, n], of embedded texts of this shape."""
+        out: torch.Tensor = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        return out

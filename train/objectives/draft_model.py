@@ -1,0 +1,128 @@
+"""Distillation of a draft model on its verifier's text, at every position at once.
+
+The loss is Σ_k p_k (log p_k − log q_k) over the verifier's kept likeliest tokens, and the cross-entropy with the
+likeliest one alone. The model reads tokens only, so a text's positions are independent of where a draft starts: step d
+of a draft predicts what the model predicts at that position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
+from redraft.train.batches import Batch, gather_places
+from redraft.train.draft_columns import DraftColumns
+from redraft.train.linear_loss import linear_cross_entropy
+from redraft.train.states import States, run_verifier, states_of
+from redraft.train.verifier_model import autocast_of
+
+DEPTHS = 6
+"""Depths at which acceptance is measured. A text needs as many tokens after a draft's start."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of a position's losses: `kl` of the verifier's distribution, `greedy` of its likeliest token alone,
+    `features` of the squared distance to its hidden state. Positions of a prompt count `prompt` times."""
+
+    kl: float = 1.0
+    greedy: float = 0.0
+    features: float = 0.0
+    prompt: float = 1.0
+
+
+class DraftModelObjective(nn.Module):
+    """The loss of a draft model with its frozen verifier."""
+
+    lookahead = DEPTHS
+
+    def __init__(
+        self, verifier: Any, config: DraftModelConfig, weights: LossWeights = LossWeights(),
+        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """vocabulary: of the draft model's logits; all tokens by default. Raises ValueError if its size is another."""
+        super().__init__()
+        self.drafter = DraftModel(config)
+        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
+        self._weights = weights
+        self.vocabulary = vocabulary or DraftColumns.whole(config.vocab_size)
+        if len(self.vocabulary) != config.draft_size:
+            raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, expected {config.draft_size}")
+        self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]
+        self._hidden = torch.compile(self._states_of, dynamic=True) if compile_graph else self._states_of
+
+    @property
+    def verifier(self) -> Any:
+        """The frozen model."""
+        return self._frozen[0]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The draft model's own parameters."""
+        return self.drafter.named_parameters(*args, **kwargs)
+
+    def prepare(self, step: int) -> bool:
+        """Return False: the parameters never change."""
+        return False
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> States:
+        """Return the verifier's states of a batch: those that were kept, else computed."""
+        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens))
+
+    def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield the logits of every depth, [B, S, H] each."""
+        hidden = self._hidden(batch.tokens)
+        for depth in range(1, DEPTHS + 1):
+            yield self._logits(gather_places(hidden, batch.places(depth)[0]))
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the weighted mean over positions, and metrics `kl` [nats], `mse` and `hit`: the share of positions
+        whose likeliest token is the verifier's."""
+        batch = batch.to(self.verifier.device)
+        with autocast_of(self.verifier):
+            states = self.states(batch)
+            counted = self._counted(batch)
+            rows = counted > 0
+            hidden, share = self._hidden(batch.tokens)[rows], counted[rows] / counted.sum()
+            columns, probabilities, log_probs = self._targets(states, rows)
+            targets = self._weights.kl * probabilities
+            targets[:, 0] += self._weights.greedy * (probabilities[:, 0] > 0)
+            found = linear_cross_entropy(
+                hidden.to(self._head[0].dtype) * self.drafter.config.logit_scale, self._head[0], None, None,
+                columns, targets * share[:, None],
+            )  # fmt: skip
+            error = ((hidden.float() - states.last[rows].float()).square().mean(-1) * share).sum()
+            kl = (probabilities * (log_probs + found.log_sum[:, None] - found.chosen)).sum(-1)
+            hit = (found.largest == found.chosen[:, 0]) & (probabilities[:, 0] > 0)
+        metrics = {"kl": kl @ share, "mse": error.detach(), "hit": hit.float() @ share}
+        return found.loss + self._weights.features * error, {name: value.item() for name, value in metrics.items()}
+
+    def _states_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return hidden states of texts [B, L]: [B, L, n]."""
+        hidden: torch.Tensor = self.drafter(self.verifier.get_input_embeddings()(tokens).float())
+        return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., H] in fp32 of hidden states [..., n]."""
+        return F.linear(hidden.to(self._head[0].dtype), self._head[0]).float() * self.drafter.config.logit_scale
+
+    def _counted(self, batch: Batch) -> torch.Tensor:
+        """Return the weight of every position, float [B, L]: 0 after the text's end."""
+        places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        weights = torch.where(places < batch.starts[:, :1], self._weights.prompt, 1.0)
+        return weights * (places < batch.ends[:, None])
+
+    def _targets(self, states: States, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return columns of the verifier's likeliest tokens, their probabilities and logarithms of these: [M, K].
+
+        rows: bool [B, L], the M positions. Tokens outside the draft vocabulary have column 0 and probability 0.
+        """
+        columns = self.vocabulary.columns_of(states.top_ids[rows])
+        log_probs = states.top_logits[rows] - states.log_sum[rows][:, None]
+        return columns.clamp(min=0), log_probs.exp() * (columns >= 0), log_probs
