@@ -81,7 +81,7 @@ class TreeMaker(Drafter):
     """
 
     step_ms: float = 0.0
-    """Milliseconds of one more level of a draft, lately, if a budget can stop a draft inside; otherwise 0."""
+    """`Offer.step_ms` of fresh drafts, lately."""
 
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
@@ -89,7 +89,7 @@ class TreeMaker(Drafter):
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
-        fresh = Offer(self._fresh, maker=self)
+        fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
         steps = self.remaining(seq)
         if not steps:
             return (fresh,)
