@@ -17,19 +17,19 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Array, Buffer, Device, HostOutputs, Program, sized, slots_of
+from redraft.engines.device import Array, Buffer, slots_of
 from redraft.methods.draft_model import METHOD
 from redraft.names import DRAFT
+from redraft.runtime.drafters.draft_model_call import DraftCall
 from redraft.runtime.drafters.draft_model_tree import GrowingTree, log_share
 from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
 from redraft.runtime.drafters.proposals import RowsProposal
-from redraft.runtime.drafters.slot_noise import SlotNoise
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within
@@ -108,7 +108,7 @@ class DraftModelDrafter(EngineDrafter):
         """Load its program. Raises as `EngineDrafter`."""
         super().__init__(verifier, shape, tables, options, name, METHOD.spare_rows)
         most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
-        self._calls: Recent[tuple[range, int, int, int], _Call] = Recent(most_calls, self._device.wait)
+        self._calls: Recent[tuple[range, int, int, int], DraftCall] = Recent(most_calls, self._device.wait)
         self._positions = np.minimum(self._positions, verifier.max_model_len - 1)
         """Position of each row. No token has a row beyond the context; those of padding must have some position."""
         self._logits: list[Buffer] = []
@@ -122,6 +122,11 @@ class DraftModelDrafter(EngineDrafter):
     def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
         """Compute the rows of the prompt so far, but the last few."""
         self._catch_up(seq, slot, start + tokens)
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """Copy the drafter's rows of `seq` to another slot, also those of drafted tokens that were committed."""
+        seq.drafting[self].commit(seq.tokens)
+        super().move(seq, source, target)
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
         """Draft a chain for each sequence, up to the token that ends it by its budget, or a tree if the shape is wide.
@@ -193,8 +198,7 @@ class DraftModelDrafter(EngineDrafter):
         level: int, levels: int,
     ) -> None:  # fmt: skip
         """Compute pending tokens after the first rows of each slot, and add `levels` levels to the chains."""
-        call = self._call(range(len(batch)), self._width(max(map(len, pending))), levels)
-        call.fill(starts, pending, self._positions)
+        call = self._first_call(starts, pending, levels)
         call.sample(self._noise, batch, level)
         self._run(DRAFT, call.work)
         self._device.wait()
@@ -216,14 +220,7 @@ class DraftModelDrafter(EngineDrafter):
         logits: list[list[FloatArray]] = [[] for _ in batch]
         for level in range(max(steps)):
             began = time.perf_counter()
-            if level == 0:
-                call = self._call(range(len(batch)), self._width(max(map(len, pending))), 1)
-                call.fill(starts, pending, self._positions)
-            else:
-                rows = self._width(max(len(tree.rows) if tree else 0 for tree in trees))
-                call = self._call(range(len(batch)), rows, 1, max(widths))
-                after = [start + len(rows) for start, rows in zip(starts, pending, strict=True)]
-                call.fill_tree(after, trees)
+            call = self._level_call(starts, pending, trees, max(widths)) if level else self._first_call(starts, pending)
             call.sample(self._noise, batch, level)
             self._run(DRAFT, call.work)
             self._device.wait()
@@ -236,11 +233,27 @@ class DraftModelDrafter(EngineDrafter):
                 self._learn_step_ms((time.perf_counter() - began) * 1e3)
             if not any(tree and tree.ends for tree in trees):
                 break
-        made = []
-        for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True):
-            proposal = self._proposal(seq, drawn)
-            made.append(within(tree.best(proposal), budget) if tree else root_only(seq.tokens[-1]))
-        return made
+        return [
+            within(tree.whole(self._proposal(seq, drawn)), replace(budget, nodes=tree.most))
+            if tree
+            else root_only(seq.tokens[-1])
+            for seq, tree, budget, drawn in zip(batch, trees, budgets, logits, strict=True)
+        ]
+
+    def _first_call(self, starts: Several[int], pending: Several[Several[int]], levels: int = 1) -> DraftCall:
+        """Return the call that computes pending tokens after the first rows of each slot, with its rows set."""
+        call = self._call(range(len(starts)), self._width(max(map(len, pending))), levels)
+        call.fill(starts, pending, self._positions)
+        return call
+
+    def _level_call(
+        self, starts: Several[int], pending: Several[Several[int]], trees: Several[GrowingTree | None], ends: int
+    ) -> DraftCall:
+        """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
+        width = self._width(max(len(tree.rows) if tree else 0 for tree in trees))
+        call = self._call(range(len(starts)), width, 1, ends)
+        call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
+        return call
 
     def _proposal(self, seq: Sequence, rows: Several[FloatArray]) -> RowsProposal | None:
         """Return the distributions of a chain's tokens, if they were drawn."""
@@ -276,8 +289,7 @@ class DraftModelDrafter(EngineDrafter):
         started = time.perf_counter()
         while left:
             levels = self._levels(left, may_stop=True)
-            call = self._call(range(1), self._width(len(pending)), levels)
-            call.fill([start], [pending], self._positions)
+            call = self._first_call([start], [pending], levels)
             call.work()
             self._device.wait()
             start, pending, left = start + len(pending) + levels - 1, [0], left - levels
@@ -288,7 +300,7 @@ class DraftModelDrafter(EngineDrafter):
         known_ms = self.step_ms or taken_ms
         self.step_ms = known_ms + _LEARN * (min(taken_ms, 2 * known_ms) - known_ms)
 
-    def _call(self, slots: range, width: int, levels: int, ends: int = 1) -> _Call:
+    def _call(self, slots: range, width: int, levels: int, ends: int = 1) -> DraftCall:
         """Return the work of `levels` runs over `width` rows of which `ends` get candidates."""
         key = slots, width, levels, ends
         call = self._calls.get(key)
@@ -298,7 +310,7 @@ class DraftModelDrafter(EngineDrafter):
             given |= {**(self._noise.without if alone else self._noise.buffers(len(slots))), **self._tables}
             shape = len(slots), ends, self.shape.draft_vocabulary
             logits = [buffer.part(*shape) for buffer in self._level_logits(levels)]
-            call = _Call(self._device, self._programs[DRAFT], len(slots), width, given, logits)
+            call = DraftCall(self._device, self._programs[DRAFT], len(slots), width, given, logits)
             self._calls.add(key, call)
         return call
 
@@ -322,119 +334,6 @@ class DraftModelDrafter(EngineDrafter):
                 call.fill([0] * len(taken), [[0]] * len(taken), self._positions)
                 call.work()
                 self._device.wait()
-
-
-class _Call:
-    """Runs of the graph, one a level, as one work. The first computes `width` rows of each slot, the others one.
-
-    given: buffers of the slots' state, factors and tables.   logits: memory for those of each level, [B, R, H]: R rows
-    of a slot get candidates, one if there are several levels.
-    """
-
-    def __init__(
-        self, device: Device, program: Program, sequences: int, width: int, given: Mapping[str, Buffer],
-        logits: Several[Buffer],
-    ) -> None:  # fmt: skip
-        self.width = width
-        ends = logits[0].shape[1]
-        fields: dict[str, tuple[int, ...]] = {names.TOKEN_IDS: (sequences, width), names.DRAWN: (sequences,)}
-        for level in range(len(logits)):
-            rows = width if level == 0 else 1
-            fields |= {
-                _at(names.POSITIONS, level): (sequences, rows), _at(names.CACHE_LEN, level): (sequences,),
-                _at(names.KV_LEN, level): (1,), _at(names.OUTPUT_ROWS, level): (sequences, ends),
-                _at(names.NOISE_KEYS, level): (sequences, ends, 2),
-            }  # fmt: skip
-        self._host_inputs = device.host_inputs(**fields)
-        self._logits = logits
-        self._keys = np.ones((sequences, len(logits), 2), np.int64)
-        self._chosen: list[tuple[HostOutputs, HostOutputs]] = []
-        runs, fetches = [], []
-        tokens = self._host_inputs.buffers[names.TOKEN_IDS]
-        for level in range(len(logits)):
-            known = {**given, names.TOKEN_IDS: tokens, names.LOGITS: self._logits[level]}
-            for name in (names.POSITIONS, names.CACHE_LEN, names.KV_LEN, names.OUTPUT_ROWS, names.NOISE_KEYS):
-                known[name] = self._host_inputs.buffers[_at(name, level)]
-            known[names.DRAWN] = self._host_inputs.buffers[names.DRAWN]
-            rows = width if level == 0 else 1
-            sizes = {"B": sequences, "T": rows, "R": ends}
-            for spec in (*program.inputs, *program.outputs):
-                if spec.in_place_of:
-                    known[spec.name] = known[spec.in_place_of]
-                elif spec.name not in known:
-                    known[spec.name] = device.empty(spec.dtype, *sized(spec.shape, sizes))
-            known[names.TREE_MASK].write(np.tile(np.tri(rows, dtype=np.bool_), (sequences, 1, 1)))
-            self._mask = known[names.TREE_MASK]
-            runs.append(program.bind({spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)}))
-            outputs = [device.host_outputs(known[name]) for name in (names.CANDIDATES, names.CANDIDATE_LOG_PROBS)]
-            self._chosen.append((outputs[0], outputs[1]))
-            fetches += [output.fetch for output in outputs]
-            tokens = known[names.CANDIDATES].part(sequences, 1)
-        self.work = device.chain([self._host_inputs.send, *runs, *fetches])
-
-    def fill(self, starts: Several[int], pending: Several[Several[int]], positions: Array) -> None:
-        """Set the next run's rows: pending tokens after the first rows of each slot. A slot may have none."""
-        values, levels = self._host_inputs.open(), len(self._chosen)
-        tokens = values[names.TOKEN_IDS]
-        for slot, (start, rows) in enumerate(zip(starts, pending, strict=True)):
-            tokens[slot, : len(rows)] = rows
-            tokens[slot, len(rows) :] = 0
-            values[_at(names.POSITIONS, 0)][slot] = positions[start : start + self.width]
-            values[_at(names.CACHE_LEN, 0)][slot] = start
-            values[_at(names.OUTPUT_ROWS, 0)][slot] = max(len(rows) - 1, 0)
-            row = start + max(len(rows), 1)
-            for level in range(1, levels):
-                values[_at(names.POSITIONS, level)][slot] = positions[row]
-                values[_at(names.CACHE_LEN, level)][slot] = row
-                row += 1
-        for level in range(levels):
-            rows_of = self.width if level == 0 else 1
-            values[_at(names.KV_LEN, level)][0] = values[_at(names.CACHE_LEN, level)].max() + rows_of
-
-    def fill_tree(self, starts: Several[int], trees: Several[GrowingTree | None]) -> None:
-        """Set the next run's rows: the expanded nodes of each slot's tree, after its first rows."""
-        values = self._host_inputs.open()
-        mask = np.tile(np.eye(self.width, dtype=np.bool_), (len(starts), 1, 1))
-        for name in (names.TOKEN_IDS, _at(names.OUTPUT_ROWS, 0)):
-            values[name][...] = 0
-        for slot, (start, tree) in enumerate(zip(starts, trees, strict=True)):
-            values[_at(names.POSITIONS, 0)][slot] = start
-            values[_at(names.CACHE_LEN, 0)][slot] = start
-            if tree is not None and (rows := len(tree.rows)):
-                values[names.TOKEN_IDS][slot, :rows] = [tree.tokens[node] for node in tree.rows]
-                values[_at(names.POSITIONS, 0)][slot, :rows] = [start - 1 + tree.depths[node] for node in tree.rows]
-                values[_at(names.OUTPUT_ROWS, 0)][slot, : len(tree.ends)] = range(rows - len(tree.ends), rows)
-                mask[slot, :rows, :rows] = tree.mask()
-        values[_at(names.KV_LEN, 0)][0] = max(starts) + self.width
-        self._mask.write(mask)
-
-    def sample(self, noise: SlotNoise, batch: Several[Sequence], first: int) -> None:
-        """Set the noise of the next run, whose first level is level `first` of its draft."""
-        values = self._host_inputs.open()
-        noise.set(batch, {names.NOISE_KEYS: self._keys, names.DRAWN: values[names.DRAWN]}, first)
-        for level in range(self._keys.shape[1]):
-            values[_at(names.NOISE_KEYS, level)][...] = self._keys[:, level, None]
-
-    def candidate(self, slot: int, level: int) -> tuple[int, float]:
-        """Return the best token of a level and its log probability, after a wait for the device."""
-        tokens, log_probs = self._chosen[level]
-        return int(tokens.values[slot, 0, 0]), float(log_probs.values[slot, 0, 0])
-
-    def candidates(self, slot: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return tokens and log probabilities of the candidates of each of a slot's R rows, [R][k]."""
-        tokens, log_probs = self._chosen[0]
-        return tokens.values[slot].tolist(), log_probs.values[slot].tolist()
-
-    def logits(self, slot: int, level: int) -> FloatArray:
-        """Return a copy of a level's logits after its first row with candidates, [H]."""
-        buffer = slots_of(self._logits[level], range(slot, slot + 1))
-        read: FloatArray = buffer.read()[0, 0].copy()
-        return read
-
-
-def _at(name: str, level: int) -> str:
-    """Return the name of the host input of a level."""
-    return f"{name}.{level}"
 
 
 DRAFTER = DraftModelDrafter

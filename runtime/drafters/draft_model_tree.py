@@ -76,9 +76,9 @@ class GrowingTree:
                 mask[row] |= mask[above]
         return mask
 
-    def best(self, proposal: Proposal | None) -> DraftTree:
-        """Return the likeliest nodes in order of joint probability, the root first."""
-        order = sorted(range(len(self.tokens)), key=lambda node: -self.log_probs[node])[: self.most + 1]
+    def whole(self, proposal: Proposal | None) -> DraftTree:
+        """Return all nodes in order of joint probability, the root first."""
+        order = sorted(range(len(self.tokens)), key=lambda node: -self.log_probs[node])
         place = {node: index for index, node in enumerate(order)} | {-1: -1}
         return DraftTree(
             np.array([self.tokens[node] for node in order], np.int64),

@@ -175,8 +175,8 @@ def test_a_student_has_its_verifiers_embedding_and_rows_of_its_head(
     opened = DrafterCheckpoint.open(tmp_path / "student")
     opened.load(student)
     built = export_trained("d", opened, little_verifier.export, identity, out, DraftModelBuild(precision="fp32"))
-    shared = [ref.initializer for ref in built.weights if not ref.initializer.startswith("d.")]
-    assert shared == (["model.embed_tokens.weight"] if drafted else ["lm_head.weight", "model.embed_tokens.weight"])
+    own = {ref.initializer for ref in built.weights}
+    assert own == {f"d.{name}" for name in student.state_dict()} | ({"d.head"} if drafted else set())
     stored = load_file(little_verifier.checkpoint.path / "model.safetensors")
     embedding, head = (torch.from_numpy(stored[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     vocabulary = torch.arange(VOCABULARY) if tokens is None else tokens

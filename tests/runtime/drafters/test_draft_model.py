@@ -18,7 +18,7 @@ from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.drafters.draft_model import Chain, Drafting, DraftModelDrafter
 from redraft.runtime.drafters.draft_model_tree import GrowingTree
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import accepted_path, depths_of
+from redraft.runtime.tree import accepted_path, depths_of, within
 from redraft.types import Budget, Tree
 
 from .draft_model_bundle import CONTEXT, write_bundle
@@ -163,7 +163,7 @@ def test_trees_have_the_likeliest_nodes_of_every_level(folder: Path, monkeypatch
 
 
 def test_rows_of_accepted_tokens_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verifier that drafts for itself computes two rows at the next draft: of the last drafted token and the bonus."""
+    """A verifier that drafts for itself computes two rows at the next draft: the last drafted token and the bonus."""
     with opened(folder) as runtime:
         watched = Watched(drafter_of(runtime, "same"), monkeypatch)
         runtime.generate([PROMPTS[0]], PARAMS, chains("same", 5))
@@ -220,7 +220,7 @@ def test_a_tree_grows_no_nodes_that_it_would_not_keep() -> None:
     assert tree.ends == [1, 2]
     tree.grow([[12, 13], [14, 15]], np.log([[0.9, 0.05], [0.5, 0.4]]), last=False)
     assert [tree.tokens[node] for node in tree.ends] == [12], "0.3 · 0.5 is below the three likeliest"
-    best = tree.best(None)
+    best = within(tree.whole(None), Budget(3, 4, 2))
     assert best.tokens.tolist() == [1, 10, 12, 11]
     assert best.parents.tolist() == [-1, 0, 1, 0]
     assert tree.mask().tolist() == [[True, False, False], [False, True, False], [True, False, True]]
