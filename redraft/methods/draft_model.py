@@ -2,7 +2,7 @@
 
 Leviathan et al. 2023 and Chen et al. 2023 (speculative sampling). Its graph has the verifier's inputs, and returns the
 best candidates after each row. A draft runs it once a token: the runtime chains the runs, so that a draft may have any
-length and every run shares one copy of the weights.
+length and stop anywhere.
 
 Symbols: k candidates of a row, N levels of a draft, K nodes of its tree with the root. `redraft.signatures` and
 `redraft.methods.base` have the others.
