@@ -36,6 +36,20 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Storage(StrEnum):
+    """Type of a published drafter's matrices."""
+
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class Form(StrEnum):
+    """What `publish` writes."""
+
+    drafter = "drafter"
+    transformers = "transformers"
+
+
 DeviceOption = Annotated[Device, typer.Option(help="Device to compute on.")]
 Dtype = Annotated[
     Products, typer.Option(help="Type of products; `auto` is bf16 if the device multiplies it faster, else fp32.")
@@ -196,14 +210,35 @@ def states(
 
 @app.command()
 def publish(
-    run: Annotated[Path, typer.Argument(help="Run folder that `redraft train` wrote.")],
+    run: Annotated[Path, typer.Argument(help="Run folder that `redraft train` wrote; --format takes a drafter too.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    storage: Annotated[Storage | None, typer.Option(help="Type of matrices, instead of the method's.")] = None,
+    form: Annotated[
+        Form, typer.Option("--format", help="`transformers` writes a model of its own, with the verifier's embedding.")
+    ] = Form.drafter,
+    verifier: Annotated[str | None, typer.Option(help="The verifier, for --format transformers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Write a run as a drafter's checkpoint, with its figures and a card."""
     from redraft.train.drafter_publish import publish_drafter
 
-    _show_drafter(publish_drafter(run, out), out, as_json)
+    if form is Form.transformers:
+        _publish_model(run, out, verifier, as_json)
+    else:
+        _show_drafter(publish_drafter(run, out, None if storage is None else storage.value), out, as_json)
+
+
+def _publish_model(run: Path, out: Path, verifier: str | None, as_json: bool) -> None:
+    from redraft.assembly.tokenizers import text_files
+    from redraft.errors import UsageError
+    from redraft.train.model_publish import publish_model
+    from redraft.train.verifier_model import open_verifier
+
+    if verifier is None:
+        raise UsageError("--format transformers needs the verifier's embedding", "give --verifier")
+    found = open_verifier(_verifier_path(verifier), "cpu")
+    publish_model(run, out, found, text_files(found.texts))
+    _report({"out": str(out)}, f"wrote {out}, a model of transformers", as_json)
 
 
 @app.command()

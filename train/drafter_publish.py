@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from redraft.errors import TrainingError
-from redraft.export.drafters.checkpoint import save_drafter
+from redraft.export.drafters.checkpoint import Storage, save_drafter
+from redraft.methods import find_method as specification
 from redraft.records import from_plain
 from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
@@ -24,20 +26,20 @@ from redraft.train.run import data_facts
 
 _TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
 _PREFIX = "drafter."
+_STORAGES = {"bf16": "is bf16", "int8": "has matrices in 8 bits, a scale for each block of 32, and the rest in bf16"}
 
 
-def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
-    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is incomplete."""
-    state, facts = load_checkpoint(run), RunFacts.read(run)
-    if facts is None:
-        raise TrainingError(
-            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
-        )
+def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dict[str, Any]:
+    """Write the folder `out`. Returns its record of the training. Raises TrainingError if the run is incomplete.
+
+    storage: of its matrices; None takes the method's own.
+    """
+    state, facts = load_checkpoint(run), run_facts(run)
     method = find_method(facts.method)
+    storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))
     config = from_plain(method.config, facts.config, str(run / RUN))
-    module = method.module(config)
-    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
+    module = trained_drafter(run, facts, state)
     measured = _last_measurement(run, facts.method, int(state["step"]))
     facts_of_run = data_facts(run)
     training = {
@@ -52,11 +54,29 @@ def publish_drafter(run: Path, out: Path) -> dict[str, Any]:
     vocabulary = draft_vocabulary(config, counts)
     save_drafter(
         out, facts.method, config, facts.verifier, module, torch.from_numpy(counts), training,
-        None if vocabulary.is_whole else vocabulary.tokens,
+        None if vocabulary.is_whole else vocabulary.tokens, storage,
     )  # fmt: skip
-    card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()))
+    card = _card(facts, recipe, training, sum(p.numel() for p in module.parameters()), storage)
     (out / "README.md").write_text(card, encoding="utf-8")
     return training
+
+
+def run_facts(run: Path) -> RunFacts:
+    """Return the facts of a run. Raises TrainingError if the folder has none."""
+    facts = RunFacts.read(run)
+    if facts is None:
+        raise TrainingError(
+            f"{run} is not a drafter's run: it has no {RUN}", "give a folder that `redraft train` wrote"
+        )
+    return facts
+
+
+def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.Module:
+    """Return the drafter of a run's checkpoint."""
+    method = find_method(facts.method)
+    module = method.module(from_plain(method.config, facts.config, str(run / RUN)))
+    module.load_state_dict({name.removeprefix(_PREFIX): t for name, t in state["objective"].items()})
+    return module
 
 
 def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
@@ -65,7 +85,7 @@ def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
     if not lines:
         raise TrainingError(
             f"the run in {run} has no measurement up to step {step}",
-            f"continue with `redraft train {method} … --out {run} --resume`, which measures",
+            f"continue with `redraft train {specification(method).command} … --out {run} --resume`, which measures",
         )
     return lines[-1]
 
@@ -78,7 +98,9 @@ def _counts(run: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     return counts
 
 
-def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], parameters: int) -> str:
+def _card(
+    facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], parameters: int, storage: Storage
+) -> str:  # fmt: skip
     values = recipe.to_dict()
     rates = (
         f"Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.embedding_lr})"
@@ -92,6 +114,8 @@ def _card(facts: RunFacts, recipe: DrafterRecipe, training: Mapping[str, Any], p
     return _TEMPLATE.read_text(encoding="utf-8").format(
         **{**rows, **values},
         method_name=facts.method,
+        command=specification(facts.method).command,
+        storage=_STORAGES[storage],
         parameters=parameters / 1e6,
         weights_digest=" ".join(digest[:12] for digest in facts.verifier.weights),
         step=training["step"],

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from redraft.export.drafters.checkpoint import Storage
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
@@ -61,6 +63,9 @@ class Method:
                 generator.
     lookahead:  configuration -> tokens that a text needs after a draft's start.
     starts:     by name of `init`.
+    storage:    type in which a drafter's matrices are published.
+    whole:      drafter, verifier -> transformers' model of both, if the drafter is one with the verifier's embedding
+                and head.
     """
 
     recipe: type[DrafterRecipe]
@@ -70,3 +75,5 @@ class Method:
     objective: Callable[[Any, Any, Any, DraftColumns, bool], DrafterObjective]
     lookahead: Callable[[Any], int]
     starts: Mapping[str, Start]
+    storage: Storage = "bf16"
+    whole: Callable[[Any, VerifierModel], PreTrainedModel] | None = None

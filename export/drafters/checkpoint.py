@@ -24,7 +24,7 @@ from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, re
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.sources import AnySource, Source
-from redraft.methods import checkpoint_method
+from redraft.methods import checkpoint_method, find_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
 from redraft.records import from_plain
 
@@ -128,7 +128,8 @@ class DrafterCheckpoint:
 
     def check_verifier(self, config: DrafterConfig, hidden_size: int, vocabulary: int, found: Identity) -> None:
         """Raise CheckpointError if the drafter was trained for a verifier of another width, tokenizer or weights."""
-        hint = f"train one for this verifier with `redraft train {self.method} --verifier DIR`, or give --drafter none"
+        command = find_method(self.method).command
+        hint = f"train one for this verifier with `redraft train {command} --verifier DIR`, or give --drafter none"
         for what, trained, found_size in (
             ("hidden states of width", config.hidden_size, hidden_size),
             ("a vocabulary of", config.vocab_size, vocabulary),

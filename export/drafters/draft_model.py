@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from redraft.errors import CheckpointError
 from redraft.export.architecture import Architecture
@@ -104,3 +104,15 @@ class DraftModel(nn.Module):
         """Return hidden states after the final norm, [B, L, n], of embedded texts of this shape."""
         out: torch.Tensor = self.body(inputs_embeds=embeddings, use_cache=False).last_hidden_state
         return out
+
+    @torch.no_grad()
+    def whole(self, embedding: torch.Tensor, head: torch.Tensor) -> PreTrainedModel:
+        """Return transformers' causal language model with these weights, and an embedding and a head [V, n]."""
+        found = Architecture.of(self.config.transformers)
+        found.text.tie_word_embeddings = torch.equal(embedding, head)
+        model: PreTrainedModel = found.text_class._from_config(found.text, dtype=torch.float32)
+        model.load_state_dict(self.state_dict(), strict=False)  # the others are embedding and head
+        model.get_input_embeddings().load_state_dict({"weight": embedding})
+        model.get_output_embeddings().load_state_dict({"weight": head})
+        model.eval()
+        return model

@@ -22,7 +22,7 @@ from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
 from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_publish import publish_drafter
 from redraft.train.drafter_run import COUNTS, PROGRESS, TEXTS, train_drafter
-from redraft.train.objectives import METHODS, find_method
+from redraft.train.objectives import COMMANDS, METHODS, find_method
 from redraft.train.objectives.lyanna_method import LyannaRecipe, LyannaTable
 from redraft.train.progress import ProgressReport
 from redraft.train.run import load_corpora
@@ -369,9 +369,10 @@ def test_publishing_a_folder_that_is_no_run_is_refused(run, tmp_path):
         publish_drafter(run, tmp_path)
 
 
-def test_every_method_is_found_and_has_a_recipe_of_its_name():
-    for name in METHODS:
-        assert find_method(name).recipe.load(name).method == name
+def test_every_method_is_found_and_has_a_recipe_of_its_commands_name():
+    assert tuple(COMMANDS.values()) == METHODS
+    for command, name in COMMANDS.items():
+        assert find_method(name).recipe.load(command).method == name
     with pytest.raises(CheckpointError, match="unknown drafting method 'absent'"):
         find_method("absent")
 

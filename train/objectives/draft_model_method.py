@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from redraft.errors import CheckpointError, UnsupportedModelError, UsageError
 from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig, configuration_of
@@ -103,7 +104,13 @@ def start_from_layers(student: DraftModel, verifier: VerifierModel, _: Iterable[
         tensor.copy_(teacher[source])
 
 
+def with_embedding_and_head(student: DraftModel, verifier: VerifierModel) -> PreTrainedModel:
+    """Return the student as a model of its own in fp32, with a copy of the verifier's embedding and whole head."""
+    embedding, head = verifier.model.get_input_embeddings(), verifier.model.get_output_embeddings()
+    return student.whole(embedding.weight, head.weight)
+
+
 METHOD = Method(
     StudentRecipe, DraftModelConfig, DraftModel, configure, objective, lambda config: DEPTHS,
-    {"layers": start_from_layers},
+    {"layers": start_from_layers}, storage="int8", whole=with_embedding_and_head,
 )  # fmt: skip
