@@ -14,12 +14,16 @@ from safetensors.torch import load_file
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.draft_model import Chain, Drafting, DraftModelDrafter
 from redraft.runtime.drafters.draft_model_tree import GrowingTree
+from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import accepted_path, depths_of, within
-from redraft.types import Budget, Tree
+from redraft.types import Budget, Costs, Tree
+from tests.runtime.fakes import CURVE
+from tests.runtime.test_rejection_drafts import FAR, chi_square
 
 from .draft_model_bundle import CONTEXT, write_bundle
 
@@ -249,3 +253,34 @@ def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
             found = runtime.generate([prompt, LONG], params, chains("narrow", 24))
             assert [text.token_ids for text in found] == plain
             assert len(plain[0]) == 12
+
+
+@pytest.fixture
+def with_fixed_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    return opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "how"),
+    [
+        ("rejection", chains("narrow", 4)),
+        ("rejection", SpeculationParams("wide", budget=Budget(9, 4, 3))),
+        ("rejection", SpeculationParams("part")),
+        ("block", SpeculationParams("ngram+narrow")),
+    ],
+    ids=["chains", "a wide drafter", "adaptive, some tokens", "adaptive blocks"],
+)
+def test_drawn_drafts_leave_the_verifiers_distribution(
+    with_fixed_costs: Runtime, acceptance: str, how: SpeculationParams
+) -> None:
+    assert chi_square(with_fixed_costs, how, acceptance, requests=12) < FAR
+
+
+def test_a_draft_model_that_claims_another_distribution_is_found(
+    with_fixed_costs: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RowsProposal.logits
+    monkeypatch.setattr(RowsProposal, "logits", lambda self, depth, token: -right(self, depth, token))
+    assert chi_square(with_fixed_costs, chains("narrow", 4), "rejection", requests=12) > FAR
