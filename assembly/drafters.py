@@ -11,7 +11,7 @@ from redraft.config import RANDOM, BuildConfig, DrafterBuild
 from redraft.engines.digests import DigestCache
 from redraft.engines.manifest import DrafterRecord, GraphRecord, verifier_digest
 from redraft.errors import UnsupportedModelError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.checkpoint import AnyCheckpoint, Checkpoint
 from redraft.methods import Method, built_methods, find_method
 from redraft.names import COPY_SLOT, batch, drafter_graph, single
 
@@ -120,12 +120,12 @@ def check_graph(folder: Path, record: GraphRecord, what: str) -> None:
 
 
 def _named_method(drafter: DrafterBuild) -> str:
-    from redraft.export.drafters.checkpoint import DrafterCheckpoint
+    from redraft.export.drafters.checkpoint import named_method
 
     if drafter.source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"drafter {drafter.id}: random weights need a method", f"give method= one of {known}")
-    return DrafterCheckpoint.open(Path(str(drafter.source))).method
+    return named_method(Path(str(drafter.source)))
 
 
 def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
@@ -138,9 +138,10 @@ def _export(
     checkpoint: AnyCheckpoint, digests: Mapping[str, str], verifier: VerifierExport, drafter: DrafterBuild,
     config: BuildConfig, folder: Path, report: Callable[[str], None],
 ) -> ExportedDrafter:  # fmt: skip
+    from redraft.assembly.tokenizers import check_same_tokens
     from redraft.export import support
     from redraft.export.drafters import find_exporter
-    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
 
     def progress(stage: str, done: int, total: int) -> None:
         report(f"{stage} {done}/{total}" if total > 1 else stage)
@@ -150,14 +151,18 @@ def _export(
     if drafter.source == RANDOM:
         configuration = support.load_config(checkpoint)
         return exporter.random(drafter.id, configuration, verifier, folder, options, progress)
-    opened = DrafterCheckpoint.open(Path(str(drafter.source)))
+    path = Path(str(drafter.source))
+    if exporter.checkpoint is not None and is_plain_checkpoint(path):
+        check_same_tokens(f"drafter {drafter.id}", path, folder)
+        return exporter.checkpoint(drafter.id, Checkpoint.open(path), verifier, folder, options, progress)
+    opened = DrafterCheckpoint.open(path)
     identity = Identity.from_digests(checkpoint, digests)
     return exporter.trained(drafter.id, opened, verifier, identity, folder, options, progress)
 
 
 def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folder: Path) -> DrafterRecord:
     """Write the graph that copies a slot and the CPU graphs. Returns the drafter's record."""
-    from redraft.engines.lowering import lower_any, lower_chain
+    from redraft.engines.lowering import lower_any, lower_batch, lower_chain, lower_single
     from redraft.export.drafters import graph_file
     from redraft.export.step_graphs import export_slot_copy
 
@@ -169,13 +174,19 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
     for role, (inputs, outputs) in method.signatures(shape).items():
         graphs[role] = GraphRecord(graph_file(drafter.id, role), inputs, outputs)
         check_graph(folder, graphs[role], f"drafter {drafter.id}: graph {role!r} of method {method.id}")
+    on_cpu = all(spec.dtype == "float32" for spec in state)
     for role in method.roles(shape):
-        if lowered := lower_any(folder, graphs[role], drafter_graph(drafter.id, batch(role))):
-            graphs[batch(role)] = lowered
-    for role, graph in method.graphs.items():
-        fits = role in graphs and graph.chain_steps and all(spec.dtype == "float32" for spec in state)
-        if fits and (lowered := lower_chain(folder, graphs[role], drafter_graph(drafter.id, single(role)))):
-            graphs[single(role)] = lowered
+        graph, portable = method.graphs[role], graphs[role]
+        for_batches, for_one = (drafter_graph(drafter.id, form(role)) for form in (batch, single))
+        one = None
+        if graph.decoder and on_cpu:
+            several = lower_batch(folder, portable, for_batches)
+            one = lower_single(folder, portable, exact=False, name=for_one)
+        else:
+            several = lower_any(folder, portable, for_batches)
+            if graph.chain_steps and on_cpu:
+                one = lower_chain(folder, portable, for_one)
+        graphs |= {form(role): lowered for form, lowered in ((batch, several), (single, one)) if lowered}
     return DrafterRecord(
         method=method.id,
         verifier_digest=digest,

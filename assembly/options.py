@@ -81,9 +81,9 @@ def _method_of(text: str, source: str) -> str:
     if source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
-    from redraft.export.drafters.checkpoint import DrafterCheckpoint
+    from redraft.export.drafters.checkpoint import named_method
 
-    return DrafterCheckpoint.open(Path(source)).method
+    return named_method(Path(source))
 
 
 def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:

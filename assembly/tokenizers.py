@@ -84,6 +84,24 @@ def write_text_files(checkpoint: Path, bundle: Path) -> SpecialTokens:
     return _special_tokens(tokenizer, settings, _read(checkpoint / "config.json"))
 
 
+def check_same_tokens(what: str, source: Path, bundle: Path) -> None:
+    """Raise CheckpointError if the tokenizer of the folder `source` has other tokens or ids than that of `bundle`."""
+    from tokenizers import Tokenizer
+
+    hint = "give a draft model with the verifier's tokenizer"
+    if not has_tokenizer(source):
+        raise CheckpointError(f"{what}: {source} has no tokenizer to compare with the verifier's", hint)
+    own = load_tokenizer(source, _read(source / "tokenizer_config.json")).get_vocab()
+    verifiers = Tokenizer.from_file(str(bundle / names.TOKENIZER_FILE)).get_vocab()
+    if own != verifiers:
+        different = sorted({token for token, _ in own.items() ^ verifiers.items()})
+        raise CheckpointError(
+            f"{what}: {source} has another tokenizer than the verifier: {len(different)} tokens differ, "
+            f"such as {different[0]!r}",
+            hint,
+        )
+
+
 def _write_sampling_defaults(checkpoint: Path, generation: Mapping[str, Any], bundle: Path) -> None:
     """Keep the sampling parameters of generation_config.json, if the checkpoint has such a file."""
     if (checkpoint / names.GENERATION_CONFIG_FILE).exists():

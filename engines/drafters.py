@@ -62,9 +62,10 @@ def drafter_signatures(drafter: BuiltDrafter) -> dict[str, Signature]:
         if (batch := names.batch(role)) in drafter.record.graphs:
             found[batch] = found[role]
         single = names.single(role)
-        if graph.chain_steps and single in drafter.record.graphs:
+        if (graph.chain_steps or graph.decoder) and single in drafter.record.graphs:
             inputs, outputs = found[role]
-            found[single] = single_sequence(inputs), single_chain_outputs(outputs, graph.chain_steps(drafter.shape))
+            steps = graph.chain_steps(drafter.shape) if graph.chain_steps else 1
+            found[single] = single_sequence(inputs), single_chain_outputs(outputs, steps)
     return found
 
 

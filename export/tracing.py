@@ -240,8 +240,17 @@ def _built(architecture: Architecture, dtype: Dtype) -> Any:
 
 def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
     """Export to an ONNX model without reading weights. Inputs and outputs have the signature's names and order."""
-    batch, nodes, kv_rows = TRACED_BATCH, TRACED_NODES, TRACED_KV_ROWS
     b, t, r, c = (torch.export.Dim(name, min=low) for name, low in (("B", 1), ("T", 1), ("R", 1), ("C", 2)))
+    args, dynamic = decoder_arguments(shape, b, t, r, c)
+    outputs = signatures.verifier_outputs(shape, module.hidden_states)
+    return trace_graph(module, args, dynamic, signatures.verifier_inputs(shape), outputs)
+
+
+def decoder_arguments(
+    shape: signatures.VerifierShape, b: Any, t: Any, r: Any, c: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return arguments of `VerifierModule.forward` to trace with, and their sizes that vary, by four symbols."""
+    batch, nodes, kv_rows = TRACED_BATCH, TRACED_NODES, TRACED_KV_ROWS
     cache = torch.zeros(batch, shape.kv_heads, kv_rows, shape.head_dim, dtype=TORCH[shape.dtype])
     args = (
         torch.ones(batch, nodes, dtype=torch.long),
@@ -261,8 +270,7 @@ def trace(module: VerifierModule, shape: signatures.VerifierShape) -> ir.Model:
         {0: b, 1: r},
         [{0: b, 2: c}] * 2 * shape.layers,
     )
-    outputs = signatures.verifier_outputs(shape, module.hidden_states)
-    return trace_graph(module, args, dynamic, signatures.verifier_inputs(shape), outputs)
+    return args, dynamic
 
 
 def trace_graph(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from redraft import __version__, names, signatures
 from redraft.config import BuildConfig
 from redraft.export import noise, passes, support, tracing, tree_attention, weights
 from redraft.export.architecture import Architecture
-from redraft.export.attention import record_layers
+from redraft.export.attention import LayerRecorder, record_layers
 from redraft.export.checkpoint import AnyCheckpoint
 from redraft.export.experts import expert_tensors
 from redraft.export.loading import LoadedTensors, check_finite, fill_buffers, load_tensors
@@ -67,23 +68,21 @@ def export_verifier(
     if loaded:
         text.tie_word_embeddings = loaded.tied
         check_finite(checkpoint)
-    with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
-        if loaded:
-            fill_buffers(network, loaded.buffers, checkpoint)
-        support.check_hidden_states(config.hidden_states, shape.layers)
-        recorded = record_layers(network, shape.max_positions)
-        shape = support.with_layers(shape, text, recorded.layers)
-        model = tracing.trace(tracing.VerifierModule(network, config.hidden_states, recorded), shape)
-        support.check_positions(model, text)
-        parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
-        tied = support.tied_names(network)
-        embedding, head = support.vocabulary_parameters(network)
-        tensors = _tensors(network, loaded) if loaded else {}
+    traced = trace_decoder(
+        architecture,
+        shape,
+        checkpoint,
+        loaded,
+        lambda network, recorded, shape: tracing.trace(
+            tracing.VerifierModule(network, config.hidden_states, recorded), shape
+        ),
+        config.hidden_states,
+    )
     progress("trace", 1, 1)
-    _name_parameters(model, parameters, tied)
+    model, parameters = traced.model, traced.parameters
     passes.simplify(model)
     source: AnySource = (
-        Source(checkpoint, parameters, tensors)
+        Source(checkpoint, parameters, traced.tensors)
         if loaded
         else RandomSource.write(parameters, out, STORED[config.compute_dtype])
     )
@@ -94,7 +93,51 @@ def export_verifier(
     )  # fmt: skip
     finish(model)
     ir.save(model, out / GRAPH)
-    return VerifierExport(shape, config.hidden_states, GRAPH, refs, embedding, head, source)
+    return VerifierExport(traced.shape, config.hidden_states, GRAPH, refs, traced.embedding, traced.head, source)
+
+
+@dataclass(frozen=True)
+class TracedDecoder:
+    """A traced decoder, whose initializers have their parameters' names.
+
+    parameters: shapes by name.   tensors: stored tensors by name; empty without loaded tensors.
+    embedding, head: names of these parameters.
+    """
+
+    model: ir.Model
+    shape: signatures.VerifierShape
+    parameters: dict[str, tuple[int, ...]]
+    tensors: dict[str, StoredTensor]
+    embedding: str
+    head: str
+
+
+def trace_decoder(
+    architecture: Architecture, shape: signatures.VerifierShape, checkpoint: AnyCheckpoint | None,
+    loaded: LoadedTensors | None, trace: Callable[[nn.Module, LayerRecorder, signatures.VerifierShape], ir.Model],
+    hidden_states: tuple[str, ...] = (), change: Callable[[nn.Module], None] = lambda network: None,
+) -> TracedDecoder:  # fmt: skip
+    """Trace an architecture's text model, whose rotary tables have `shape.max_positions` rows.
+
+    loaded: tensors of `checkpoint`, whose buffers the model gets; None for random weights.
+    trace: of the network, how its layers attend, and the shape with the KV buffers of all layers.
+    change: prepares the network, once it has its buffers.
+    """
+    with tracing.empty_model(architecture, shape.max_positions, shape.dtype) as network:
+        if loaded and checkpoint:
+            fill_buffers(network, loaded.buffers, checkpoint)
+        support.check_hidden_states(hidden_states, shape.layers)
+        change(network)
+        recorded = record_layers(network, shape.max_positions)
+        shape = support.with_layers(shape, architecture.text, recorded.layers)
+        model = trace(network, recorded, shape)
+        support.check_positions(model, architecture.text)
+        parameters = {name: tuple(p.shape) for name, p in network.named_parameters(remove_duplicate=False)}
+        tied = support.tied_names(network)
+        embedding, head = support.vocabulary_parameters(network)
+        tensors = _tensors(network, loaded) if loaded else {}
+    _name_parameters(model, parameters, tied)
+    return TracedDecoder(model, shape, parameters, tensors, embedding, head)
 
 
 def _tensors(network: nn.Module, loaded: LoadedTensors) -> dict[str, StoredTensor]:

@@ -27,12 +27,15 @@ class Budget:
     confidence: a draft ends after a node whose probability, given its parent, is below this. The controller drops what
                 follows such a node, so a drafter that stops there saves its time. 0 never ends a draft, None leaves the
                 end to the drafter.
+    share:      a drafter that can stop ends a draft after a node whose joint probability is below this, since a later
+                node would cost more than it promises. The controller still decides how much of the draft is verified.
     """
 
     nodes: int
     depth: int
     width: int
     confidence: float | None = None
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("nodes", self.nodes), ("depth", self.depth), ("width", self.width)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import exp
 
@@ -103,7 +103,8 @@ class Adaptive:
 
     The controller uses the offer with the largest gain, less the cost of making its tree. The gain of a ready tree is
     known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
-    draft does not pay, the next one is delayed, and the delay doubles each time.
+    draft does not pay, the next one is delayed, and the delay doubles each time. A drafter that can stop inside a draft
+    ends it where a node's joint probability no longer pays for one more level of drafting and verification.
 
     Speculation pauses if speculative steps yield less per millisecond than plain ones, the host's time included. The
     pause is one step at first, and doubles each time. A step after a pause counts more than others, as such steps are
@@ -193,7 +194,23 @@ class Adaptive:
         state.tried = fresh is not None and state.since_fresh > state.patience
         if state.tried:
             taken = fresh
+        if taken is not None and taken.step_ms:
+            limits = limits._replace(budget=self._stopping(limits.budget, taken, rate, seq.noise.drawn))
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
+
+    def _stopping(self, budget: Budget, offer: Offer, rate: float, drawn: bool) -> Budget:
+        """Return a budget that ends a draft where one more level would cost more tokens than it can bring.
+
+        A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
+        """
+        table = self._table
+        node_ms = (table[-1] - table[1]) / max(len(table) - 2, 1)
+        least = min(rate * (offer.step_ms + node_ms), 1.0)
+        if not drawn:
+            return replace(budget, share=least)
+        shares = self._ranks_of(offer).shares(budget.depth)
+        paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
+        return replace(budget, depth=min(budget.depth, paying + 1))
 
     def cut(
         self, batch: Several[Sequence], plans: Several[Plan], made: Several[Tree | None], widest: int = 1
@@ -262,7 +279,8 @@ class Adaptive:
 
         Merging them would copy a tree from the device, and would let the size of a tree of draws depend on its draws.
         """
-        shares = self._ranks_of(plan).shares(len(made) - 1)
+        assert plan.make is not None
+        shares = self._ranks_of(plan.make).shares(len(made) - 1)
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
         if tree is made:
@@ -292,11 +310,10 @@ class Adaptive:
             found = self._depths[call] = DepthCalibration()
         return found
 
-    def _ranks_of(self, plan: Plan) -> RankCalibration:
-        assert plan.make is not None
-        found = self._ranks.get(plan.make.key)
+    def _ranks_of(self, offer: Offer) -> RankCalibration:
+        found = self._ranks.get(offer.key)
         if found is None:
-            found = self._ranks[plan.make.key] = RankCalibration()
+            found = self._ranks[offer.key] = RankCalibration()
         return found
 
     def explain(self, seq: Sequence) -> Choice | None:
@@ -327,7 +344,7 @@ class Adaptive:
         if plan.make is not None:
             if (made := state.offered) is not None:
                 if made.cut_at_end:
-                    self._ranks_of(plan).observe(len(tree), outcome.path)
+                    self._ranks_of(plan.make).observe(len(tree), outcome.path)
                 else:
                     self._depths_of(plan).observe(made, outcome.tokens)
                 state.offered = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from typing import NamedTuple
 
 from redraft.runtime.controller import Call, Controller
@@ -208,4 +209,4 @@ def fit(budget: Budget, seq: Sequence, rows: int, most: Budget | None = None, pa
         return NO_SPECULATION
     if depth >= budget.depth and nodes >= budget.nodes and width == budget.width:
         return budget
-    return Budget(min(nodes, budget.nodes), min(depth, budget.depth), width, budget.confidence)
+    return replace(budget, nodes=min(nodes, budget.nodes), depth=min(depth, budget.depth), width=width)

@@ -24,12 +24,14 @@ class OfferKey(NamedTuple):
 class Offer:
     """A tree that a drafter has for a sequence, or could make now.
 
-    tree: the ready tree; None if `maker` has to make it, in a call whose cost the controller knows.
+    tree:    the ready tree; None if `maker` has to make it, in a call whose cost the controller knows.
+    step_ms: milliseconds of one more level, if the maker stops where a budget says so; 0 if all levels cost the same.
     """
 
     key: OfferKey
     tree: Tree | None = None
     maker: TreeMaker | None = None
+    step_ms: float = 0.0
 
 
 class StepLimits(NamedTuple):

@@ -34,8 +34,8 @@ from redraft.engines.lowering.single import (
 from redraft.engines.manifest import GraphRecord
 
 
-def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
-    """Write `folder`/verifier.batch.onnx, the lowered form of its graph `portable`, for any batch.
+def lower_batch(folder: Path, portable: GraphRecord, name: str = names.VERIFIER_BATCH) -> GraphRecord | None:
+    """Write `folder`/`name`.onnx, the lowered form of a decoder's graph `portable`, for any batch.
 
     Returns its record. Writes nothing and returns None if the graph has no attention.
     """
@@ -43,30 +43,32 @@ def lower_batch(folder: Path, portable: GraphRecord) -> GraphRecord | None:
     attentions = _attentions(model)
     if not attentions:
         return None
+    lower_noise(model)
     lowered = BatchAttention(model.graph)
     for node in attentions:
         lowered.lower(node)
-    return _save(model, folder, GraphRecord(f"{names.VERIFIER_BATCH}.onnx", portable.inputs, portable.outputs))
+    return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, portable.outputs))
 
 
-def lower_single(folder: Path, portable: GraphRecord, exact: bool = True) -> GraphRecord | None:
+def lower_single(folder: Path, portable: GraphRecord, exact: bool = True, name: str = "") -> GraphRecord | None:
     """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
 
     exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
-    trees too and is faster for both. Returns its record. Writes nothing and returns None if a layer does not fit the
-    kernel.
+    trees too and is faster for both.   name: of the file, for another decoder's graph. Returns its record. Writes
+    nothing and returns None if a layer does not fit the kernel.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
     if not attentions or not all(map(fits_single, attentions)):
         return None
     _fix_batch(model.graph)
+    lower_noise(model)
     lowered = SingleAttention(model.graph, exact)
     for node in attentions:
         lowered.lower(node)
     if exact:
         _drop_input(model.graph, names.TREE_MASK)
-    name = names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST
+    name = name or (names.VERIFIER_SINGLE if exact else names.VERIFIER_FAST)
     inputs = single_chain(portable.inputs) if exact else single_sequence(portable.inputs)
     outputs = single_sequence(portable.outputs)
     return _save(model, folder, GraphRecord(f"{name}.onnx", inputs, outputs))

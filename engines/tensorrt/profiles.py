@@ -115,7 +115,7 @@ def drafter_symbols(graph: GraphSpec[Any], spare_rows: int, limits: CallLimits) 
     most = names.kv_rows(limits.max_model_len + spare_rows)
     found = {}
     for name, own in graph.profiles.items():
-        rows = own["M"][2] if "M" in own else _SMALLEST_CACHE
+        rows = next((own[symbol][2] for symbol in ("M", "T") if symbol in own), _SMALLEST_CACHE)
         capacity = (max(_SMALLEST_CACHE, rows), max(limits.max_model_len, rows), most)
         found[name] = {**_batch(limits), "C": capacity, **own}
     return found

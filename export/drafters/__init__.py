@@ -30,11 +30,13 @@ class Exporter:
 
     trained: (id, DrafterCheckpoint, VerifierExport, Identity, folder, options, progress).
     random:  (id, the verifier's transformers configuration, VerifierExport, folder, options, progress).
-    Both raise CheckpointError for a drafter that does not fit, and UsageError for options that do not.
+    checkpoint: (id, the checkpoint of a decoder, VerifierExport, folder, options, progress), if the method takes one.
+    All raise CheckpointError for a drafter that does not fit, and UsageError for options that do not.
     """
 
     trained: Callable[..., ExportedDrafter]
     random: Callable[..., ExportedDrafter]
+    checkpoint: Callable[..., ExportedDrafter] | None = None
 
 
 def find_exporter(method: str) -> Exporter:

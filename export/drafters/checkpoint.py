@@ -24,7 +24,7 @@ from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, re
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.sources import AnySource, Source
-from redraft.methods import find_method
+from redraft.methods import checkpoint_method, find_method
 from redraft.names import DRAFT_VOCABULARY, TOKENIZER_FILE
 from redraft.records import from_plain
 
@@ -57,6 +57,20 @@ class Identity:
     def from_digests(cls, verifier: AnyCheckpoint, digests: Mapping[str, str]) -> Identity:
         """Return the identity of a checkpoint from SHA-256 digests of its files, by name."""
         return cls(tuple(digests[name] for name in sorted(verifier.files)), digests.get(TOKENIZER_FILE, ""))
+
+
+def is_plain_checkpoint(path: Path) -> bool:
+    """Return True if a folder is a decoder's checkpoint, which transformers could load, and not a drafter's folder."""
+    try:
+        values = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and "model_type" in values and "method" not in values
+
+
+def named_method(path: Path) -> str:
+    """Return the method of the drafter in a folder. Raises CheckpointError if the folder has no drafter."""
+    return checkpoint_method() if is_plain_checkpoint(path) else DrafterCheckpoint.open(path).method
 
 
 class TokenData(NamedTuple):

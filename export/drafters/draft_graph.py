@@ -269,7 +269,7 @@ def rename(model: ir.Model, new_names: dict[str, str]) -> None:
     initializers = model.graph.initializers
     for old, new in new_names.items():
         value = initializers.get(old)
-        if value is None:
+        if value is None or old == new:
             continue
         if new in initializers:
             ir.convenience.replace_all_uses_with(value, initializers[new])

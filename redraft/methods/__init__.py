@@ -41,4 +41,20 @@ def built_methods() -> tuple[str, ...]:
     return tuple(name for name in METHODS if find_method(name).is_built)
 
 
-__all__ = ["LOOKUPS", "METHODS", "NGRAM", "NONE", "GraphSpec", "Method", "TreeLimits", "built_methods", "find_method"]
+def checkpoint_method() -> str:
+    """Return the method of a drafter that is a plain checkpoint of a decoder."""
+    return next(name for name in METHODS if find_method(name).takes_checkpoints)
+
+
+__all__ = [
+    "LOOKUPS",
+    "METHODS",
+    "NGRAM",
+    "NONE",
+    "GraphSpec",
+    "Method",
+    "TreeLimits",
+    "built_methods",
+    "checkpoint_method",
+    "find_method",
+]

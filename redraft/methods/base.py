@@ -49,6 +49,7 @@ class GraphSpec(Generic[S]):
     looked_up:   rows of a table that one call reads, by table. A call reads other tables whole.
     chain_steps: steps of the causal chain that the graph unrolls; each updates the KV buffers. None if there is no
                  chain, and then no CPU graph for one sequence.
+    decoder:     True if the graph has the verifier's inputs and attention, and is lowered for the CPU like it.
     """
 
     inputs: Callable[[S], tuple[TensorSpec, ...]]
@@ -58,6 +59,7 @@ class GraphSpec(Generic[S]):
     integers: Callable[[S], Mapping[str, tuple[int, int]]] = no_sizes
     looked_up: Callable[[S], Mapping[str, int]] = no_sizes
     chain_steps: Callable[[S], int] | None = None
+    decoder: bool = False
 
     def signature(self, shape: S) -> Signature:
         """Inputs and outputs of the graph for this shape."""
@@ -111,6 +113,7 @@ class Method(Generic[S]):
     tables:        graph inputs that a device binds once, from a file.
     limits:        the largest tree.   describe: the shape in words.
     options:       class of its options at run time.   build_options: class of its options for building.
+    takes_checkpoints: True if a drafter may be a plain checkpoint of a decoder.
     training:      name of the command that trains its drafters, if it is not the id.
     """
 
@@ -127,6 +130,7 @@ class Method(Generic[S]):
     describe: Callable[[S], str] = lambda shape: ""
     options: type[Any] = NoOptions
     build_options: type[BuildOptions] = BuildOptions
+    takes_checkpoints: bool = False
     training: str = ""
 
     @property

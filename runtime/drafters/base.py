@@ -80,13 +80,16 @@ class TreeMaker(Drafter):
     change its state, and its tree has no meaning.
     """
 
+    step_ms: float = 0.0
+    """`Offer.step_ms` of fresh drafts, lately."""
+
     def __init__(self, verifier: Verifier) -> None:
         super().__init__(verifier)
         self._resampling: dict[int, OfferKey] = {}
 
     def offers(self, seq: Sequence, budget: Budget) -> Several[Offer]:
         """Return a fresh draft, and resampling if steps of the last draft remain."""
-        fresh = Offer(self._fresh, maker=self)
+        fresh = Offer(self._fresh, maker=self, step_ms=self.step_ms)
         steps = self.remaining(seq)
         if not steps:
             return (fresh,)

@@ -13,42 +13,31 @@ overwrite are saved before and restored.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 
 from redraft import names
-from redraft.engines.bundle import Bundle
-from redraft.engines.device import Array, Buffer, Device, Program, Run, byte_size, sized, slots_of
+from redraft.engines.device import Array, Buffer, Device, Program, Run, sized, slots_of
 from redraft.engines.host_buffer import array_of
-from redraft.engines.tensorrt.profiles import check_tree
 from redraft.errors import UsageError
-from redraft.methods import Method
-from redraft.names import COPY_SLOT, DRAFT, RESAMPLE, drafter_graph
-from redraft.runtime.bound_step import gathered, slot_copy
+from redraft.names import DRAFT, RESAMPLE
+from redraft.runtime.bound_step import gathered
 from redraft.runtime.device_tree import DeviceDrafts, TreeStore
-from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.engine import CATCH_UP, MOST_CALLS, EngineDrafter
 from redraft.runtime.drafters.proposals import AddedLogits, ChainProposal
-from redraft.runtime.drafters.slot_noise import SlotNoise
-from redraft.runtime.ranges import WAIT
 from redraft.runtime.recent import Recent
 from redraft.runtime.sequence import Sequence
 from redraft.runtime.tree import root_only, within
 from redraft.runtime.verifier import WARM_SLOTS, Verifier
 from redraft.types import Budget, DraftTree, Draws, Outcome, Proposal, Tree
 
-CATCH_UP = names.CATCH_UP_ROWS
-_ROW_STEP = 16
-"""The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)
 _CATCH_UP_CALL = "catch_up"
 """A call of the draft graph that computes pending rows and drafts nothing."""
-MOST_CALLS = 128
-"""Call shapes in memory for every four slots. Shapes that compute a prompt's rows have one slot each."""
 
 
 @dataclass(slots=True)
@@ -60,70 +49,31 @@ class Drafting:
     pending: int = 0
 
 
-class HiddenStateDrafter(TreeMaker):
+class HiddenStateDrafter(EngineDrafter):
     """The shared part of such drafters. A subclass sets `method`; its shape has `steps` and `nodes` of a draft."""
-
-    has_engines = True
-    method: ClassVar[Method[Any]]
 
     def __init__(self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str) -> None:
         """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
 
         shape: of its graphs.   tables: by name.   options: of the method.   name: the drafter's id.
         """
-        super().__init__(verifier)
-        self.options = options
-        self.name = name
-        self.shape = shape
-        self.limits = self.method.limits(shape)
-        device = self._device = verifier.device
+        device = verifier.device
         self._store = verifier.steps.store if device.step_graphs else None
-        sizes = {
-            "B": verifier.max_num_seqs,
-            "C": names.kv_rows(verifier.max_model_len + CATCH_UP + shape.steps),
-            "W": names.MAX_PENDING_FEATURES,
-        }
-        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in self.method.state(shape)}
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
-        graphs = tuple(self.method.roles(shape))
+        chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
-        device.expect({
-            "drafter's KV and pending rows": sum(state.values()),
-            "copies of the drafter's chains": state[names.CHAIN_LOGITS] if several and RESAMPLE in graphs else 0,
-            "drafter's tables": sum(table.nbytes for table in tables.values()),
-        }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
-        self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
-        self._step_programs = {graph: device.program(graph) for graph in step_graphs}
-        self._state = {
-            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
-        }
-        self._tables = {name: _placed(device, table) for name, table in tables.items()}
-        self._host_tables = tables
-        self._noise = SlotNoise(device, sizes["B"], shape.draft_logit_scale)
-        self._positions = np.arange(sizes["C"])
+        super().__init__(verifier, shape, tables, options, name, CATCH_UP + shape.steps, step_graphs, chains)
         most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
-        self._calls: Recent[tuple[str, int, int], _Call] = Recent(
-            MOST_CALLS * -(-verifier.max_num_seqs // 4), device.wait
-        )
+        self._calls: Recent[tuple[str, int, int], _Call] = Recent(most_calls, device.wait)
         self._lost_chain: Buffer | None = None
         self._shifts: Recent[int, _Shift] = Recent(most_calls, device.wait)
-        chains = self._state.get(names.CHAIN_LOGITS) if several and RESAMPLE in graphs else None
-        self._chains = [_Backup(device, slots_of(chains, range(slot, slot + 1))) for slot in several] if chains else []
+        self._chains = [
+            _Backup(device, slots_of(self._state[chain], range(slot, slot + 1))) for chain in chains for slot in several
+        ]
         self._nodes = [shape.nodes] * verifier.max_num_seqs
-        self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
         verifier.attach(self)
         if device.asynchronous:
             self._warm()
-
-    @classmethod
-    def create(
-        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
-    ) -> Self:
-        """Return the bundle's drafter, with options of the method. Raises UsageError, BundleError."""
-        assert bundle is not None
-        built = bundle.drafter(drafter)
-        check_tree(verifier.largest_tree, built.shape.nodes)
-        return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)
 
     def pending_features(self, slots: range) -> Mapping[str, Buffer]:
         """Return the buffers [B, W, n] of these slots, by hidden state."""
@@ -191,17 +141,13 @@ class HiddenStateDrafter(TreeMaker):
             backup.save()
         self._fill(call, batch, rows)
         self._noise.set(batch, call.host_inputs.open())
-        self._run(DRAFT, call)
+        self._run(DRAFT, call.work)
         for backup in kept:
             backup.restore()
         for seq, count in zip(batch, rows, strict=True):
             if count:
                 seq.drafting[self].used = 0
         return self._made(call, batch, budgets, self._nodes, f"draft {self.name}")
-
-    def move(self, seq: Sequence, source: int, target: int) -> None:
-        """Copy the drafter's rows of `seq` to another slot."""
-        self._copy_slot(source, target, seq.drafting[self].cache_len)
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
         """Return milliseconds of a draft and of a resampling."""
@@ -247,7 +193,7 @@ class HiddenStateDrafter(TreeMaker):
         drafting: Drafting = seq.drafting[self]
         call = self._call(_CATCH_UP_CALL, range(slot, slot + 1), self._width(CATCH_UP))
         self._fill(call, [seq], [CATCH_UP])
-        self._run(DRAFT, call)
+        self._run(DRAFT, call.work)
         drafting.used = self.shape.steps
         pending = slots_of(self._state[names.PENDING_FEATURES], range(slot, slot + 1))
         shift = self._shifts.get(slot) or self._shifts.add(slot, _Shift(self._device, self._gather, pending))
@@ -256,12 +202,6 @@ class HiddenStateDrafter(TreeMaker):
     @property
     def _gather(self) -> Program:
         return self._step_programs[names.STEP_GATHER_FEATURES]
-
-    def _width(self, rows: int) -> int:
-        """Return the rows of the smallest draft call that fits `rows` pending rows."""
-        if self._device.step_graphs:
-            return names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, rows)]
-        return rows if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
 
     def _fill(self, call: _Call, batch: Several[Sequence], rows: Several[int]) -> None:
         """Set the next run's inputs: the first rows[i] pending rows of sequence i. No rows mean no draft."""
@@ -297,14 +237,6 @@ class HiddenStateDrafter(TreeMaker):
             for slot, (seq, count) in enumerate(zip(batch, rows, strict=True))
             if not count and (state := self._state_of(seq)) and state.used < self.shape.steps
         ]
-
-    def _run(self, graph: str, call: _Call) -> None:
-        ranges = self.verifier.ranges
-        with ranges.call(drafter_graph(self.name, graph)):
-            call.work()
-            if ranges.watcher is not None and ranges.watcher.waits:
-                with ranges.stage(WAIT):
-                    self._device.wait()
 
     def _made(
         self, call: _Call, batch: Several[Sequence], budgets: Several[Budget], nodes: Several[int], stage: str
@@ -458,12 +390,6 @@ class _Backup:
     def __init__(self, device: Device, buffer: Buffer) -> None:
         copy = _like(device, buffer)
         self.save, self.restore = device.copy(copy, buffer), device.copy(buffer, copy)
-
-
-def _placed(device: Device, table: Array) -> Buffer:
-    buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
-    buffer.write(table)
-    return buffer
 
 
 def _like(device: Device, buffer: Buffer) -> Buffer:

@@ -55,7 +55,7 @@ class LyannaDrafter(HiddenStateDrafter):
             if drafted is not None:
                 drafted[slot] = budget.nodes
         self._noise.set(batch, values)
-        self._run(RESAMPLE, call)
+        self._run(RESAMPLE, call.work)
         return self._made(call, batch, budgets, nodes, f"resample {self.name}")
 
 

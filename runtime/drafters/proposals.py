@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 
 import numpy as np
 
@@ -38,3 +39,20 @@ class ChainProposal:
         if self._added is not None:
             row = row + self._added(token)
         return row * self._scale
+
+
+class RowsProposal:
+    """A `redraft.types.Proposal` of a chain over rows that the host has.
+
+    rows: the logits after each node of the chain, before noise.   scale: factor on logits.   tokens: of the columns.
+    """
+
+    def __init__(self, rows: Several[FloatArray], scale: float, tokens: IntArray | None) -> None:
+        self.tokens = tokens
+        self._rows = rows
+        self._scale = np.float32(scale)
+
+    def logits(self, depth: int, token: int) -> FloatArray:
+        """Return the logits after the node at this depth, float32[H]."""
+        row: FloatArray = self._rows[depth] * self._scale
+        return row

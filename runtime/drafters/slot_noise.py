@@ -34,14 +34,17 @@ class SlotNoise:
         """Buffers [1] for calls of one sequence whose tree nobody reads."""
         return self._silent
 
-    def set(self, batch: Several[Sequence], values: Mapping[str, Array]) -> None:
-        """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers."""
+    def set(self, batch: Several[Sequence], values: Mapping[str, Array], first: int = 0) -> None:
+        """Set the inputs of the next call, whose slot i has sequence i. values: arrays of the call's integers.
+
+        first: levels of the draft that earlier calls made.
+        """
         keys, drawn = values[names.NOISE_KEYS], values[names.DRAWN]
         for slot, seq in enumerate(batch):
             noise = seq.noise
             drawn[slot] = noise.drawn
             if noise.temperature > 0:
-                keys[slot] = noise.keys(len(seq.tokens), keys.shape[1])
+                keys[slot] = noise.keys(len(seq.tokens), first + keys.shape[1])[first:]
         self._write([seq.noise for seq in batch])
 
     def clear(self) -> None:

@@ -100,6 +100,26 @@ def test_every_graph_of_the_embedded_model_is_taken(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("release", "attention"), [("10.15.1", "plugin"), ("10.16.1", "native")])
+def test_the_graph_of_a_draft_model_is_taken(
+    release: str, attention: str, build: Build, built: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, drafter = tmp_path / "tiny", "dm=random,method=draft_model,draft_vocabulary=512"
+    options = ("-o", out, "--precision", "fp16", "--attention", attention, "--drafter", drafter)
+    assert build(release, *options) == 0, capsys.readouterr().err
+    bundle = open_bundle(out)
+    record = bundle.manifest.tensorrt
+    assert record is not None
+    assert [profile.name for profile in record.engines["dm.draft"].profiles] == ["prefill", "tree", "token"]
+    assert not {name for name in record.engines if name.startswith("step.")} & {"step.gather_features"}
+    onnx.checker.check_model(out / bundle.manifest.all_graphs["dm.draft"].file, full_check=True)
+    capsys.readouterr()
+    assert main.run(["inspect", str(out), "--write-inputs", str(tmp_path / "inputs"), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["inputs"]
+    assert str(tmp_path / "inputs" / "dm.draft.token.output_rows.bin") in written
+
+
+@pytest.mark.slow
 def test_the_standard_output_has_one_json_object_alone(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from redraft import names
 from redraft.errors import UsageError
 from redraft.methods import METHODS, Method, built_methods, find_method
+from redraft.methods.draft_model import DraftModelShape
 from redraft.methods.lyanna import LyannaShape
 from redraft.methods.mtp import MtpShape
 
@@ -21,6 +22,11 @@ SHAPES = {
         for drafted in (20, 61)
     ],
     "mtp": [MtpShape(32, 61, 2, 16, steps, drafted) for steps in (1, 4) for drafted in (20, 61)],
+    "draft_model": [
+        DraftModelShape(3, 32, 61, 2, 16, 24, width, nodes, drafted)
+        for width, nodes in ((1, 25), (4, 33))
+        for drafted in (20, 61)
+    ],
 }
 """Shapes of each method that is built."""
 CASES = [(find_method(name), shape) for name in built_methods() for shape in SHAPES[name]]

@@ -9,11 +9,13 @@ from redraft.engines.tensorrt.profiles import (
     CallLimits,
     check_max_num_seqs,
     check_tree,
+    drafter_symbols,
     largest_call,
     profiles_of,
 )
 from redraft.engines.tensorrt.records import Range
 from redraft.errors import UsageError
+from redraft.methods import draft_model
 from redraft.methods.lyanna import LyannaShape, draft_inputs, resample_inputs
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape
@@ -172,3 +174,19 @@ def test_slots_begin_at_addresses_that_tensorrt_takes() -> None:
     tree = profiles_of(symbols, SIGNATURES[names.VERIFIER], limits, kv_len_is_shape=False)[-1]
     assert tree.inputs[names.key_cache(0)].max == (2, 2, 48, 16)
     assert [names.kv_rows(tokens) for tokens in (1, 16, 33)] == [16, 16, 48]
+
+
+@pytest.mark.parametrize("max_model_len", [16, 64, 4096])
+def test_a_decoder_that_drafts_has_profiles_for_prompts_for_steps_and_for_each_further_token(
+    max_model_len: int,
+) -> None:
+    limits = CallLimits(batch=2, tree=16, prefill=128, max_model_len=max_model_len)
+    symbols = drafter_symbols(draft_model.METHOD.graphs[names.DRAFT], draft_model.METHOD.spare_rows, limits)
+    inputs = draft_model.draft_inputs(draft_model.DraftModelShape(3, 32, 61, 2, 16, 24, 4, 33, 61))
+    found = profiles_of(symbols, inputs, limits, kv_len_is_shape=True)
+    assert [profile.inputs[names.TOKEN_IDS].max for profile in found] == [(2, 64), (2, 16), (2, 1)]
+    assert [profile.inputs[names.OUTPUT_ROWS].max for profile in found] == [(2, 8), (2, 8), (2, 1)]
+    for profile, sizes in zip(found, symbols.values(), strict=True):
+        assert all(rows >= new for rows, new in zip(sizes["C"], sizes["T"], strict=True))
+        for ranges in profile.inputs.values():
+            assert all(a <= b <= c for a, b, c in zip(ranges.min, ranges.opt, ranges.max, strict=True))

@@ -1,0 +1,88 @@
+"""A draft model's tree while it grows, level by level, from the candidates of its likeliest nodes.
+
+Li et al. 2024 (EAGLE-2), section 4: each level expands the nodes of the largest joint probability, and the tree keeps
+the likeliest of all nodes. Joint probabilities never grow along a path, so parents come before their children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from math import inf, log
+
+import numpy as np
+
+from redraft.types import BoolArray, Budget, DraftTree, Draws, Proposal
+
+
+def log_share(share: float) -> float:
+    """Return the logarithm of a probability; -inf for 0."""
+    return log(share) if share > 0 else -inf
+
+
+@dataclass
+class GrowingTree:
+    """A tree in progress. Node 0 is the root.
+
+    width: most nodes of a level that are expanded, and candidates of a node.   most: nodes to keep, without the root.
+    least, least_joint: logarithms under which a node's probability, and the joint one, leave it without candidates.
+    log_probs: joint.   rows: expanded nodes but the root, in the order of their rows.   ends: the last of them, or the
+    root, which wait for candidates.
+    """
+
+    width: int
+    most: int
+    least: float
+    least_joint: float
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    log_probs: list[float] = field(default_factory=lambda: [0.0])
+    depths: list[int] = field(default_factory=lambda: [0])
+    rows: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
+
+    @classmethod
+    def of(cls, root: int, budget: Budget, width: int, most: int) -> GrowingTree:
+        """Return the tree of the root alone."""
+        return cls(width, most, log_share(budget.confidence or 0.0), log_share(budget.share), [root])
+
+    def grow(self, tokens: Several[Several[int]], log_probs: Several[Several[float]], last: bool) -> None:
+        """Add candidates of the nodes in `ends`, best first, and choose the next ones; none after the last level."""
+        grown = []
+        for parent, found, shares in zip(self.ends, tokens, log_probs, strict=False):
+            for token, share in zip(found[: self.width], shares, strict=False):
+                joint = self.log_probs[parent] + share
+                if share >= self.least and joint >= self.least_joint:
+                    grown.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.log_probs.append(joint)
+                self.depths.append(self.depths[parent] + 1)
+        grown.sort(key=lambda node: -self.log_probs[node])
+        self.ends = [] if last else [node for node in grown[: self.width] if self._can_bring_more(node)]
+        self.rows += self.ends
+
+    def _can_bring_more(self, node: int) -> bool:
+        """Return True if children of a node may be among the nodes to keep."""
+        others = sorted(self.log_probs[1:], reverse=True)
+        return len(others) < self.most or self.log_probs[node] > others[self.most - 1]
+
+    def mask(self) -> BoolArray:
+        """Return bool [rows, rows]: row j is row i or an ancestor of it."""
+        place = {node: row for row, node in enumerate(self.rows)}
+        mask = np.eye(len(self.rows), dtype=np.bool_)
+        for row, node in enumerate(self.rows):
+            if (above := place.get(self.parents[node])) is not None:
+                mask[row] |= mask[above]
+        return mask
+
+    def whole(self, proposal: Proposal | None) -> DraftTree:
+        """Return all nodes in order of joint probability, the root first."""
+        order = sorted(range(len(self.tokens)), key=lambda node: -self.log_probs[node])
+        place = {node: index for index, node in enumerate(order)} | {-1: -1}
+        return DraftTree(
+            np.array([self.tokens[node] for node in order], np.int64),
+            np.array([place[self.parents[node]] for node in order], np.int64),
+            np.array([self.log_probs[node] for node in order], np.float32),
+            Draws.of(proposal, len(order)),
+        )

@@ -1,0 +1,115 @@
+"""Drafters with engines of their own: the parts that all of them share.
+
+The drafter has its own KV in each slot. Rows of tokens that were committed since its last draft are pending, and the
+next draft computes them, in several chunks if necessary. A call computes all slots of a batch, but leaves the slots of
+other drafters unchanged: it writes their KV after their valid rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from redraft import names
+from redraft.engines.bundle import Bundle
+from redraft.engines.device import Array, Buffer, Device, Work, byte_size, sized
+from redraft.engines.tensorrt.profiles import check_tree
+from redraft.methods import Method
+from redraft.names import COPY_SLOT, RESAMPLE, drafter_graph
+from redraft.runtime.bound_step import slot_copy
+from redraft.runtime.drafters.base import TreeMaker
+from redraft.runtime.drafters.slot_noise import SlotNoise
+from redraft.runtime.ranges import WAIT
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.verifier import Verifier
+
+CATCH_UP = names.CATCH_UP_ROWS
+_ROW_STEP = 16
+"""The host pads more rows than this to a multiple of it, so that it prepares few shapes."""
+MOST_CALLS = 128
+"""Call shapes in memory for every four slots. Shapes that compute a prompt's rows have one slot each."""
+
+
+class EngineDrafter(TreeMaker):
+    """The shared part of such drafters. A subclass sets `method`; its shape has `nodes` of a draft."""
+
+    has_engines = True
+    method: ClassVar[Method[Any]]
+
+    def __init__(
+        self, verifier: Verifier, shape: Any, tables: Mapping[str, Array], options: Any, name: str, spare_rows: int,
+        step_graphs: tuple[str, ...] = (), copied: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Load its programs. Raises BundleError, and BackendError if they do not fit the device.
+
+        shape: of its graphs.   tables: by name.   options: of the method.   name: the drafter's id.
+        spare_rows: rows of its KV beyond the context.   step_graphs: graphs of a step that it runs.
+        copied: tensors of the state that it also has a copy of.
+        """
+        super().__init__(verifier)
+        self.options = options
+        self.name = name
+        self.shape = shape
+        self.limits = self.method.limits(shape)
+        device = self._device = verifier.device
+        sizes = {
+            "B": verifier.max_num_seqs,
+            "C": names.kv_rows(verifier.max_model_len + spare_rows),
+            "W": names.MAX_PENDING_FEATURES,
+        }
+        state = {spec.name: byte_size(spec.dtype, sized(spec.shape, sizes)) for spec in self.method.state(shape)}
+        graphs = tuple(self.method.roles(shape))
+        device.expect({
+            "drafter's KV and pending rows": sum(state.values()),
+            "copies of the drafter's chains": sum(state[name] for name in copied),
+            "drafter's tables": sum(table.nbytes for table in tables.values()),
+        }, (*(drafter_graph(name, role) for role in graphs), *step_graphs))  # fmt: skip
+        self._programs = {role: device.program(drafter_graph(name, role), short=role == RESAMPLE) for role in graphs}
+        self._step_programs = {graph: device.program(graph) for graph in step_graphs}
+        self._state = {
+            spec.name: device.empty(spec.dtype, *sized(spec.shape, sizes)) for spec in self.method.state(shape)
+        }
+        self._tables = {name: _placed(device, table) for name, table in tables.items()}
+        self._host_tables = tables
+        self._noise = SlotNoise(device, sizes["B"], shape.draft_logit_scale)
+        self._kv_rows = sizes["C"]
+        self._positions = np.arange(sizes["C"])
+        self._copy_slot = slot_copy(device, drafter_graph(name, COPY_SLOT), self._state)
+
+    @classmethod
+    def create(
+        cls, verifier: Verifier, options: Mapping[str, Any], bundle: Bundle | None = None, drafter: str = ""
+    ) -> Self:
+        """Return the bundle's drafter, with options of the method. Raises UsageError, BundleError."""
+        assert bundle is not None
+        built = bundle.drafter(drafter)
+        check_tree(verifier.largest_tree, built.shape.nodes)
+        return cls(verifier, built.shape, bundle.tables(drafter), cls.method.parse_options(options), drafter)  # type: ignore[call-arg]
+
+    def move(self, seq: Sequence, source: int, target: int) -> None:
+        """Copy the drafter's rows of `seq` to another slot."""
+        self._copy_slot(source, target, seq.drafting[self].cache_len)
+
+    def _width(self, rows: int) -> int:
+        """Return the rows of the smallest draft call that fits `rows` pending rows."""
+        if self._device.step_graphs:
+            return names.DRAFT_WIDTHS[bisect_left(names.DRAFT_WIDTHS, rows)]
+        return rows if rows <= _ROW_STEP else -(-rows // _ROW_STEP) * _ROW_STEP
+
+    def _run(self, graph: str, work: Work) -> None:
+        """Run work of a graph as a range of the profile."""
+        ranges = self.verifier.ranges
+        with ranges.call(drafter_graph(self.name, graph)):
+            work()
+            if ranges.watcher is not None and ranges.watcher.waits:
+                with ranges.stage(WAIT):
+                    self._device.wait()
+
+
+def _placed(device: Device, table: Array) -> Buffer:
+    buffer = device.empty(str(table.dtype), *table.shape)  # type: ignore[arg-type]
+    buffer.write(table)
+    return buffer

@@ -1,0 +1,286 @@
+"""A draft model in the runtime: it drafts its own continuation of all committed tokens, and stops where it should."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from redraft.export.checkpoint import Checkpoint
+from redraft.export.drafters.checkpoint import DrafterCheckpoint
+from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime.cost import VerifyCosts
+from redraft.runtime.drafters.draft_model import Chain, Drafting, DraftModelDrafter
+from redraft.runtime.drafters.draft_model_tree import GrowingTree
+from redraft.runtime.drafters.proposals import RowsProposal
+from redraft.runtime.sequence import Sequence
+from redraft.runtime.tree import accepted_path, depths_of, within
+from redraft.types import Budget, Costs, Tree
+from tests.runtime.fakes import CURVE
+from tests.runtime.test_rejection_drafts import FAR, chi_square
+
+from .draft_model_bundle import CONTEXT, write_bundle
+
+PROMPTS = [[5, 9, 3, 17, 12, 8], [1, 2, 20, 6, 7, 13, 9, 9, 4, 11, 3]]
+LONG = [3 + number * number % 29 for number in range(90)]
+PARAMS = SamplingParams(max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("draft-models")
+    write_bundle(found)
+    return found
+
+
+def opened(folder: Path, slots: int = 1, device: str | None = None) -> Runtime:
+    return Runtime.open(folder / "engines", threads=1, max_num_seqs=slots, device=device, verify=False)
+
+
+def chains(method: str, tokens: int) -> SpeculationParams:
+    return SpeculationParams(method, budget=Budget(tokens, tokens, 1))
+
+
+@pytest.mark.parametrize(("slots", "device"), [(1, None), (2, None), (1, "cpu"), (2, "cpu")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_the_verifiers(folder: Path, slots: int, device: str | None, temperature: float) -> None:
+    params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=4)
+    with opened(folder, slots, device) as runtime:
+        plain = [text.token_ids for text in runtime.generate([*PROMPTS, LONG], params, "none")]
+        ways = [chains(method, 6) for method in ("narrow", "rounded", "part")]
+        for way in (*ways, "ngram+narrow", SpeculationParams("wide", budget=Budget(9, 4, 3))):
+            found = runtime.generate([*PROMPTS, LONG], params, way)
+            assert [text.token_ids for text in found] == plain
+            assert all(text.metrics.num_draft_tokens > 0 for text in found)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_verifier_that_drafts_for_itself_accepts_every_token(
+    folder: Path, slots: int, temperature: float, acceptance: str
+) -> None:
+    params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=temperature, seed=9, acceptance=acceptance)
+    with opened(folder, slots) as runtime:
+        for text in runtime.generate([*PROMPTS, LONG], params, chains("same", 24)):
+            assert text.metrics.num_draft_tokens == text.metrics.num_accepted_draft_tokens > 40
+            assert text.metrics.num_steps < 5
+
+
+class Watched:
+    """The drafts of a drafter, with the tokens that were committed before each."""
+
+    def __init__(self, drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.drafts: list[tuple[list[int], Tree]] = []
+        self.rows: list[tuple[int, int]] = []
+        draft, fill = drafter.draft, drafter._extend
+
+        def watched(batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+            made = draft(batch, budgets)
+            self.drafts += [
+                (list(seq.tokens), tree) for seq, tree, budget in zip(batch, made, budgets, strict=True) if budget.nodes
+            ]
+            return made
+
+        def counted(
+            batch: Several[Sequence], chains: Several[Chain], starts: Several[int], pending: Several[Several[int]],
+            level: int, levels: int,
+        ) -> None:  # fmt: skip
+            self.rows.append((max(map(len, pending)), levels))
+            fill(batch, chains, starts, pending, level, levels)
+
+        monkeypatch.setattr(drafter, "draft", watched)
+        monkeypatch.setattr(drafter, "_extend", counted)
+
+
+def drafter_of(runtime: Runtime, name: str) -> DraftModelDrafter:
+    drafter = runtime._drafter(name)
+    assert isinstance(drafter, DraftModelDrafter)
+    return drafter
+
+
+class Reference:
+    """The draft model in torch. It computes every token of a text again."""
+
+    def __init__(self, folder: Path, student: str) -> None:
+        opened = DrafterCheckpoint.open(folder / student)
+        self.model = DraftModel(opened.configure(DraftModelConfig)).eval()
+        opened.load(self.model)
+        stored = load_file(Checkpoint.open(folder / "verifier").path / "model.safetensors")
+        self._embedding, self._head = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
+
+    @torch.no_grad()
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        states = self.model(F.embedding(torch.tensor([tokens]), self._embedding))
+        return (self._head @ states[0, -1]).log_softmax(-1)
+
+    def check(self, tokens: list[int], tree: Tree) -> None:
+        """Every node is a likeliest token after its path, with its joint probability."""
+        found, parents, joint = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
+        assert found[0] == tokens[-1]
+        for node in range(1, len(found)):
+            path, at = [], parents[node]
+            while at > 0:
+                path.insert(0, found[at])
+                at = parents[at]
+            log_probs = self.log_probs([*tokens, *path])
+            siblings = [other for other in range(1, node) if parents[other] == parents[node]]
+            assert found[node] == int(log_probs.argsort(descending=True)[len(siblings)])
+            assert joint[node] - joint[parents[node]] == pytest.approx(float(log_probs[found[node]]), abs=1e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_drafts_continue_all_committed_tokens(folder: Path, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was accepted before, and over rows that were kept: prompts of several chunks, steps of other methods."""
+    reference = Reference(folder, "student")
+    with opened(folder, slots) as runtime:
+        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
+        ways = [chains("narrow", 5), "ngram+narrow", chains("narrow", 7)]
+        runtime.generate([PROMPTS[0], PROMPTS[1], LONG], PARAMS, ways)
+        lengths = {len(tree) for _, tree in watched.drafts}
+        assert {6, 8} <= lengths
+        for tokens, tree in watched.drafts:
+            reference.check(tokens, tree)
+
+
+def test_trees_have_the_likeliest_nodes_of_every_level(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reference(folder, "student")
+    with opened(folder, 2) as runtime:
+        watched = Watched(drafter_of(runtime, "wide"), monkeypatch)
+        ways = [SpeculationParams("wide", budget=Budget(12, 5, 3)), SpeculationParams("wide", budget=Budget(6, 3, 2))]
+        runtime.generate(PROMPTS, PARAMS, ways)
+        shapes = [(len(tree), max(depths_of(tree.parents.tolist()))) for _, tree in watched.drafts]
+        assert max(nodes for nodes, _ in shapes) == 13
+        assert max(depth for _, depth in shapes) > 2
+        branching = 0
+        for tokens, tree in watched.drafts:
+            reference.check(tokens, tree)
+            assert (np.diff(tree.log_probs) <= 1e-6).all()
+            branching += len(set(tree.parents.tolist())) < len(tree) - 1
+        assert branching > len(watched.drafts) / 2
+
+
+def test_rows_of_accepted_tokens_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verifier that drafts for itself computes two rows at the next draft: the last drafted token and the bonus."""
+    with opened(folder) as runtime:
+        watched = Watched(drafter_of(runtime, "same"), monkeypatch)
+        runtime.generate([PROMPTS[0]], PARAMS, chains("same", 5))
+        assert watched.rows[0] == (7, 4)
+        assert watched.rows[1] == (1, 1)
+        assert [rows for rows, _ in watched.rows[2::2]] == [2] * len(watched.rows[2::2])
+        watched.rows.clear()
+        runtime.generate([PROMPTS[0]], PARAMS, SpeculationParams("same", budget=Budget(3, 3, 1)))
+        assert [levels for _, levels in watched.rows[:2]] == [2, 1]
+
+
+def test_a_draft_stops_where_its_budget_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token that ends a draft stays, and no run follows it."""
+    with opened(folder) as runtime:
+        watched = Watched(drafter_of(runtime, "narrow"), monkeypatch)
+        runtime.generate(PROMPTS, PARAMS, SpeculationParams("narrow", budget=Budget(24, 24, 1)))
+        shares = [np.exp(np.diff(tree.log_probs)) for _, tree in watched.drafts]
+        runs, tokens = sum(levels for _, levels in watched.rows), sum(map(len, shares))
+        assert runs == tokens
+        threshold = float(np.median(np.concatenate(shares)))
+        watched.drafts.clear()
+        watched.rows.clear()
+        runtime.generate(
+            PROMPTS, PARAMS, SpeculationParams("narrow", controller=f"confidence,gamma=24,threshold={threshold}")
+        )
+        stopped = [np.exp(np.diff(tree.log_probs)) for _, tree in watched.drafts]
+        assert all((share[:-1] >= threshold).all() for share in stopped)
+        assert any(len(share) < 24 and share[-1] < threshold for share in stopped)
+        assert sum(levels for _, levels in watched.rows) == sum(map(len, stopped)) < tokens
+
+
+def test_a_joint_probability_ends_a_draft_too() -> None:
+    budget = Budget(6, 6, 1, share=0.2)
+    seq = Sequence([3], 1, 100, frozenset(), None)  # type: ignore[arg-type]
+    chain = Chain.of(seq, budget, 24)
+    assert chain.left == 6
+    for token in (4, 5, 6):
+        chain.add(token, float(np.log(0.5)))
+    assert (chain.tokens, chain.left) == ([3, 4, 5, 6], 0)
+
+
+def test_rows_of_drafted_tokens_that_were_committed() -> None:
+    state = Drafting(cache_len=3, drafted=[7, 8, 9])
+    state.commit([1, 2, 3, 7, 8, 5, 6])
+    assert (state.cache_len, state.drafted) == (5, [])
+    state = Drafting(cache_len=3, drafted=[7, 8, 9])
+    state.commit([1, 2, 3, 7, 8])
+    assert state.cache_len == 4, "the last token's row gives the next token, so it is computed again"
+
+
+def test_a_tree_grows_no_nodes_that_it_would_not_keep() -> None:
+    tree = GrowingTree.of(1, Budget(3, 4, 2), 2, 3)
+    tree.grow([[10, 11]], [np.log([0.6, 0.3])], last=False)
+    assert tree.ends == [1, 2]
+    tree.grow([[12, 13], [14, 15]], np.log([[0.9, 0.05], [0.5, 0.4]]), last=False)
+    assert [tree.tokens[node] for node in tree.ends] == [12], "0.3 · 0.5 is below the three likeliest"
+    best = within(tree.whole(None), Budget(3, 4, 2))
+    assert best.tokens.tolist() == [1, 10, 12, 11]
+    assert best.parents.tolist() == [-1, 0, 1, 0]
+    assert tree.mask().tolist() == [[True, False, False], [False, True, False], [True, False, True]]
+
+
+def test_lengths_follow_the_controller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(folder, 2) as runtime:
+        plain = [text.token_ids for text in runtime.generate(PROMPTS, PARAMS, "none")]
+        for controller in ("gammatune", "gammatune+,threshold=0.1", "heuristic", "svip", "fixed,gamma=24", "adaptive"):
+            watched = Watched(drafter_of(runtime, "same"), monkeypatch)
+            found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("same", controller=controller))
+            assert [text.token_ids for text in found] == plain
+            assert watched.drafts
+            for _, tree in watched.drafts:
+                path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), [*tree.tokens[1:].tolist(), -1])
+                assert len(path) == len(tree) - 1 <= 24
+
+
+def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
+    """Rows and positions beyond it are padding."""
+    prompt = (LONG * 2)[: CONTEXT - 12]
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    for device in (None, "cpu"):
+        with opened(folder, 2, device) as runtime:
+            plain = [text.token_ids for text in runtime.generate([prompt, LONG], params, "none")]
+            found = runtime.generate([prompt, LONG], params, chains("narrow", 24))
+            assert [text.token_ids for text in found] == plain
+            assert len(plain[0]) == 12
+
+
+@pytest.fixture
+def with_fixed_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
+    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    return opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "how"),
+    [
+        ("rejection", chains("narrow", 4)),
+        ("rejection", SpeculationParams("wide", budget=Budget(9, 4, 3))),
+        ("rejection", SpeculationParams("part")),
+        ("block", SpeculationParams("ngram+narrow")),
+    ],
+    ids=["chains", "a wide drafter", "adaptive, some tokens", "adaptive blocks"],
+)
+def test_drawn_drafts_leave_the_verifiers_distribution(
+    with_fixed_costs: Runtime, acceptance: str, how: SpeculationParams
+) -> None:
+    assert chi_square(with_fixed_costs, how, acceptance, requests=12) < FAR
+
+
+def test_a_draft_model_that_claims_another_distribution_is_found(
+    with_fixed_costs: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = RowsProposal.logits
+    monkeypatch.setattr(RowsProposal, "logits", lambda self, depth, token: -right(self, depth, token))
+    assert chi_square(with_fixed_costs, chains("narrow", 4), "rejection", requests=12) > FAR
