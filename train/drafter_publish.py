@@ -26,7 +26,7 @@ from redraft.train.run import data_facts
 
 _TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
 _PREFIX = "drafter."
-_STORAGES = {"bf16": "is bf16", "int8": "has matrices in 8 bits, a scale for each block of 32, and the rest in bf16"}
+_STORAGES = {"bf16": "is bf16", "int8": "has matrices in 8 bits, other weights in bf16"}
 
 
 def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def publish_model(folder: Path, out: Path, verifier: VerifierModel, text_files: 
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(verifier.texts / file, out / file)
     method.whole(module, verifier).save_pretrained(out)
+    for written in out.glob("*.safetensors"):
+        written.chmod(0o644)  # safetensors makes files readable for their owner only
 
 
 def _drafter_of(folder: Path) -> tuple[Method, nn.Module, Identity]:

@@ -139,6 +139,7 @@ def test_transformers_runs_the_plain_form(finished, verifier_folder, tmp_path):
         hidden = student_of(finished[0])(verifier.model.get_input_embeddings()(tokens))
         expected = hidden @ verifier.model.get_output_embeddings().weight.T
         assert torch.allclose(model(tokens).logits, expected, atol=1e-4)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o044
     assert "lm_head.weight" not in load_file(str(tmp_path / "model.safetensors"))  # tied, as the verifier's
     tokenizers = [AutoTokenizer.from_pretrained(str(folder)) for folder in (tmp_path, verifier_folder)]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
