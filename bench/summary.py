@@ -46,7 +46,7 @@ def _method(runs: Sequence[Run], method: str, margin_of: GapOf, synthetic: bool)
         def margin_of(run: Run, token: int) -> None:
             return None
 
-    outcomes = [Outcome(run, _difference(run, method, margin_of)) for run in runs]
+    outcomes = [Outcome(run, difference(run, method, margin_of)) for run in runs]
     kinds = sorted({run.prompt.kind for run in runs})
     return {
         **_sections(outcomes, method),
@@ -102,7 +102,7 @@ def _figures(runs: Sequence[Run], method: str) -> dict[str, Any]:
     }
 
 
-def _difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | None:
+def difference(run: Run, method: str, margin_of: GapOf) -> dict[str, Any] | None:
     """Return the first token that differs from plain decoding, and its logit margin; None if all are equal."""
     place = first_difference(run.generations[PLAIN].token_ids, run.generations[method].token_ids)
     if place is None:

@@ -217,7 +217,7 @@ class Runtime:
         if trace is not None and forced is not None:
             raise UsageError("forced acceptance cannot be traced: its answers are not the verifier's")
         with self._running():
-            cycle, requests = self._cycle(prompts, params, speculation, forced, record_logit_margins, trace)
+            cycle, requests = self.cycle(prompts, params, speculation, forced, record_logit_margins, trace)
             for _ in scheduler.run(cycle, requests):
                 pass
             self._keep_costs(_SAVE_STEPS)
@@ -245,7 +245,7 @@ class Runtime:
         RequestError after its last text.
         """
         with self._running():
-            cycle, (request,) = self._cycle([prompt], params, speculation, trace=trace)
+            cycle, (request,) = self.cycle([prompt], params, speculation, trace=trace)
         request.text = request.text or Detokenizer(self.tokenizer, request.tokens)
         return self._chunks(cycle, request, request.text)
 
@@ -297,7 +297,7 @@ class Runtime:
         self._check_open()
         return _GenerationLock(self._busy)
 
-    def _cycle(
+    def cycle(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams],
         speculation: str | SpeculationParams | Sequence[str | SpeculationParams] | None,
         forced: Acceptance | None = None, record_logit_margins: bool = False, trace: IO[str] | None = None,
@@ -429,8 +429,16 @@ class Runtime:
         ids = self.encode(prompt)
         stop_tokens = frozenset() if params.ignore_eos else self._stop_tokens
         params.check_vocabulary(self.verifier.vocabulary, stop_tokens)
+        if params.min_tokens > self.max_model_len - len(ids):
+            raise UsageError(
+                f"min_tokens is {params.min_tokens}, and after {len(ids)} tokens of the prompt the context holds "
+                f"{self.max_model_len - len(ids)} more",
+                "lower min_tokens, or shorten the prompt",
+            )
         grammar = params.constraint
         constraint = None if grammar is None else Constraint(grammar, self._guided)
+        if constraint is not None:
+            constraint.check_first(params.forbidden(stop_tokens), self.verifier.vocabulary)
         sampler: Sampler = make_sampler(params, stop_tokens, record_logit_margins, constraint)
         if forced is not None:
             sampler = SyntheticAcceptance(forced, params.seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import Protocol
@@ -31,6 +32,7 @@ class Controller(Protocol):
         sequences: those of other controllers included.   methods: names of all their methods.
         """
 
+    @abstractmethod
     def budget(self, seq: Sequence) -> Budget:
         """Return the budget of a draft now; nodes = 0 means no speculation."""
 
@@ -64,17 +66,15 @@ class Controller(Protocol):
         """End the step. host_ms: its time without the calls of verifier and drafters."""
 
 
-class BudgetController:
+class BudgetController(Controller):
     """Drafts within a budget at every step, and compares no costs. It prefers resampling to a fresh draft.
+
+    A subclass defines `budget`.
 
     Nodes of a resampled tree are at most `resampled_nodes` of the budget's.
     """
 
     weighs = False
-
-    def budget(self, seq: Sequence) -> Budget:
-        """Return the budget of a draft now; nodes = 0 means no speculation. Subclasses define it."""
-        raise NotImplementedError
 
     def begin(self, sequences: int, methods: str) -> None:
         """Do nothing: budgets do not depend on the batch."""

@@ -26,12 +26,16 @@ COUPLED, REJECTION, BLOCK = "coupled", "rejection", "block"
 ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
 """Seeds are below this."""
+_LARGEST = 1e30
+"""Of a bias, so that sums of float32 stay finite."""
 
 _NUMBERS = {
     "max_tokens": Integral, "min_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
     "min_p": Real, "repetition_penalty": Real, "presence_penalty": Real, "frequency_penalty": Real, "seed": Integral,
 }  # fmt: skip
 _CALLED = {Integral: "a whole number", Real: "a number"}
+_PLAIN: dict[type, Callable[[Any], float]] = {Integral: int, Real: float}
+"""Python's own types: NumPy's overflow in keys of noise."""
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
     "min_tokens": ("0 or above", lambda value: value >= 0),
@@ -93,7 +97,7 @@ class SamplingParams:
     json_object: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop", _texts(self.stop))
         if not isinstance(self.logits_processors, list | tuple) or not all(map(callable, self.logits_processors)):
             raise UsageError("logits_processors must be a list of functions of token ids and logits")
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
@@ -105,6 +109,10 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {_CALLED[kind]}, not {value!r}")
             if not is_allowed(value):
                 raise UsageError(f"{name} must be {allowed}, not {value}")
+            object.__setattr__(self, name, _PLAIN[kind](value))
+        for name in ("ignore_eos", "json_object"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.logprobs is not None and not (isinstance(self.logprobs, Integral) and self.logprobs >= 0):
             raise UsageError(f"logprobs must be None or a whole number from 0, not {self.logprobs!r}")
         if isinstance(self.json_schema, Mapping):
@@ -135,6 +143,10 @@ class SamplingParams:
         lengths = ("max_tokens", "min_tokens")
         return {name: getattr(self, name) for name in _NUMBERS if name not in lengths}
 
+    def forbidden(self, stop_tokens: Collection[int]) -> set[int]:
+        """Return the ids that cannot be the first token, of a request that `stop_tokens` end."""
+        return {*self.banned_tokens, *(stop_tokens if self.min_tokens else ())}
+
     def check_vocabulary(self, vocabulary: int, stop_tokens: Collection[int]) -> None:
         """Raise UsageError for a token id that the model lacks, and if no token is left to choose.
 
@@ -143,8 +155,7 @@ class SamplingParams:
         for name, ids in (("logit_bias", self.biases), ("banned_tokens", self.banned_tokens)):
             if unknown := [token for token in ids if not 0 <= token < vocabulary]:
                 raise UsageError(f"{name} has the token id {unknown[0]}, the model knows 0 to {vocabulary - 1}")
-        banned = {*self.banned_tokens, *(stop_tokens if self.min_tokens else ())}
-        if len(banned) >= vocabulary:
+        if len(self.forbidden(stop_tokens)) >= vocabulary:
             raise UsageError("banned_tokens and min_tokens leave no token to choose", "ban fewer tokens")
         if self.logprobs is not None and self.logprobs > vocabulary:
             raise UsageError(f"logprobs is {self.logprobs}, the model has {vocabulary} tokens")
@@ -208,6 +219,14 @@ def check_tenant(tenant: object) -> None:
         raise UsageError(f"a tenant's key must be a text that is not empty, not {tenant!r}")
 
 
+def _texts(stop: object) -> tuple[str, ...]:
+    """Return stop strings. Raises UsageError for other values."""
+    found = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise UsageError(f"stop must be a text or a list of texts, not {stop!r:.80}")
+    return tuple(found)
+
+
 def _biases(biases: object) -> tuple[tuple[int, float], ...]:
     """Return pairs of token id and bias. Raises UsageError for other values, and for a bias that is not finite."""
     try:
@@ -215,6 +234,8 @@ def _biases(biases: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise UsageError(f"logit_bias must map token ids to numbers, not {biases!r:.80}") from None
     for token, bias in pairs:
+        if abs(bias) > _LARGEST and isfinite(bias):
+            raise UsageError(f"the logit_bias of token {token} is {bias:g}, the largest is {_LARGEST:g}")
         if not isfinite(bias):
             raise UsageError(f"the logit_bias of token {token} is {bias}", "forbid a token with banned_tokens")
     return tuple(sorted(pairs))

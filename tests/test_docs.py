@@ -56,12 +56,12 @@ def test_the_readme_is_short_and_links_to_every_page(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_examples_run(root: Path, redraft: Redraft, cache: Path, tmp_path: Path) -> None:
+def test_the_python_examples_run(root: Path, redraft: Redraft, cache_of_tests: Path, tmp_path: Path) -> None:
     """They open build/engines/tiny, as the README builds it."""
     options = ("--skip-check", "--eval-text", "none")
     built = redraft("build", "tiny", "-o", tmp_path / "build/engines/tiny", *options)
     assert built.returncode == 0, built.stderr
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache_of_tests)}
     for name in EXAMPLES:
         codes = [code for language, code in BLOCK.findall((root / name).read_text("utf-8")) if language == "python"]
         assert codes, name

@@ -37,8 +37,8 @@ class LengthController(BudgetController):
         return float(self._rule.gamma) if seq.control is None else seq.control
 
     def _cut(self, plan: Plan, made: Tree | None, budget: Budget) -> Tree:
-        """Return the part to verify, up to where the rule ends a draft."""
-        return super()._cut(plan, None if made is None else self._rule.stop(made), budget)
+        """Return the part to verify, up to where the rule ends a draft. Of drawn nodes, probabilities are unknown."""
+        return super()._cut(plan, made if made is None or made.draws else self._rule.stop(made), budget)
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Update the sequence's average length."""

@@ -7,7 +7,7 @@ end-of-sequence tokens may follow when the text is complete, and nothing else ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,22 @@ class Constraint:
         self._start = LLMatcher(tokenizer, _source(grammar), log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         if self._start.is_error():
-            reason = self._start.get_error().split("\n")[0]
+            reason = _reason(self._start.get_error())
             raise UsageError(f"the {grammar.kind} does not compile: {reason}", f"correct the {grammar.kind}")
         allowed = self._allowed(self._start.deep_copy())
         # If no token can spell a forced byte, the mask has a token that the matcher then refuses.
         if allowed is None or not self._start.deep_copy().consume_token(int(allowed.argmax())):
             raise UsageError(f"no text matches the {grammar.kind}", f"correct the {grammar.kind}")
+
+    def check_first(self, forbidden: Collection[int], vocabulary: int) -> None:
+        """Raise UsageError if these tokens are all that can begin a text. vocabulary: length of a row of logits."""
+        allowed = np.isfinite(self.process(self.begin(()), np.zeros(vocabulary, np.float32)))
+        allowed[list(forbidden)] = False
+        if not allowed.any():
+            raise UsageError(
+                f"banned_tokens and min_tokens leave no token that can begin a text of the {self.name}",
+                f"change them, or the {self.name}",
+            )
 
     def begin(self, prompt_tokens: Sequence[int]) -> GrammarState:
         """Return the state before the first generated token. The prompt is no part of the constrained text."""
@@ -107,6 +117,13 @@ class Constraint:
         if matcher.is_error() or not self._bits.any():
             return None
         return np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
+
+
+def _reason(error: str) -> str:
+    """Return the first line of llguidance's error, and its cause, which regular expressions have at the end."""
+    first, *others = error.split("\n")
+    causes = [line.strip() for line in others if line.startswith("error: ")]
+    return f"{first} {causes[0].removeprefix('error: ')}" if causes else first
 
 
 def _source(grammar: Grammar) -> str:

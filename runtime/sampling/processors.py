@@ -158,7 +158,11 @@ def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
     if logits is None:
         raise UsageError("a logits processor returned nothing", "return the logits")
     try:
-        changed: FloatArray = np.asarray(logits, np.float32)
+        found = np.asarray(logits)
+        if np.iscomplexobj(found):
+            raise UsageError("a logits processor returned complex numbers", "return real logits")
+        with np.errstate(over="ignore"):  # a huge negative logit forbids, as -inf does
+            changed: FloatArray = np.asarray(found, np.float32)
     except (TypeError, ValueError) as error:
         raise UsageError(f"a logits processor returned no array of logits: {error}") from None
     if changed.shape != shape:

@@ -21,21 +21,23 @@ __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
 def with_template(bundle: Path, tmp_path: Path) -> Callable[[str | None], Path]:
     """Copy the bundle with another chat template, or with none."""
 
-    def copy(template: str | None) -> Path:
-        folder = Path(shutil.copytree(bundle, tmp_path / "templated"))
-        manifest = json.loads((folder / "manifest.json").read_text())
-        file = folder / names.CHAT_TEMPLATE_FILE
-        if template is None:
-            file.unlink()
-            del manifest["files"][file.name]
-        else:
-            file.write_text(template)
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-            manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": digest}
-        (folder / "manifest.json").write_text(json.dumps(signed(manifest)))
-        return folder
+    return lambda template: copy_with_template(bundle, tmp_path / "templated", template)
 
-    return copy
+
+def copy_with_template(bundle: Path, target: Path, template: str | None) -> Path:
+    """Copy a bundle with another chat template, or with none."""
+    folder = Path(shutil.copytree(bundle, target))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    file = folder / names.CHAT_TEMPLATE_FILE
+    if template is None:
+        file.unlink()
+        del manifest["files"][file.name]
+    else:
+        file.write_text(template)
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        manifest["files"][file.name] = {"size": file.stat().st_size, "sha256": digest}
+    (folder / "manifest.json").write_text(json.dumps(signed(manifest)))
+    return folder
 
 
 @pytest.fixture

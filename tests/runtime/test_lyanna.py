@@ -346,7 +346,8 @@ def assert_same_tree(found: DraftTree, expected: Tree) -> None:
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-4)
 
 
-SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.8, 5, DRAWN)]
+SAMPLED = [DraftNoise(1.0, 3), DraftNoise(0.5, 4), DraftNoise(0.6, 5, DRAWN)]
+"""Draws are scaled by 1 / 0.6, which is not the drafter's own factor."""
 
 
 def test_drafts_and_resampled_trees_have_the_noise_of_absolute_positions(opened: Open) -> None:
@@ -388,7 +389,7 @@ def test_drawn_trees_say_what_each_nodes_children_were_drawn_from(opened: Open) 
             assert tree.draws is not None
             assert tree.draws.proposal.tokens is tables.get(names.DRAFT_VOCABULARY) is None
             for depth, token in ((0, requests[1].tokens[-1]), (1, int(tree.tokens[1]))):
-                expected = (chains(drafter)[slot][1 + depth] + lookup(tables, token)) / np.float32(0.8)
+                expected = (chains(drafter)[slot][1 + depth] + lookup(tables, token)) / np.float32(0.6)
                 np.testing.assert_allclose(tree.draws.proposal.logits(depth, token), expected, rtol=1e-6)
 
 

@@ -81,7 +81,7 @@ def test_the_divergence_falls(verifier_folder, prose, tmp_path):
     report = KillAfter()
     go(verifier_folder, prose, tmp_path / "run", replace(RECIPE, steps=60, evaluate_every=60), report)
     first, last = ([report.losses[step]["kl"] for step in steps] for steps in (range(1, 6), range(56, 61)))
-    assert sum(last) < 0.5 * sum(first)
+    assert 0 < sum(last) < 0.8 * sum(first)
 
 
 def test_resumed_run_equals_an_uninterrupted_one(verifier_folder, prose, finished, tmp_path):

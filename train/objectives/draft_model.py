@@ -25,6 +25,9 @@ from redraft.train.verifier_model import autocast_of
 DEPTHS = 6
 """Depths at which acceptance is measured. A text needs as many tokens after a draft's start."""
 
+_LEAST = 1e-9
+"""Least probability of the kept tokens together, for a finite logarithm."""
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -82,8 +85,11 @@ class DraftModelObjective(nn.Module):
             yield self._logits(gather_places(hidden, batch.places(depth)[0]))
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted mean over positions, and metrics `kl` [nats], `mse` and `hit`: the share of positions
-        whose likeliest token is the verifier's."""
+        """Return the weighted mean over positions, and metrics `kl` [nats], `mse` and `hit`.
+
+        kl:  divergence from the verifier's distribution over its kept tokens in the draft vocabulary.
+        hit: share of positions whose likeliest token is the verifier's.
+        """
         batch = batch.to(self.verifier.device)
         with autocast_of(self.verifier):
             states = self.states(batch)
@@ -98,7 +104,9 @@ class DraftModelObjective(nn.Module):
                 columns, targets * share[:, None],
             )  # fmt: skip
             error = ((hidden.float() - states.last[rows].float()).square().mean(-1) * share).sum()
-            kl = (probabilities * (log_probs + found.log_sum[:, None] - found.chosen)).sum(-1)
+            kept = probabilities.sum(-1, keepdim=True).clamp(min=_LEAST)
+            log_q = found.chosen - found.log_sum[:, None]
+            kl = (probabilities / kept * (log_probs - kept.log() - log_q)).sum(-1)
             hit = (found.largest == found.chosen[:, 0]) & (probabilities[:, 0] > 0)
         metrics = {"kl": kl @ share, "mse": error.detach(), "hit": hit.float() @ share}
         return found.loss + self._weights.features * error, {name: value.item() for name, value in metrics.items()}

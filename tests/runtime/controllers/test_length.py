@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from redraft.errors import UsageError
 from redraft.runtime import SpeculationParams
+from redraft.runtime.controller import BudgetController
 from redraft.runtime.controllers.confidence import Confidence
 from redraft.runtime.controllers.gammatune import GammaTune, GammaTunePlus
 from redraft.runtime.controllers.length import LengthController
 from redraft.runtime.controllers.rules import LengthRule
+from redraft.runtime.controllers.svip import Svip
 from redraft.runtime.cycle import fit
-from redraft.types import Budget, OfferKind
+from redraft.types import Budget, Draws, OfferKind
 from tests.runtime.drafts import chain, outcome, plan, planned, sequence
 from tests.runtime.fakes import engine_of, greedy, make_runtime, mixing_rule, plain
+from tests.runtime.sampling.laws import Proposed
 
 
 def test_a_budget_has_the_rules_length_width_and_confidence() -> None:
@@ -45,6 +51,22 @@ def test_what_follows_an_uncertain_token_is_not_verified() -> None:
     assert (taken.kind, tree.tokens.tolist()) == (OfferKind.FRESH, [0, 1, 2])
     (found,) = controller.cut([seq], [plan(OfferKind.LOOKUP, chain(0.1, 0.1))], [None])
     assert len(found) == 3
+
+
+def test_drawn_drafts_are_verified_whole_as_draws() -> None:
+    """Their probabilities are those of ranks and say nothing of a token. Without q, fewer would be accepted."""
+    tree = replace(chain(0.5, 0.5, 0.5), draws=Draws.of(Proposed(lambda text: np.array([0.5, 0.5])), 4))
+    for rule in (Confidence(threshold=0.6), Svip()):
+        (found,) = LengthController(rule).cut([seq := sequence()], [planned(LengthController(rule), seq)], [tree])
+        assert found is tree
+
+
+def test_controllers_of_budgets_must_say_which() -> None:
+    class Silent(BudgetController):
+        """Has no budget."""
+
+    with pytest.raises(TypeError, match="abstract method"):
+        Silent()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("name", ["fixed,gamma=3", "gammatune", "gammatune+", "heuristic", "confidence", "svip"])

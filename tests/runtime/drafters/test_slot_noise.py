@@ -75,9 +75,32 @@ def test_factors_are_written_only_when_they_change() -> None:
     assert floats(dict(noise.buffers(2))) == [[SCALE] * 2, [0.0] * 2]
 
 
+def test_a_change_of_any_slot_is_written() -> None:
+    """Requests move to other slots, and leave later ones."""
+    noise = SlotNoise(Host(), 3, SCALE)  # type: ignore[arg-type]
+    first, second, third = DraftNoise(1.0, 3), DraftNoise(0.5, 4, DRAWN), DraftNoise(2.0, 5)
+    for batch in ((first, second, third), (first, third), (first, NO_NOISE, second), (first,)):
+        noise.set([request(5, one) for one in batch], integers(len(batch)))
+        temperatures = [one.temperature for one in batch] + [0.0] * (3 - len(batch))
+        scales = [2.0 if one is second else SCALE for one in batch] + [SCALE] * (3 - len(batch))
+        assert floats(dict(noise.buffers(3))) == [scales, temperatures]
+
+
+def test_calls_whose_tree_nobody_reads_have_no_noise() -> None:
+    noise = SlotNoise(Host(), 1, SCALE)  # type: ignore[arg-type]
+    noise.set([request(5, DraftNoise(1.0, 3))], integers(1))
+    assert floats(dict(noise.without)) == [[SCALE], [0.0]]
+
+
 def test_greedy_requests_draw_nothing() -> None:
     assert not DraftNoise(0.0, 3, DRAWN).drawn
     assert not DraftNoise(1.0, 3, COUPLED).drawn
+
+
+def test_keys_are_those_of_the_stream() -> None:
+    """Numbers that draw candidates are not the verifier's, nor those that accept."""
+    assert DraftNoise(1.0, 3).keys(6, 2) == [row_key(3, 6, COUPLED), row_key(3, 7, COUPLED)]
+    assert DraftNoise(1.0, 3, DRAWN).keys(6, 2) == [row_key(3, 6, DRAWN), row_key(3, 6 + (1 << 32), DRAWN)]
 
 
 def test_drafts_of_two_steps_share_no_drawn_number() -> None:

@@ -110,7 +110,7 @@ def test_forced_tokens_are_the_only_text() -> None:
         (JSON_SCHEMA, '{"type": "integer", "minimum": 2, "maximum": 1}', "minimum .2. is greater than maximum"),
         (JSON_SCHEMA, "{", "the JSON schema is not JSON"),
         (JSON_SCHEMA, "[]", "a JSON schema is a JSON object"),
-        (REGEX, "(", "the regular expression does not compile"),
+        (REGEX, "(", "the regular expression does not compile: .*regex parse error: unclosed group"),
         (REGEX, r"[^\s\S]", "no text matches the regular expression"),
         (LARK, 'start: "a" | other', "the grammar does not compile"),
     ],
@@ -118,6 +118,17 @@ def test_forced_tokens_are_the_only_text() -> None:
 def test_errors_before_generation(kind: str, text: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         constraint(kind, text)
+
+
+def test_forbidden_tokens_that_leave_no_beginning() -> None:
+    found = constraint(REGEX, "(ab|cd)e?")
+    found.check_first({ord("a"), ord("b")}, VOCABULARY)
+    with pytest.raises(UsageError, match="leave no token that can begin a text of the regular expression; change them"):
+        found.check_first({ord("a"), ord("c")}, VOCABULARY)
+    end = Constraint(Grammar(REGEX, ""), GUIDED)
+    end.check_first((), VOCABULARY)
+    with pytest.raises(UsageError, match="leave no token"):
+        end.check_first({EOS}, VOCABULARY)
 
 
 def test_a_token_outside_the_grammar_names_its_place() -> None:

@@ -88,6 +88,7 @@ WRONG = {
     r"returned an array of shape \(3,\), not \(8,\)": lambda tokens, logits: logits[:3],
     "returned no array of logits": lambda tokens, logits: [[1.0], []],
     "returned nothing": lambda tokens, logits: None,
+    "returned complex numbers": lambda tokens, logits: logits * 1j,
     "no numbers": lambda tokens, logits: logits * np.nan,
     "raised ZeroDivisionError: division by zero": lambda tokens, logits: 1 / 0,
 }
@@ -98,3 +99,11 @@ def test_a_function_that_fails(message: str) -> None:
     functions = Functions([WRONG[message]])
     with pytest.raises(UsageError, match=message):
         functions.process(functions.begin(PROMPT), LOGITS.copy())
+
+
+@pytest.mark.filterwarnings("error")
+def test_logits_that_are_huge_in_float64_forbid() -> None:
+    functions = Functions([lambda tokens, logits: np.where(np.arange(8) == 3, logits.astype(np.float64), -1e300)])
+    found = functions.process(functions.begin(PROMPT), LOGITS.copy())
+    assert found.dtype == np.float32
+    assert np.flatnonzero(found > -np.inf).tolist() == [3]

@@ -40,6 +40,11 @@ TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
         ({"logit_bias": {1: float("nan")}}, "the logit_bias of token 1 is nan; forbid a token with banned_tokens"),
         ({"logit_bias": {1: float("-inf")}}, "the logit_bias of token 1 is -inf"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: 1e300}}, r"the logit_bias of token 1 is 1e\+300, the largest is 1e\+30"),
+        ({"stop": (5,)}, r"stop must be a text or a list of texts, not \(5,\)"),
+        ({"stop": None}, "stop must be a text or a list of texts, not None"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"json_object": "no"}, "json_object must be True or False, not 'no'"),
         ({"logit_bias": 3}, "logit_bias must map token ids to numbers, not 3"),
         ({"banned_tokens": [1.5]}, "banned_tokens's token ids are whole numbers, not 1.5"),
         ({"banned_tokens": "abc"}, "banned_tokens is a list of token ids, not str"),
@@ -60,13 +65,27 @@ def test_bad_parameters_are_refused_by_name(values: dict[str, object], message: 
         ({"banned_tokens": range(VOCABULARY)}, "banned_tokens and min_tokens leave no token to choose"),
         ({"banned_tokens": [*range(EOS)], "min_tokens": 1}, "leave no token to choose"),
         ({"logprobs": VOCABULARY + 1}, "logprobs is 259, the model has 258 tokens"),
+        ({"regex": "a+", "banned_tokens": [97]}, "leave no token that can begin a text of the regular expression"),
+        ({"regex": "a?", "banned_tokens": [97], "min_tokens": 1}, "leave no token that can begin a text"),
+        (
+            {"max_tokens": 999, "min_tokens": 200},
+            "min_tokens is 200, and after 1 tokens of the prompt the context holds",
+        ),
     ],
 )
 def test_what_the_model_forbids_is_refused_before_anything_is_computed(values: dict[str, object], message: str) -> None:
     runtime = make_runtime()
     with pytest.raises(UsageError, match=message):
-        runtime.generate([[97]], greedy(5, **values))
+        runtime.generate([[97]], SamplingParams(**{"max_tokens": 5, **values}))
     assert engine_of(runtime.verifier).sizes == []
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    """64-bit integers of NumPy overflow in the keys of noise."""
+    values = {"seed": np.int64(5), "temperature": np.float32(0.5), "max_tokens": np.int32(9)}
+    found = make_runtime().generate([[97]], SamplingParams(**values))  # type: ignore[arg-type]
+    expected = make_runtime().generate([[97]], SamplingParams(seed=5, temperature=0.5, max_tokens=9))
+    assert found[0].token_ids == expected[0].token_ids
 
 
 def test_end_tokens_count_as_banned_only_if_they_end_the_text() -> None:
