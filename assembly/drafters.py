@@ -181,7 +181,7 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
         one = None
         if graph.decoder and on_cpu:
             several = lower_batch(folder, portable, for_batches)
-            one = lower_single(folder, portable, exact=False, name=for_one)
+            one = lower_single(folder, portable, False, for_one, chains=method.limits(shape).width == 1)
         else:
             several = lower_any(folder, portable, for_batches)
             if graph.chain_steps and on_cpu:

@@ -50,12 +50,14 @@ def lower_batch(folder: Path, portable: GraphRecord, name: str = names.VERIFIER_
     return _save(model, folder, GraphRecord(f"{name}.onnx", portable.inputs, portable.outputs))
 
 
-def lower_single(folder: Path, portable: GraphRecord, exact: bool = True, name: str = "") -> GraphRecord | None:
+def lower_single(
+    folder: Path, portable: GraphRecord, exact: bool = True, name: str = "", chains: bool = False
+) -> GraphRecord | None:
     """Write `folder`/verifier.single.onnx, the lowered form of its graph `portable`, for chains of one sequence.
 
     exact: True if its logits equal those of `lower_batch`, to the bit. Otherwise it is verifier.fast.onnx, which takes
-    trees too and is faster for both.   name: of the file, for another decoder's graph. Returns its record. Writes
-    nothing and returns None if a layer does not fit the kernel.
+    trees too and is faster for both.   name: of the file, for another decoder's graph.   chains: True if that graph
+    takes no trees. Returns its record. Writes nothing and returns None if a layer does not fit the kernel.
     """
     model = ir.load(folder / portable.file)
     attentions = _attentions(model)
@@ -63,7 +65,7 @@ def lower_single(folder: Path, portable: GraphRecord, exact: bool = True, name: 
         return None
     _fix_batch(model.graph)
     lower_noise(model)
-    lowered = SingleAttention(model.graph, exact)
+    lowered = SingleAttention(model.graph, exact, chains)
     for node in attentions:
         lowered.lower(node)
     if exact:

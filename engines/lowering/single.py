@@ -34,12 +34,14 @@ class SingleAttention:
 
     If the total equals T, without committed rows, the kernel ignores the given positions. So the total is one more than
     the written rows, with an unread column, except in a full buffer. With `exact`, a single row is computed twice and
-    its copy written after it, so cache_len + max(T, 2) rows must fit.
+    its copy written after it, so cache_len + max(T, 2) rows must fit. With `chains`, a graph that is not exact takes
+    chains only, and needs no bias without windows and chunks.
     """
 
-    def __init__(self, graph: ir.Graph, exact: bool) -> None:
+    def __init__(self, graph: ir.Graph, exact: bool, chains: bool = False) -> None:
         self._graph = graph
         self._exact = exact
+        self._chains = exact or chains
         self._nodes = nodes = Nodes(graph, "single")
         make, one = nodes.node, nodes.constant([1])
         self._positions, written = nodes.inputs[names.POSITIONS], nodes.inputs[names.KV_LEN]
@@ -81,10 +83,10 @@ class SingleAttention:
     def _bias(self, node: ir.Node) -> ir.Value | None:
         """Return the bias of the scores, float32 [1, 1, U, total]: 0 for visible rows. The kernel hides later rows."""
         key = attribute(node, "window", 0), attribute(node, "chunk", 0)
-        if self._exact and not any(key):
+        if self._chains and not any(key):
             return None
         if key not in self._biases:
-            self._biases[key] = self._near(*key) if self._exact else self._in_tree(*key)
+            self._biases[key] = self._near(*key) if self._chains else self._in_tree(*key)
         return self._biases[key]
 
     def _near(self, window: int, chunk: int) -> ir.Value:

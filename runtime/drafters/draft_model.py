@@ -249,7 +249,7 @@ class DraftModelDrafter(EngineDrafter):
         self, starts: Several[int], pending: Several[Several[int]], trees: Several[GrowingTree | None], ends: int
     ) -> DraftCall:
         """Return the call that computes the trees' expanded nodes after these rows, with its rows set."""
-        width = self._width(max(len(tree.rows) if tree else 0 for tree in trees))
+        width = super()._width(max(len(tree.rows) if tree else 0 for tree in trees))
         call = self._call(range(len(starts)), width, 1, ends)
         call.fill_tree([start + len(rows) for start, rows in zip(starts, pending, strict=True)], trees)
         return call
