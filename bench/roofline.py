@@ -29,7 +29,8 @@ from redraft.errors import BackendError
 from redraft.names import TensorSpec
 from redraft.runtime import Runtime
 from redraft.runtime.drafters import load_drafter
-from redraft.runtime.drafters.base import Drafter, TreeMaker
+from redraft.runtime.drafters.base import Drafter
+from redraft.runtime.drafters.engine import EngineDrafter
 from redraft.runtime.verifier import Verifier, open_verifier
 
 TREE_NODES = 8
@@ -244,7 +245,7 @@ def _on_device(bundle: Bundle, verifier: Verifier, nodes: int, kv_len: int) -> I
 
 def _drafting(loaded: Drafter, drafter: BuiltDrafter, kv_len: int, single: bool) -> Iterator[Timed]:
     """Yield a drafter's calls. single: True if the form for one sequence runs, when the bundle has one."""
-    assert isinstance(loaded, TreeMaker)
+    assert isinstance(loaded, EngineDrafter)
     lowered = f"{names.DRAFT}{names.SINGLE}"
     draft = lowered if single and lowered in drafter.record.graphs else names.DRAFT
     yield drafter.graph(draft), CATCH_UP_ROWS, lambda: loaded.measure_ms(CATCH_UP_ROWS, kv_len)[0]

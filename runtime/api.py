@@ -16,23 +16,14 @@ from redraft import names
 from redraft.engines import Bundle, open_bundle, open_device, open_host
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.engines.tensorrt.profiles import check_max_num_seqs, check_tree, largest_call
+from redraft.engines.tensorrt.profiles import check_max_num_seqs, largest_call
 from redraft.errors import UsageError
 from redraft.methods import LOOKUPS, NONE, find_method
 from redraft.packages import package_version
 from redraft.runtime import scheduler
-from redraft.runtime.adaptive import Adaptive
-from redraft.runtime.controller import Controller, FixedBudget
-from redraft.runtime.controllers.length import LengthController
-from redraft.runtime.controllers.rules import LengthRule
-from redraft.runtime.cost import VerifyCosts, cached_costs, keep_costs, load_costs
+from redraft.runtime.cost import VerifyCosts, keep_costs, load_costs
 from redraft.runtime.cycle import Cycle
 from redraft.runtime.draft_noise import NO_NOISE, draft_noise
-from redraft.runtime.drafters import Drafter, default_word, load_drafter, method_words, pair, split_pair
-from redraft.runtime.drafters.base import TreeMaker
-from redraft.runtime.drafters.forced import ForcedDrafter
-from redraft.runtime.drafters.pairing import Pair
-from redraft.runtime.drafters.prediction import PredictionDrafter
 from redraft.runtime.exactness import settle_exactness
 from redraft.runtime.generation import Generation, RequestError
 from redraft.runtime.metrics import summarise
@@ -43,16 +34,15 @@ from redraft.runtime.sampling.constraints import Constraint, guided_tokenizer
 from redraft.runtime.sampling.defaults import model_sampling
 from redraft.runtime.sampling.sampler import Sampler
 from redraft.runtime.sequence import Sequence as Request
-from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance, SyntheticDrafter
+from redraft.runtime.speculators import Speculators
+from redraft.runtime.synthetic import LABEL, Acceptance, SyntheticAcceptance
 from redraft.runtime.tokenizer import Detokenizer, Tokenizer
 from redraft.runtime.trace import TraceWriter
 from redraft.runtime.verifier import Verifier, open_verifier
-from redraft.types import NO_SPECULATION, Budget
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are used unchanged."""
 GREEDY = SamplingParams()
-_ANY = Budget(nodes=sys.maxsize, depth=sys.maxsize, width=sys.maxsize)
 _SAVE_STEPS = 256
 """A generation writes the estimated costs to disk if this many steps have corrected them."""
 
@@ -72,15 +62,11 @@ class Runtime:
         self.costs = costs
         self.max_model_len = max_model_len
         self._stop_tokens = frozenset(eos_token_ids)
-        self._drafter_options = drafter_options or {}
         self._bundle = bundle
         self._identity = identity or {}
         self._exact = exact
         self._kept_steps = 0
-        self._drafters: dict[str, Drafter] = {}
-        self._adaptive = Adaptive(costs)
-        self._expected: set[str] = set()
-        self._controllers: dict[LengthRule | Budget, Controller] = {}
+        self._speculators = Speculators(verifier, costs, drafter_options or {}, bundle, self._identity, self.exact)
         self._busy = threading.Lock()
 
     @classmethod
@@ -140,16 +126,12 @@ class Runtime:
     @property
     def default_method(self) -> str:
         """The default method: n-gram lookup with the bundle's first drafter, else lookup alone."""
-        return default_word(self._built)
+        return self._speculators.default_method
 
     @property
     def methods(self) -> tuple[str, ...]:
         """All values of `method` that this bundle supports."""
-        return method_words(self._built)
-
-    @property
-    def _built(self) -> tuple[str, ...]:
-        return tuple(self._bundle.manifest.drafters) if self._bundle is not None else ()
+        return self._speculators.methods
 
     def model_sampling(self, **given: Any) -> SamplingParams:
         """Return `SamplingParams(**given)` with the model's own defaults for sampling parameters that are not given.
@@ -167,9 +149,7 @@ class Runtime:
 
     def close(self) -> None:
         """Release the engine and its buffers. Closing again does nothing."""
-        self._drafters.clear()
-        for drafter in ("_predicted", "_forced"):
-            self.__dict__.pop(drafter, None)
+        self._speculators.close()
         if (verifier := self.__dict__.pop("verifier", None)) is not None:
             try:
                 self._keep_costs(1)
@@ -233,7 +213,7 @@ class Runtime:
         """
         with self._running():
             self.verifier.warm()
-            self._plan(SpeculationParams(method), False)
+            self._speculators.choose(SpeculationParams(method), False)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams = GREEDY, speculation: str | SpeculationParams | None = None,
@@ -265,8 +245,7 @@ class Runtime:
         """
         check_tenant(tenant)
         with self._running():
-            for drafter in self._drafters.values():
-                drafter.forget(tenant)
+            self._speculators.forget(tenant)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
@@ -311,7 +290,7 @@ class Runtime:
         speculating = [one if isinstance(one, SpeculationParams) else SpeculationParams(one) for one in asked]
         self.verifier.warm()
         keys = [(how, one.constraint is not None) for how, one in zip(speculating, sampling, strict=True)]
-        plans = {key: self._plan(*key, forced) for key in dict.fromkeys(keys)}
+        plans = {key: self._speculators.choose(*key, forced) for key in dict.fromkeys(keys)}
         requests = [
             self._request(prompt, one, plans[key], key[0], forced, record_logit_margins)
             for prompt, one, key in zip(prompts, sampling, keys, strict=True)
@@ -321,106 +300,10 @@ class Runtime:
             cycle.record = TraceWriter(trace, self.costs.table_ms(1))
         return cycle, requests
 
-    def _plan(self, asked: SpeculationParams, constrained: bool, forced: Acceptance | None = None) -> Speculation:
-        """Return how requests with these parameters speculate. Raises UsageError.
-
-        constrained: whether their texts must match a grammar, whose forced tokens are then drafted.
-        """
-        word, budget = asked.method or self.default_method, asked.budget
-        self._check_budget(budget)
-        name, lookup = split_pair(word)
-        drafter = self._drafter(name)
-        if lookup and not drafter.has_engines:
-            raise UsageError(f"this bundle has no method {word!r}", f"choose one of {', '.join(self.methods)}")
-        if word == NONE:
-            for given, what in ((asked.prediction, "prediction"), (asked.tenant, "tenant")):
-                if given is not None:
-                    raise UsageError(f"plain decoding takes no {what}", f"choose a method, or leave the {what} out")
-            return Speculation(drafter, FixedBudget(NO_SPECULATION), word)
-        wide = drafter.has_engines or (budget is not None and budget.width > 1)
-        if wide and not self.verifier.branches:
-            self.verifier.take_branches()
-            if self.exact:
-                settle_exactness(self.verifier, self._identity)
-        most = budget or _ANY
-        if self.verifier.prefers_chains and not wide:
-            most = replace(most, width=1)
-        if forced is not None:
-            drafter = SyntheticDrafter(self.verifier, forced)
-        elif lookup and asked.adapts:
-            drafter = self._paired(lookup, drafter)
-        if asked.tenant is not None:
-            drafter.check_tenant()
-            word = f"{word} with earlier outputs"
-        if asked.prediction is not None:
-            drafter = Pair(self._predicted, drafter)
-            word = f"{word}+prediction"
-        if constrained:
-            drafter = Pair(self._forced, drafter)
-            word = f"{word}+constraint"
-        if not asked.adapts:
-            return Speculation(drafter, self._controller(asked), word, most)
-        if budget is not None:
-            word = f"{word} {budget.nodes},{budget.depth},{budget.width}"
-        if forced is not None:
-            return Speculation(drafter, Adaptive(self.costs), word, most)
-        self._expect_costs(name)
-        return Speculation(drafter, self._adaptive, word, most)
-
-    def _controller(self, asked: SpeculationParams) -> Controller:
-        """Return the controller that does not weigh costs. Requests with equal settings share it in a batch."""
-        size = asked.rule or asked.budget
-        assert size is not None
-        found = self._controllers.get(size)
-        if found is None:
-            made = FixedBudget(size) if isinstance(size, Budget) else LengthController(size)
-            found = self._controllers[size] = made
-        return found
-
-    def _check_budget(self, budget: Budget | None) -> None:
-        """Raise UsageError for trees that the device cannot verify."""
-        check_tree(self.verifier.largest_tree, 1 + (budget.nodes if budget else 0))
-        if budget and self.verifier.device.step_graphs and min(budget.depth, budget.nodes) > names.MOST_DEPTH:
-            raise UsageError(
-                f"trees of depth {min(budget.depth, budget.nodes)} cannot be verified on a device, at most "
-                f"{names.MOST_DEPTH} can",
-                "lower the budget's depth",
-            )
-
-    def _drafter(self, name: str) -> Drafter:
-        if name not in self._drafters:
-            options = self._drafter_options.get(name)
-            self._drafters[name] = load_drafter(name, self.verifier, options, self._bundle)
-        return self._drafters[name]
-
-    def _paired(self, lookup: str, drafter: Drafter) -> Drafter:
-        """Return a lookup and a drafter as one drafter."""
-        word = pair(drafter.name, lookup)
-        if word not in self._drafters:
-            self._drafters[word] = Pair(self._drafter(lookup), drafter)
-        return self._drafters[word]
-
-    @cached_property
-    def _predicted(self) -> PredictionDrafter:
-        """The drafter of predicted outputs."""
-        return PredictionDrafter(self.verifier)
-
-    @cached_property
-    def _forced(self) -> ForcedDrafter:
-        """The drafter of tokens that constraints force."""
-        return ForcedDrafter(self.verifier)
-
     @cached_property
     def _guided(self) -> Any:
         """The tokenizer in the form of constraints. Raises UsageError if they are not possible."""
         return guided_tokenizer(self.tokenizer.tokenizer, self.verifier.vocabulary, sorted(self._stop_tokens))
-
-    def _expect_costs(self, name: str) -> None:
-        """Give the controller the costs of a drafter's calls when they are first needed."""
-        drafter = self._drafters[name]
-        if name not in self._expected and isinstance(drafter, TreeMaker):
-            self._expected.add(name)
-            self._adaptive.expect(name, cached_costs(self.verifier, drafter, {**self._identity, "method": name}))
 
     def _request(
         self, prompt: Prompt, params: SamplingParams, speculation: Speculation, asked: SpeculationParams,
@@ -455,9 +338,9 @@ class Runtime:
             tenant=asked.tenant,
         )
         if asked.prediction is not None:
-            self._predicted.predict(request, self._prediction(asked.prediction))
+            self._speculators.predicted.predict(request, self._prediction(asked.prediction))
         if constraint is not None:
-            self._forced.constrain(request, constraint)
+            self._speculators.forced.constrain(request, constraint)
         return request
 
     def _check_length(self, text: str, name: str) -> None:

@@ -13,11 +13,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-from redraft.runtime.drafters.base import TreeMaker
 from redraft.runtime.kept import Identity, kept_file, read_kept, write_kept
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
@@ -253,13 +252,18 @@ def _same_length(kept: Mapping[int, CostCurve], costs: VerifyCosts) -> bool:
     return all(curve.largest == costs.largest for curve in kept.values())
 
 
-def cached_costs(verifier: Verifier, drafter: TreeMaker, identity: Identity) -> Costs:
+class TimedDrafter(Protocol):
+    """A drafter with engines, whose calls can be timed."""
+
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling."""
+
+
+def cached_costs(verifier: Verifier, drafter: TimedDrafter, identity: Identity) -> Costs:
     """Return the costs of a drafter's calls with this `identity` on this machine, measured once and saved.
 
     Calls alternate with the verifier's, since in decoding each evicts the other's weights from the caches.
     """
-    if not drafter.has_engines:
-        return Costs()
     path = kept_file({**identity, "kv_len": MEASURED_KV_LEN})
     values = read_kept(path) or {}
     with contextlib.suppress(KeyError, TypeError, ValueError):

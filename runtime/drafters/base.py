@@ -111,12 +111,5 @@ class TreeMaker(Drafter):
         return 0
 
     def resample(self, batch: Several[Sequence], budgets: Several[Budget]) -> Several[Tree]:
-        """Return trees as `draft` does, from the unused steps of the last drafts. Called only if steps remain."""
-        raise NotImplementedError
-
-    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
-        """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling.
-
-        Only drafters with engines have such times. No request may be running.
-        """
-        raise NotImplementedError
+        """Return trees as `draft` does, from the unused steps of the last drafts if the method has such."""
+        return self.draft(batch, budgets)

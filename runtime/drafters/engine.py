@@ -7,6 +7,7 @@ other drafters unchanged: it writes their KV after their valid rows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -92,6 +93,13 @@ class EngineDrafter(TreeMaker):
     def move(self, seq: Sequence, source: int, target: int) -> None:
         """Copy the drafter's rows of `seq` to another slot."""
         self._copy_slot(source, target, seq.drafting[self].cache_len)
+
+    @abstractmethod
+    def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
+        """Return milliseconds of a draft with `rows` pending rows after `kv_len` ones, and of a resampling.
+
+        0 for a resampling if the method has none. No request may be running.
+        """
 
     def _width(self, rows: int) -> int:
         """Return the rows of the smallest draft call that fits `rows` pending rows."""

@@ -171,12 +171,13 @@ def _byte(letter: str) -> int:
 
 
 def make_runtime(
-    rule: Rule = mixing_rule, max_model_len: int = 200, max_num_seqs: int = 1, curve: CostCurve = CURVE, **text: object
-) -> Runtime:
+    rule: Rule = mixing_rule, max_model_len: int = 200, max_num_seqs: int = 1, curve: CostCurve = CURVE,
+    options: Mapping[str, Mapping[str, object]] | None = None, **text: object,
+) -> Runtime:  # fmt: skip
     """Return a runtime over the fake. With one slot, it uses the fake whose B is fixed."""
     engine = FakeEngine(rule, single=max_num_seqs == 1)
     verifier = fake_verifier(engine, max_model_len, max_num_seqs)
-    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,))
+    return Runtime(verifier, byte_text(**text), VerifyCosts.of(curve, max_num_seqs), max_model_len, (EOS,), options)
 
 
 def greedy(max_tokens: int = 40, **values: object) -> SamplingParams:

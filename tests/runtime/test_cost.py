@@ -12,7 +12,6 @@ from redraft.engines.tensorrt.driver import Gpu
 from redraft.errors import BackendError
 from redraft.runtime import api, cost, kept
 from redraft.runtime.cost import CostCurve, VerifyCosts, cached_costs, keep_costs, load_costs, measure_curve
-from redraft.runtime.drafters.none import NoDrafter
 from redraft.runtime.verifier import Verifier
 from redraft.types import Costs
 
@@ -86,7 +85,7 @@ def test_a_curve_is_measured_once_for_the_same_engine(verifier: Timed, cache: Pa
 def test_a_folder_that_machines_share_never_serves_another_gpus_times(
     verifier: Timed, cache: Path, monkeypatch: pytest.MonkeyPatch, other: Gpu
 ) -> None:
-    drafter, identity = TimedDrafter(verifier), {"build": "a", "device": "cuda"}
+    drafter, identity = TimedDrafter(), {"build": "a", "device": "cuda"}
     calls = []
     for gpu in (Gpu("One", (9, 0), 1, 1), Gpu("One", (9, 0), 2, 2), other):
         monkeypatch.setattr(kept, "find_gpu", lambda gpu=gpu: gpu)
@@ -130,7 +129,7 @@ def test_times_of_a_gpu_without_a_name_are_not_kept(
     monkeypatch.setattr(kept, "find_gpu", absent)
     identity = {"build": "a", "device": "cuda"}
     assert load_costs(verifier, identity).largest == 24
-    assert cached_costs(verifier, TimedDrafter(verifier), identity) == Costs(0.5, 0.125)
+    assert cached_costs(verifier, TimedDrafter(), identity) == Costs(0.5, 0.125)
     assert not cache.exists()
 
 
@@ -186,10 +185,9 @@ def test_a_write_that_fails_leaves_no_file_behind(
     assert list(cache.iterdir()) == []
 
 
-class TimedDrafter(NoDrafter):
+class TimedDrafter:
     """A drafter whose calls take given milliseconds, but sometimes ten times as long."""
 
-    has_engines = True
     calls = 0
 
     def measure_ms(self, rows: int, kv_len: int) -> tuple[float, float]:
@@ -199,7 +197,7 @@ class TimedDrafter(NoDrafter):
 
 
 def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed, cache: Path) -> None:
-    drafter, before = TimedDrafter(verifier), Timed.calls
+    drafter, before = TimedDrafter(), Timed.calls
     first = cached_costs(verifier, drafter, {"build": "a", "method": "x"})
     assert first == Costs(0.5, 0.125)
     calls = drafter.calls
@@ -209,13 +207,6 @@ def test_costs_of_drafts_are_measured_once_between_verifications(verifier: Timed
     cached_costs(verifier, drafter, {"build": "a", "method": "y"})
     assert drafter.calls > calls
     assert len(list(cache.iterdir())) == 2
-
-
-def test_a_drafter_without_engines_costs_nothing_and_is_not_measured(verifier: Timed, cache: Path) -> None:
-    before = Timed.calls
-    assert cached_costs(verifier, NoDrafter(verifier), {"build": "a"}) == Costs(0.0, 0.0)
-    assert Timed.calls == before
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +222,7 @@ def test_a_drafter_without_engines_costs_nothing_and_is_not_measured(verifier: T
     ],
 )
 def test_damaged_costs_are_measured_anew(verifier: Timed, cache: Path, damage: bytes) -> None:
-    drafter = TimedDrafter(verifier)
+    drafter = TimedDrafter()
     first = cached_costs(verifier, drafter, {"build": "a"})
     (file,) = cache.iterdir()
     file.write_bytes(damage)

@@ -145,7 +145,7 @@ def test_with_a_threshold_more_than_so_many_steps_must_remain(opened: Open, thre
 
 
 def lyanna_of(runtime: Runtime) -> LyannaDrafter:
-    drafter = runtime._drafter("lyanna")
+    drafter = runtime._speculators.drafter("lyanna")
     assert isinstance(drafter, LyannaDrafter)
     return drafter
 
@@ -245,7 +245,7 @@ def test_a_draft_does_not_depend_on_earlier_drafts(opened: Open, max_num_seqs: i
         requests = [request(prompt) for prompt in prompts(5, seed=seed, longest=50)]
         scripts = {id(seq): [rng.choice(kinds) for _ in range(CONTEXT)] for seq in requests}
         controller = Scripted(scripts)
-        drafter = Pair(runtime._drafter("ngram"), lyanna_of(runtime))
+        drafter = Pair(runtime._speculators.drafter("ngram"), lyanna_of(runtime))
         cycle, steps = Cycle(runtime.verifier, Speculation(drafter, controller)), 0
         batch: list[Sequence] = []
         pending = list(requests)

@@ -167,10 +167,8 @@ def test_unknown_method_and_option_are_refused() -> None:
         UsageError, match="this bundle has no drafter 'nothing'; choose one of none, ngram, suffix, or build"
     ):
         make_runtime().generate(["a"], speculation="nothing")
-    runtime = make_runtime()
-    runtime._drafter_options = {"ngram": {"prompt_lookup_size": 3}}
     with pytest.raises(UsageError, match="prompt_lookup_size"):
-        runtime.generate(["a"])
+        make_runtime(options={"ngram": {"prompt_lookup_size": 3}}).generate(["a"])
 
 
 def test_a_second_generation_is_refused_while_one_streams() -> None:

@@ -92,7 +92,7 @@ def test_requests_without_a_prediction_do_not_share_the_experience_of_those_with
     """Otherwise plain lookups would start with the experience of predictions that were always correct."""
     runtime = make_runtime(script(TEXT, 1), max_model_len=400)
     before = runtime.generate([[97]], greedy(150), "ngram")[0].metrics.num_spec_steps
-    controller = runtime._adaptive
+    controller = runtime._speculators._adaptive
     record = controller._records["ngram"]
     known = (record.experience.tokens, record.experience.plain_steps)
     for _ in range(4):

@@ -100,7 +100,7 @@ def test_the_first_token_needs_the_slot_that_was_computed_last(opened: Open) -> 
 def test_a_drafter_computes_a_prompts_rows_in_its_slot(opened: Open) -> None:
     """Its KV of a long prompt has all rows but the pending ones, and other slots do not change."""
     with opened(3) as runtime:
-        verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
+        verifier, drafter = runtime.verifier, runtime._speculators.drafter("lyanna")
         keys = drafter._state[names.key_cache(0)]  # type: ignore[attr-defined]
 
         def prefilled(slot: int) -> int:
@@ -139,7 +139,7 @@ def test_few_steps_and_calls_are_kept_of_many_slots(
     opened = cpu_device(bundle) if device == "cpu" else tensorrt_device(bundle, tmp_path, cuda=FakeCuda()).device
     with open_over(opened, lyanna_bundle, 3) as runtime:
         found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("lyanna", budget=FULL))
-        steps, drafter = runtime.verifier.steps, runtime._drafter("lyanna")
+        steps, drafter = runtime.verifier.steps, runtime._speculators.drafter("lyanna")
         assert isinstance(steps, GraphSteps)
         assert len(steps._prefills) == len(drafter._calls) == 2  # type: ignore[attr-defined]
     assert [list(generation.token_ids) for generation in found] == plain
@@ -177,7 +177,7 @@ def test_a_device_computes_at_least_so_many_rows(lyanna_bundle: Path, sequences:
 
 def test_nothing_is_gathered_for_a_detached_reader(opened: Open) -> None:
     with opened(2) as runtime:
-        verifier, drafter = runtime.verifier, runtime._drafter("lyanna")
+        verifier, drafter = runtime.verifier, runtime._speculators.drafter("lyanna")
         pending = drafter._state[names.PENDING_FEATURES]  # type: ignore[attr-defined]
         seq = request(TEXT[:10])
         drafter.begin(seq)

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import linear_cross_entropy
-from redraft.train.states import States, run_verifier, states_of
+from redraft.train.objectives.distillation import Distillation
+from redraft.train.states import States
 from redraft.train.verifier_model import autocast_of
 
 DEPTHS = 6
@@ -40,9 +39,10 @@ class LossWeights:
     prompt: float = 1.0
 
 
-class DraftModelObjective(nn.Module):
+class DraftModelObjective(Distillation):
     """The loss of a draft model with its frozen verifier."""
 
+    drafter: DraftModel
     lookahead = DEPTHS
 
     def __init__(
@@ -50,39 +50,15 @@ class DraftModelObjective(nn.Module):
         vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
         """vocabulary: of the draft model's logits; all tokens by default. Raises ValueError if its size is another."""
-        super().__init__()
-        self.drafter = DraftModel(config)
-        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
+        super().__init__(DraftModel(config), config, verifier, vocabulary)
         self._weights = weights
-        self.vocabulary = vocabulary or DraftColumns.whole(config.vocab_size)
-        if len(self.vocabulary) != config.draft_size:
-            raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, expected {config.draft_size}")
-        self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]
         self._hidden = torch.compile(self._states_of, dynamic=True) if compile_graph else self._states_of
-
-    @property
-    def verifier(self) -> Any:
-        """The frozen model."""
-        return self._frozen[0]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The draft model's own parameters."""
-        return self.drafter.named_parameters(*args, **kwargs)
-
-    def prepare(self, step: int) -> bool:
-        """Return False: the parameters never change."""
-        return False
-
-    @torch.no_grad()
-    def states(self, batch: Batch) -> States:
-        """Return the verifier's states of a batch: those that were kept, else computed."""
-        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens))
 
     def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
         """Yield the logits of every depth, [B, S, H] each."""
         hidden = self._hidden(batch.tokens)
         for depth in range(1, DEPTHS + 1):
-            yield self._logits(gather_places(hidden, batch.places(depth)[0]))
+            yield self.head_logits(gather_places(hidden, batch.places(depth)[0]))
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted mean over positions, and metrics `kl` [nats], `mse` and `hit`.
@@ -100,8 +76,7 @@ class DraftModelObjective(nn.Module):
             targets = self._weights.kl * probabilities
             targets[:, 0] += self._weights.greedy * (probabilities[:, 0] > 0)
             found = linear_cross_entropy(
-                hidden.to(self._head[0].dtype) * self.drafter.config.logit_scale, self._head[0], None, None,
-                columns, targets * share[:, None],
+                self.scaled(hidden), self.head, None, None, columns, targets * share[:, None]
             )  # fmt: skip
             error = ((hidden.float() - states.last[rows].float()).square().mean(-1) * share).sum()
             kept = probabilities.sum(-1, keepdim=True).clamp(min=_LEAST)
@@ -115,10 +90,6 @@ class DraftModelObjective(nn.Module):
         """Return hidden states of texts [B, L]: [B, L, n]."""
         hidden: torch.Tensor = self.drafter(self.verifier.get_input_embeddings()(tokens).float())
         return hidden
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., H] in fp32 of hidden states [..., n]."""
-        return F.linear(hidden.to(self._head[0].dtype), self._head[0]).float() * self.drafter.config.logit_scale
 
     def _counted(self, batch: Batch) -> torch.Tensor:
         """Return the weight of every position, float [B, L]: 0 after the text's end."""

@@ -18,7 +18,8 @@ from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import linear_cross_entropy
-from redraft.train.states import States, run_verifier, states_of
+from redraft.train.objectives.distillation import Distillation
+from redraft.train.states import States
 from redraft.train.verifier_model import autocast_of
 
 
@@ -118,42 +119,20 @@ class TokenInfoProduct:
             return (low * (mean_square + self._eps).rsqrt()).to(self._dtype)
 
 
-class LyannaObjective(nn.Module):
+class LyannaObjective(Distillation):
     """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
+
+    drafter: LyannaDrafter
 
     def __init__(
         self, verifier: Any, config: LyannaConfig, weights: LossWeights = LossWeights(),
         vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
         """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
-        super().__init__()
-        self.drafter = LyannaDrafter(config)
-        self._frozen = [verifier.requires_grad_(False).eval()]  # in a list, so that it is not a submodule
+        super().__init__(LyannaDrafter(config), config, verifier, vocabulary)
         self._weights = weights
-        self.vocabulary = vocabulary or DraftColumns.whole(config.vocab_size)
-        if len(self.vocabulary) != config.draft_size:
-            raise ValueError(f"the draft vocabulary has {len(self.vocabulary)} tokens, not {config.draft_size}")
-        self._head = [self.vocabulary.rows_of(verifier.get_output_embeddings().weight)]
         self.lookahead = config.steps
         self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
-
-    @property
-    def verifier(self) -> Any:
-        """The frozen model."""
-        return self._frozen[0]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The drafter's parameters."""
-        return self.drafter.named_parameters(*args, **kwargs)
-
-    def prepare(self, step: int) -> bool:
-        """Return False: the parameters never change."""
-        return False
-
-    @torch.no_grad()
-    def states(self, batch: Batch) -> States:
-        """Return the verifier's states of a batch: those that were kept, else computed."""
-        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens))
 
     def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the weighted loss of every step, [N], and metrics by step: [2, N] of MSE and CE [nats], [N] hit rates.
@@ -170,7 +149,7 @@ class LyannaObjective(nn.Module):
             targets = weights.beta * shares
             targets[:, 0] += weights.gamma * (shares[:, 0] > 0)
             found = linear_cross_entropy(
-                hidden[real] * self.drafter.config.logit_scale, self._head[0],
+                self.scaled(hidden[real]), self.head,
                 info.states(gather_places(batch.tokens, places)[real]), info.head, columns, targets / count,
             )  # fmt: skip
             losses.append(weights.alpha * error + found.loss)
@@ -203,8 +182,7 @@ class LyannaObjective(nn.Module):
 
     def step_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return l'_i: logits of hidden states [B, S, n] plus token information of the tokens [B, S] before them."""
-        logits = F.linear(hidden, self._head[0]).float() * self.drafter.config.logit_scale
-        return logits + self.added(tokens)
+        return self.head_logits(hidden) + self.added(tokens)
 
     def added(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the numbers that tokens of any shape add to all logits: float32 [..., H]."""
@@ -212,7 +190,7 @@ class LyannaObjective(nn.Module):
         return F.linear(info.states(tokens), info.head).float()
 
     def _token_info(self) -> TokenInfoProduct:
-        return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self._head[0].dtype)
+        return TokenInfoProduct(self.drafter, self.verifier.get_input_embeddings(), self.head.dtype)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the weighted mean over steps, and metrics `mse`, `ce` and `hit 1` … `hit N`."""

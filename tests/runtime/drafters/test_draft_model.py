@@ -100,7 +100,7 @@ class Watched:
 
 
 def drafter_of(runtime: Runtime, name: str) -> DraftModelDrafter:
-    drafter = runtime._drafter(name)
+    drafter = runtime._speculators.drafter(name)
     assert isinstance(drafter, DraftModelDrafter)
     return drafter
 

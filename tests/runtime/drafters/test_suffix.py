@@ -242,9 +242,7 @@ def test_an_interrupted_store_forgets_the_tenant_and_goes_on(method: str, monkey
 
 
 def shared_runtime(max_num_seqs: int = 1) -> Runtime:
-    runtime = make_runtime(max_num_seqs=max_num_seqs)
-    runtime._drafter_options = OPTIONS
-    return runtime
+    return make_runtime(max_num_seqs=max_num_seqs, options=OPTIONS)
 
 
 def test_a_repeated_request_takes_fewer_steps_for_the_same_text() -> None:
@@ -277,7 +275,7 @@ def test_an_unfinished_stream_is_not_kept() -> None:
     stream = runtime.stream([97, 98, 99], greedy(60), how)
     next(stream)
     del stream
-    store = runtime._drafter("suffix").store
+    store = runtime._speculators.drafter("suffix").store
     assert len(store) == 0
     "".join(runtime.stream([97, 98, 99], greedy(60), how))
     assert len(store) == 1
