@@ -13,6 +13,8 @@ from redraft.errors import BackendError
 
 PLAIN, NGRAM = "plain", "ngram"
 """Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself."""
+DRAFT = "draft_model"
+"""The mode of drafts by a second model, if a measurement has one."""
 
 
 class PeerError(BackendError):
@@ -25,10 +27,12 @@ class Source:
 
     checkpoint:  Hugging Face folder; llama.cpp also needs one GGUF file in it.
     optimum_cli: the program that exports to OpenVINO. It may belong to another environment.
+    draft:       the draft model's checkpoint.
     """
 
     checkpoint: Path
     optimum_cli: Path
+    draft: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,14 @@ class Model:
 
     path:    our bundle, or the folder that the peer's `convert` filled.
     context: tokens of the longest prompt with its new tokens.
+    draft:   the folder with the peer's draft model. Our bundle has the draft model as a drafter.
     """
 
     path: Path
     precision: Precision
     threads: int
     context: int
+    draft: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Decoded:
 class Decoder(Protocol):
     """An open model.
 
-    modes:    PLAIN and NGRAM first.
+    modes:    PLAIN and NGRAM first, DRAFT if it was opened with a draft model.
     settings: all options that the model was opened with and that decoding uses: JSON values by name.
     """
 
@@ -85,6 +91,7 @@ class Peer:
     formats: how its models are called, by precision. Other precisions are not offered.
     convert: writes the model of a precision into an empty folder.
     open:    opens a model.
+    pairs:   True if it can decode with a draft model.
     A worker process calls the functions, so they are functions of modules.
     """
 
@@ -95,6 +102,7 @@ class Peer:
     formats: Mapping[Precision, str]
     convert: Callable[[Source, Precision, Path], None]
     open: Callable[[Model], Decoder]
+    pairs: bool = False
 
     @property
     def installed(self) -> bool:

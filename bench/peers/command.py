@@ -1,12 +1,16 @@
-"""Greedy decoding of one checkpoint by redraft, onnxruntime-genai, OpenVINO GenAI and llama.cpp, in turns.
+"""Greedy decoding of one checkpoint by redraft and by its peers, in turns.
 
     python -m redraft.bench.peers --engines build/fp32 build/int8 build/int4 --checkpoint DIR --chat \\
         --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --limit 4 --keep build/peers
 
-Each bundle is a column: peers decode models of its precision. They convert the checkpoint, and `--keep` keeps their
+Peers are onnxruntime-genai, OpenVINO GenAI, llama.cpp and transformers. Each bundle is a column: peers decode models of
+its precision. They convert the checkpoint, and `--keep` keeps their
 models. Each library and precision has a process of its own. Every decoder continues a prompt before the next prompt,
 with the same token ids and as many new tokens as the plain answer of the first bundle has. End tokens do not end a
 text. A time is the seconds from the first new token to the last, over the tokens after the first.
+
+`--draft` measures drafts by a second model too, with every library that can take one; `redraft train publish --format
+transformers` writes a student as such a checkpoint.
 
 Peers that are not installed are left out, unless `--peers` names them. A peer that fails is named, and the exit status
 is 1.
@@ -28,10 +32,11 @@ from redraft.bench.environment import environment
 from redraft.bench.peers.base import Model, Peer, PeerError, Source
 from redraft.bench.peers.figures import figures
 from redraft.bench.peers.genai import GENAI
+from redraft.bench.peers.huggingface import HUGGING_FACE
 from redraft.bench.peers.llamacpp import GIVEN, LLAMA
 from redraft.bench.peers.models import open_peer
 from redraft.bench.peers.openvino import OPENVINO
-from redraft.bench.peers.ours import NAME, Ours
+from redraft.bench.peers.ours import NAME, Ours, draft_model_of
 from redraft.bench.peers.table import markdown
 from redraft.bench.peers.turns import Key, Question, make_questions, take_turns
 from redraft.bench.peers.worker import Opener, Worker
@@ -43,7 +48,7 @@ from redraft.packages import package_version
 from redraft.runtime import Runtime
 from redraft.runtime.conversation import check_system
 
-PEERS = (GENAI, OPENVINO, LLAMA, GIVEN)
+PEERS = (GENAI, OPENVINO, LLAMA, GIVEN, HUGGING_FACE)
 
 
 def main() -> None:
@@ -58,9 +63,13 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements that the options ask for: a JSON object. Raises UsageError, BundleError, DataError."""
     bundles = _bundles(options.engines)
-    source = Source(options.checkpoint, options.optimum_cli)
-    if not options.checkpoint.is_dir():
-        raise UsageError(f"no checkpoint folder {options.checkpoint}", "check --checkpoint")
+    source = Source(options.checkpoint, options.optimum_cli, options.draft)
+    for flag, folder in (("--checkpoint", options.checkpoint), ("--draft", options.draft)):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"no checkpoint folder {folder}", f"check {flag}")
+    if options.draft is not None:
+        for path in bundles.values():
+            draft_model_of(path)
     check_system(options.system, options.chat)
     peers = _peers(options.peers)
     questions = _questions(options)
@@ -123,7 +132,7 @@ def _openers(
     context = max(len(question.token_ids) + question.count for question in questions)
     openers: dict[Key, Opener] = {}
     for precision, path in bundles.items():
-        openers[Key(NAME, precision)] = partial(Ours, Model(path, precision, threads, context))
+        openers[Key(NAME, precision)] = partial(Ours, Model(path, precision, threads, context, source.draft))
         for peer in peers:
             if precision in peer.formats:
                 openers[Key(peer.name, precision)] = partial(open_peer, peer, source, precision, keep, threads, context)
@@ -162,6 +171,7 @@ def _report(line: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = bundle_parser(__doc__, 96, bundles=True)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint of all bundles")
+    parser.add_argument("--draft", type=Path, help="a draft model's checkpoint; the bundles have it as a drafter")
     parser.add_argument("--chat", action="store_true", help="put each prompt into the chat template")
     parser.add_argument("--system", help="the system message of each chat")
     parser.add_argument("--threads", type=int, default=2)

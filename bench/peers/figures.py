@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from redraft.bench.peers.base import PLAIN
+from redraft.bench.peers.base import DRAFT, PLAIN
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.turns import Key, Question, Results
 from redraft.bench.peers.worker import Opened, Turn
@@ -67,14 +67,19 @@ def _differences(questions: Sequence[Question], turns: Sequence[Turn], plain: Se
 
 
 def _ratios(results: Results, questions: Sequence[Question], key: Key) -> dict[str, Any] | None:
-    """Return the times of a peer's best mode over ours on the same prompts: above 1, we are faster."""
+    """Return the times of a peer's best mode over ours on the same prompts: above 1, we are faster.
+
+    same_mode: of the peer's drafts by a second model over ours.
+    """
     ours = results.turns.get(Key(NAME, key.precision))
     if key.name == NAME or ours is None:
         return None
     modes = results.turns[key]
     best = min(modes, key=lambda mode: median_estimate(_ms(modes[mode])).median)
     theirs = _ms(modes[best])
-    return {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), questions) for mode, turns in ours.items()}}
+    found = {"best_mode": best, "modes": {mode: _ratio(theirs, _ms(turns), questions) for mode, turns in ours.items()}}
+    pair = {DRAFT: _ratio(_ms(modes[DRAFT]), _ms(ours[DRAFT]), questions)} if DRAFT in modes and DRAFT in ours else {}
+    return found | {"same_mode": pair}
 
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float], questions: Sequence[Question]) -> dict[str, Any]:

@@ -4,42 +4,60 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, Source
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, Peer, Source
 from redraft.bench.peers.models import run_tool
 from redraft.config import Precision
 
-SPECULATIVE: dict[str, dict[str, int]] = {PLAIN: {}, NGRAM: {"ngram_size": 3, "max_draft_tokens": 4}}
+SPECULATIVE: dict[str, dict[str, int]] = {
+    PLAIN: {},
+    NGRAM: {"ngram_size": 3, "max_draft_tokens": 4},
+    DRAFT: {"max_draft_tokens": 4},
+}
 """Its options by mode. It looks up a suffix one token shorter than `ngram_size`."""
+CONFIG = "genai_config.json"
 
 
 class GenaiDecoder:
     """An open model. Its end token becomes the vocabulary's last token, so that text continues past its end."""
 
-    modes = (PLAIN, NGRAM)
-
     def __init__(self, model: Model) -> None:
         import onnxruntime_genai as genai
 
+        self._genai = genai
         session = {"intra_op_num_threads": model.threads}
-        found = json.loads((model.path / "genai_config.json").read_text())["model"]
+        alone = self._opened(model.path, {"decoder": {"session_options": session}})
+        self._models = {PLAIN: alone, NGRAM: alone}
+        if model.draft is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                write_pair(model.path, model.draft, Path(folder))
+                both = {part: {"session_options": session} for part in ("decoder", "draft")}
+                self._models[DRAFT] = self._opened(Path(folder), both)
+        self.modes = tuple(self._models)
+        self.settings = {"session_options": session} | {mode: SPECULATIVE[mode] for mode in self.modes[1:]}
+
+    def _opened(self, folder: Path, overlay: dict[str, Any]) -> Any:
+        """Open a model. An end token that is a list does not replace a number."""
+        found = json.loads((folder / CONFIG).read_text())["model"]
         last = found["vocab_size"] - 1
-        end = [last] if isinstance(found["eos_token_id"], list) else last  # a list does not replace a number
-        config = genai.Config(str(model.path))
-        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": {"session_options": session}}}))
-        self._genai, self._model = genai, genai.Model(config)
-        self.settings = {"session_options": session, NGRAM: SPECULATIVE[NGRAM]}
+        end = [last] if isinstance(found["eos_token_id"], list) else last
+        config = self._genai.Config(str(folder))
+        config.overlay(json.dumps({"model": {"eos_token_id": end, **overlay}}))
+        return self._genai.Model(config)
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """See `Decoder.decode`."""
-        params = self._genai.GeneratorParams(self._model)
+        model = self._models[mode]
+        params = self._genai.GeneratorParams(model)
         params.set_search_options(max_length=len(token_ids) + count, do_sample=False)
         if options := SPECULATIVE[mode]:
             params.set_speculative_options(**options)
-        generator = self._genai.Generator(self._model, params)
+        generator = self._genai.Generator(model, params)
         generator.append_tokens(list(token_ids))
         generator.generate_next_token()
         start = time.perf_counter()
@@ -47,6 +65,19 @@ class GenaiDecoder:
             generator.generate_next_token()
         seconds = time.perf_counter() - start
         return Decoded(tuple(map(int, generator.get_sequence(0)[len(token_ids) :])), seconds)
+
+
+def write_pair(target: Path, draft: Path, folder: Path) -> None:
+    """Write the configuration of a model and its draft model into a folder, with links to both.
+
+    Names of files may not leave the configuration's folder.
+    """
+    config, drafting = (json.loads((path / CONFIG).read_text()) for path in (target, draft))
+    config["model"]["draft"] = drafting["model"]["decoder"]
+    for part, path in (("decoder", target), ("draft", draft)):
+        (folder / part).symlink_to(path.resolve())
+        config["model"][part]["filename"] = f"{part}/{config['model'][part]['filename']}"
+    (folder / CONFIG).write_text(json.dumps(config))
 
 
 def convert(source: Source, precision: Precision, folder: Path) -> None:
@@ -63,4 +94,5 @@ GENAI = Peer(
     formats={"fp32": "builder -p fp32", "int8": "builder -p int8", "int4": "builder -p int4"},
     convert=convert,
     open=GenaiDecoder,
+    pairs=True,
 )

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ _OF_A_MODEL = ("*.safetensors", "*.gguf", "*.json")
 
 def open_peer(peer: Peer, source: Source, precision: Precision, keep: Path, threads: int, context: int) -> Decoder:
     """Open a peer's model, converted now if `keep` lacks it. Raises PeerError and the errors of the library."""
-    return peer.open(Model(kept_model(peer, source, precision, keep), precision, threads, context))
+    draft = None
+    if source.draft is not None and peer.pairs:
+        draft = kept_model(peer, replace(source, checkpoint=source.draft), precision, keep / "draft")
+    return peer.open(Model(kept_model(peer, source, precision, keep), precision, threads, context, draft))
 
 
 def kept_model(peer: Peer, source: Source, precision: Precision, keep: Path) -> Path:

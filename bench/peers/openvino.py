@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, Peer, PeerError, Source
 from redraft.bench.peers.models import run_tool
 from redraft.config import Precision
 
-LOOKUP: dict[str, dict[str, int]] = {PLAIN: {}, NGRAM: {"num_assistant_tokens": 4, "max_ngram_size": 3}}
+ASSISTANT: dict[str, dict[str, int]] = {
+    PLAIN: {},
+    NGRAM: {"num_assistant_tokens": 4, "max_ngram_size": 3},
+    DRAFT: {"num_assistant_tokens": 4},
+}
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Properties of fp32 models. Without them, OpenVINO computes in bf16 on processors that can."""
 OPTIONS: dict[Precision, tuple[str, ...]] = {
@@ -27,20 +31,22 @@ EXPORTER = (
 
 
 class OpenVinoDecoder:
-    """An open model: two pipelines."""
-
-    modes = (PLAIN, NGRAM)
+    """An open model: a pipeline for each mode."""
 
     def __init__(self, model: Model) -> None:
         import openvino_genai
 
         exact = EXACT if model.precision == "fp32" else {}
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": model.threads, "PERFORMANCE_HINT": "LATENCY", **exact}
-        self.settings = {**properties, NGRAM: LOOKUP[NGRAM]}
+        options: dict[str, dict[str, Any]] = {PLAIN: {}, NGRAM: {"prompt_lookup": True}}
+        if model.draft is not None:
+            options[DRAFT] = {"draft_model": openvino_genai.draft_model(str(model.draft), "CPU", **properties)}
         self._pipelines = {
-            PLAIN: openvino_genai.LLMPipeline(str(model.path), "CPU", **properties),
-            NGRAM: openvino_genai.LLMPipeline(str(model.path), "CPU", prompt_lookup=True, **properties),
+            mode: openvino_genai.LLMPipeline(str(model.path), "CPU", **properties, **own)
+            for mode, own in options.items()
         }
+        self.modes = tuple(self._pipelines)
+        self.settings = properties | {mode: ASSISTANT[mode] for mode in self.modes[1:]}
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """See `Decoder.decode`. OpenVINO times the first token."""
@@ -49,7 +55,7 @@ class OpenVinoDecoder:
         import openvino_genai
 
         config = openvino_genai.GenerationConfig(
-            max_new_tokens=count, do_sample=False, ignore_eos=True, apply_chat_template=False, **LOOKUP[mode]
+            max_new_tokens=count, do_sample=False, ignore_eos=True, apply_chat_template=False, **ASSISTANT[mode]
         )
         tokens = openvino.Tensor(np.array([token_ids], np.int64))
         inputs = openvino_genai.TokenizedInputs(tokens, openvino.Tensor(np.ones((1, len(token_ids)), np.int64)))
@@ -75,4 +81,5 @@ OPENVINO = Peer(
     formats={precision: " ".join(options) for precision, options in OPTIONS.items()},
     convert=convert,
     open=OpenVinoDecoder,
+    pairs=True,
 )

@@ -1,12 +1,15 @@
-"""redraft as a decoder: plain, with n-grams, and by the bundle's default method if that is another one."""
+"""redraft as a decoder: plain, with n-grams, by a draft model, and by the bundle's default method."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, Model
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, Model, PeerError
+from redraft.engines import open_bundle
 from redraft.methods import NONE
+from redraft.methods.draft_model import METHOD
 from redraft.runtime import Runtime, SamplingParams
 
 NAME = "redraft"
@@ -17,13 +20,27 @@ class Ours:
 
     def __init__(self, model: Model) -> None:
         self._runtime = Runtime.open(model.path, threads=model.threads)
-        self.modes = tuple(dict.fromkeys((PLAIN, NGRAM, self._runtime.default_method)))
+        self._words = {PLAIN: NONE, NGRAM: NGRAM}
+        if model.draft is not None:
+            self._words[DRAFT] = draft_model_of(model.path)
+        if self._runtime.default_method not in self._words.values():
+            self._words[self._runtime.default_method] = self._runtime.default_method
+        self.modes = tuple(self._words)
         self.settings = {"bundle": str(model.path), "threads": model.threads, "exact": self._runtime.exact}
 
     def decode(self, mode: str, token_ids: Sequence[int], count: int) -> Decoded:
         """See `Decoder.decode`."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         start = time.perf_counter()
-        done = self._runtime.generate([list(token_ids)], params, NONE if mode == PLAIN else mode)[0]
+        done = self._runtime.generate([list(token_ids)], params, self._words[mode])[0]
         seconds = time.perf_counter() - start - done.metrics.time_to_first_token_ms / 1e3
         return Decoded(done.token_ids, seconds)
+
+
+def draft_model_of(bundle: Path) -> str:
+    """Return the id of a bundle's draft model. Raises PeerError if it has none."""
+    drafters = open_bundle(bundle).manifest.drafters
+    found = next((name for name, drafter in drafters.items() if drafter.method == METHOD.id), None)
+    if found is None:
+        raise PeerError(f"{bundle} has no draft model", "build it with --drafter ID=CHECKPOINT")
+    return found

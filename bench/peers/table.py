@@ -40,6 +40,8 @@ def _ratios(result: Mapping[str, Any]) -> Iterator[str]:
             if result["looping_answers"]:
                 steady = ratios["not_looping"]
                 found[f"{mode}, not looping"] = f"{_estimate(steady)} of {best}" if steady else "every answer loops"
+        for mode, ratios in figures["same_mode"].items():
+            found[f"{mode}, same mode"] = _estimate(ratios["all"])
         return found
 
     yield f"Speed of {NAME} by its mode, over the best mode of a peer: medians of pairs with 95 % intervals."
