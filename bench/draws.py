@@ -59,7 +59,8 @@ def draw(
     """Draw `draws` times, shared equally by PLACES places: of each text, places with every kind of tree.
 
     params: of the draws. The seed is the first one; temperature is above 0, and nothing else changes the distribution.
-    budget: of every tree. A lookup's tree is merged with its drafter's.
+    budget: of every tree. A lookup's tree is merged with its drafter's. At every second place, the adaptive controller
+            chooses the trees within it, if it speculates there.
     Plain decoding has no trees, so any place serves. If fewer places are found, there are fewer draws.
     """
     found = Drawn()
@@ -67,21 +68,28 @@ def draw(
     how = SpeculationParams(NONE) if plain else SpeculationParams(method, budget=budget, controller=ADAPTIVE)
     most = -(-PLACES // len(prompts))  # of one kind in one text
     for number, prompt in enumerate(prompts):
+        if len(found.kinds) == PLACES:
+            break
         cycle, (seq,) = runtime.cycle([prompt], replace(params, seed=params.seed + number), how)
-        if not plain:
-            seq.speculation = replace(seq.speculation, controller=FixedBudget(budget))
+        fixed = seq.speculation if plain else replace(seq.speculation, controller=FixedBudget(budget))
+        both = seq.speculation, fixed
+        seq.speculation = fixed
         cycle.begin(seq, 0)
         kinds: Counter[OfferKind] = Counter()
         for _ in range(MOST_STEPS):
             if len(found.kinds) == PLACES or seq.finish_reason is not None:
                 break
-            place = _Place(runtime, cycle, seq, params)
-            kind = place.kind(params.seed)
+            for seq.speculation in both if len(found.kinds) % 2 else (fixed,):
+                place = _Place(runtime, cycle, seq, params)
+                kind = place.kind(params.seed)
+                if kind is not OfferKind.NONE:
+                    break
             if kinds[kind] < most and (plain or kind is not OfferKind.NONE):
                 kinds[kind] += 1
                 found.kinds.append(kind)
                 _draw_at(place, found, draws // PLACES, report)
             place.restore()
+            seq.speculation = fixed
             cycle.step([seq])
     return found
 

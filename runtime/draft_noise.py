@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from redraft.noise_spec import COUPLED, DRAWN
 from redraft.runtime.params import COUPLED as ACCEPTS_COUPLED
-from redraft.runtime.params import SamplingParams
+from redraft.runtime.params import LEAST_TEMPERATURE, SamplingParams
 from redraft.runtime.sampling.noise import row_key
 
 
@@ -35,7 +35,7 @@ class DraftNoise:
 
         Given the noise, the verifier's token is certain, as in greedy decoding. So the same factor fits.
         """
-        return 1 / self.temperature if self.drawn else draft_logit_scale
+        return 1 / max(self.temperature, LEAST_TEMPERATURE) if self.drawn else draft_logit_scale
 
     def keys(self, position: int, count: int) -> list[tuple[int, int]]:
         """Return the keys of `count` positions from an absolute one on.

@@ -30,7 +30,7 @@ class Grammar:
         if self.kind != JSON_SCHEMA:
             return
         try:
-            found = json.loads(self.text)
+            found = json.loads(self.text, parse_constant=_no_constant)
         except ValueError as error:
             raise UsageError(f"the JSON schema is not JSON: {error}", _EXAMPLE) from None
         if not isinstance(found, dict):
@@ -52,6 +52,11 @@ def requested_grammar(
 def schema_text(schema: Mapping[str, Any]) -> str:
     """Return a JSON schema as JSON. Raises UsageError for a value that JSON lacks."""
     try:
-        return json.dumps(schema)
+        return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(f"the JSON schema has a value that JSON lacks: {error}", _EXAMPLE) from None
+
+
+def _no_constant(name: str) -> None:
+    """Refuse NaN and infinities, which Python's JSON has and JSON lacks."""
+    raise ValueError(f"{name} is no number of JSON")

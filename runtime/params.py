@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 from numbers import Integral, Real
 from operator import index
 from typing import Any
@@ -27,7 +27,9 @@ ACCEPTANCE = (COUPLED, REJECTION, BLOCK)
 SEEDS = 1 << 63
 """Seeds are below this."""
 _LARGEST = 1e30
-"""Of a bias, so that sums of float32 stay finite."""
+"""Of a bias, a temperature and a penalty, so that float32 does not overflow."""
+LEAST_TEMPERATURE = 1e-30
+"""Temperatures between 0 and this decode as this one: float32 has no reciprocal of smaller ones."""
 
 _NUMBERS = {
     "max_tokens": Integral, "min_tokens": Integral, "temperature": Real, "top_k": Integral, "top_p": Real,
@@ -39,11 +41,11 @@ _PLAIN: dict[type, Callable[[Any], float]] = {Integral: int, Real: float}
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
     "min_tokens": ("0 or above", lambda value: value >= 0),
-    "temperature": ("0 (greedy) or above, and finite", lambda value: 0 <= value < inf),
+    "temperature": ("0 (greedy) or above, at most 1e30", lambda value: 0 <= value <= _LARGEST),
     "top_k": ("0 (all) or above", lambda value: value >= 0),
     "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": ("above 0, and finite", lambda value: 0 < value < inf),
+    "repetition_penalty": ("from 1e-30 to 1e30", lambda value: 1 / _LARGEST <= value <= _LARGEST),
     "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
     "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
     "seed": ("from 0 to 2^63 - 1", lambda value: 0 <= value < SEEDS),
@@ -231,7 +233,7 @@ def _biases(biases: object) -> tuple[tuple[int, float], ...]:
     """Return pairs of token id and bias. Raises UsageError for other values, and for a bias that is not finite."""
     try:
         pairs = [(index(token), float(bias)) for token, bias in dict(biases).items()]  # type: ignore[call-overload]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(f"logit_bias must map token ids to numbers, not {biases!r:.80}") from None
     for token, bias in pairs:
         if abs(bias) > _LARGEST and isfinite(bias):

@@ -23,7 +23,9 @@ class HuggingFaceDecoder:
         torch.set_num_threads(model.threads)
 
         def opened(folder: Any) -> Any:
-            return AutoModelForCausalLM.from_pretrained(str(folder / LINK), dtype=torch.float32).eval()
+            found = AutoModelForCausalLM.from_pretrained(str(folder / LINK), dtype=torch.float32).eval()
+            found.generation_config.eos_token_id = None  # text continues past its end
+            return found
 
         self._model = opened(model.path)
         self._options: dict[str, dict[str, Any]] = {PLAIN: {}, NGRAM: LOOKUP}
@@ -40,7 +42,7 @@ class HuggingFaceDecoder:
         ids = torch.tensor([list(token_ids)])
         watch = Watch()
         done = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
             streamer=watch, **self._options[mode],
         )  # fmt: skip
         rest = max(count - watch.first, 1)

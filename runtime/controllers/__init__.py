@@ -39,6 +39,8 @@ def parse_controller(text: str) -> tuple[str, LengthRule | None]:
         key, equals, value = option.partition("=")
         if not (key and equals and value):
             raise UsageError(f"controller {text!r}: expected option=value, not {option!r}", f"the form is {FORM}")
+        if key in values:
+            raise UsageError(f"controller {text!r}: {key} is given twice", "leave one out")
         values[key] = _number(value, text)
     if name == ADAPTIVE:
         if values:

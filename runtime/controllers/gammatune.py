@@ -34,6 +34,10 @@ class GammaTune(LengthRule):
                 f"gamma_min {self.gamma_min} and gamma_max {self.gamma_max}: expected 1 <= gamma_min <= gamma_max"
             )
 
+    def length(self, average: float) -> int:
+        """Return γ, which a first length may not move out of its bounds."""
+        return min(self.gamma_max, max(self.gamma_min, super().length(average)))
+
     def update(self, average: float, drafted: int, accepted: int) -> float:
         """Return γ̄ after a draft."""
         if accepted == self.length(average):

@@ -15,5 +15,5 @@ class Heuristic(LengthRule):
     """
 
     def update(self, average: float, drafted: int, accepted: int) -> float:
-        """Return the next length."""
-        return average + 2 if accepted == drafted else max(1.0, average - 1)
+        """Return the next length. A drafter may have drafted less than the last one."""
+        return drafted + 2.0 if accepted == drafted else max(1.0, average - 1)

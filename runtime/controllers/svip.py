@@ -11,6 +11,8 @@ from redraft.types import Tree
 
 SCALE = 0.15
 """The factor of the entropy under the root, as in the authors' code."""
+MOST = 10
+"""Largest threshold. The entropy of a million tokens alike is 14 nats, and its root in the rule 1.4."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Svip(LengthRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.threshold >= 0:
-            raise UsageError(f"threshold must be at least 0, not {self.threshold}")
+        if not 0 <= self.threshold <= MOST:
+            raise UsageError(f"threshold must be from 0 to {MOST}, not {self.threshold}")
 
     @property
     def most_entropy(self) -> float:
@@ -40,8 +42,8 @@ class Svip(LengthRule):
 
     @property
     def confidence(self) -> float:
-        """The probability under which a token's entropy is too large, whatever its siblings."""
-        return exp(-self.most_entropy)
+        """The probability under which the entropy at a chain's token is too large. Siblings may make it smaller."""
+        return exp(-self.most_entropy) if self.width == 1 else 0.0
 
     def stop(self, tree: Tree) -> Tree:
         """Return the draft up to the first tokens from a distribution of high entropy."""

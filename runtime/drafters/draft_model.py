@@ -213,7 +213,9 @@ class DraftModelDrafter(EngineDrafter):
         steps = [min(budget.depth, self.shape.steps) if budget.nodes else 0 for budget in budgets]
         starts, pending = self._begin(batch, steps)
         trees = [
-            GrowingTree.of(seq.tokens[-1], budget, width, min(budget.nodes, self.shape.nodes - 1)) if rows else None
+            GrowingTree.of(seq.tokens[-1], budget, width, min(budget.nodes, self.shape.nodes - 1), seq.noise.drawn)
+            if rows
+            else None
             for seq, budget, width, rows in zip(batch, budgets, widths, pending, strict=True)
         ]
         logits: list[list[FloatArray]] = [[] for _ in batch]

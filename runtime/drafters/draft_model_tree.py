@@ -42,9 +42,13 @@ class GrowingTree:
     ends: list[int] = field(default_factory=lambda: [0])
 
     @classmethod
-    def of(cls, root: int, budget: Budget, width: int, most: int) -> GrowingTree:
-        """Return the tree of the root alone."""
-        return cls(width, most, log_share(budget.confidence or 0.0), log_share(budget.share), [root])
+    def of(cls, root: int, budget: Budget, width: int, most: int, drawn: bool = False) -> GrowingTree:
+        """Return the tree of the root alone.
+
+        drawn: candidates are drawn, so that no probability may end the tree.
+        """
+        confidence, share = (0.0, 0.0) if drawn else (budget.confidence or 0.0, budget.share)
+        return cls(width, most, log_share(confidence), log_share(share), [root])
 
     def grow(self, tokens: Several[Several[int]], log_probs: Several[Several[float]], last: bool) -> None:
         """Add candidates of the nodes in `ends`, best first, and choose the next ones; none after the last level."""

@@ -30,6 +30,7 @@ def model_sampling(folder: Path, given: dict[str, Any]) -> SamplingParams:
         raise BundleError(f"{path} cannot be read as JSON ({error})", "build the bundle again") from None
     sampled = values.pop(names.DO_SAMPLE, False)
     values["temperature"] = values.get("temperature", 1.0) if sampled else 0.0
+    values = {name: value for name, value in values.items() if name not in given}
     try:
         SamplingParams(**values)
     except (TypeError, UsageError) as error:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from redraft.runtime.sampling.sampler import Sampler, accept
-from redraft.types import FloatArray, Outcome, Tree
+from redraft.runtime.sampling.sampler import Sampler, accept, at_token
+from redraft.runtime.sampling.truncation import no_numbers
+from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 
 class Greedy(Sampler):
@@ -17,11 +18,23 @@ class Greedy(Sampler):
     """
 
     def __init__(self, record_logit_margins: bool = False) -> None:
+        self._prompt_length = 0
         self.logit_margins = [] if record_logit_margins else None
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
-        """Accept the nodes that are their parents' likeliest tokens, and record logit margins if requested."""
+        """Accept the nodes that are their parents' likeliest tokens, and record logit margins if requested.
+
+        If an accepted row has NaN, which argmax finds first, the outcome has an error.
+        """
+        self._prompt_length = self._prompt_length or len(tokens)
         outcome = accept(tree, logits.argmax(axis=-1).tolist())
+        for count, node in enumerate((0, *outcome.path)):
+            if np.isnan(logits[node, outcome.tokens[count]]):
+                number = len(tokens) - self._prompt_length + count + 1
+                error = at_token(number, no_numbers())
+                return outcome._replace(
+                    path=outcome.path[:count], bonus=NOT_REACHED, tokens=outcome.tokens[:count], error=error
+                )
         if self.logit_margins is not None:
             self.logit_margins.extend(top_two_margins(logits[[0, *outcome.path]]))
         return outcome

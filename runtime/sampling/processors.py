@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from redraft.errors import RedraftError, UsageError
+from redraft.errors import UsageError
 from redraft.runtime.params import LogitsProcessor, SamplingParams
 from redraft.types import FloatArray, IntArray
 
@@ -141,20 +141,28 @@ class Functions:
         return (*state, token)
 
     def process(self, state: tuple[int, ...], logits: FloatArray) -> FloatArray:
-        """Call every function. Raises UsageError if one raises, or returns anything but logits of this shape."""
+        """Call every function. Tokens that were forbidden before stay forbidden.
+
+        Raises UsageError if one raises, or returns anything but logits of this shape.
+        """
+        forbidden = np.isneginf(logits)
         for function in self._functions:
             try:
                 changed = function(state, logits)
-            except RedraftError:
+            except UsageError:
                 raise
             except Exception as error:
                 raise UsageError(f"a logits processor raised {type(error).__name__}: {error}") from error
             logits = _checked(changed, logits.shape)
+        logits[forbidden] = -np.inf
         return logits
 
 
 def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
-    """Check a logits processor's result. Raises UsageError unless it is an array of this shape without NaN."""
+    """Return a copy of a logits processor's result, which may be the processor's own array.
+
+    Raises UsageError unless it is an array of this shape without NaN.
+    """
     if logits is None:
         raise UsageError("a logits processor returned nothing", "return the logits")
     try:
@@ -162,7 +170,7 @@ def _checked(logits: object, shape: tuple[int, ...]) -> FloatArray:
         if np.iscomplexobj(found):
             raise UsageError("a logits processor returned complex numbers", "return real logits")
         with np.errstate(over="ignore"):  # a huge negative logit forbids, as -inf does
-            changed: FloatArray = np.asarray(found, np.float32)
+            changed: FloatArray = np.array(found, np.float32)
     except (TypeError, ValueError) as error:
         raise UsageError(f"a logits processor returned no array of logits: {error}") from None
     if changed.shape != shape:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from redraft.errors import UsageError
 from redraft.runtime.sampling.logprobs import TokenLogprobs
 from redraft.runtime.tree import accepted_path
 from redraft.types import FloatArray, Outcome, Tree
@@ -33,6 +34,13 @@ class OverTokens(Protocol):
 
     def sample_likeliest(self, likeliest: Sequence[int], tree: Tree, tokens: Sequence[int]) -> Sequence[int]:
         """Return the target token after every node. The arguments are those of `Sampler.verify`."""
+
+
+def at_token(number: int, error: UsageError) -> UsageError:
+    """Return an error with the number of the token, from 1, at which it happened; its cause stays."""
+    failure = UsageError(f"token {number}: {error.message}", error.hint)
+    failure.__cause__ = error.__cause__ or error
+    return failure
 
 
 def accept(tree: Tree, target_token_ids: Sequence[int]) -> Outcome:

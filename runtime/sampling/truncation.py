@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
-from redraft.runtime.params import SamplingParams
+from redraft.runtime.params import LEAST_TEMPERATURE, SamplingParams
 from redraft.types import FloatArray, IntArray
 
 
@@ -53,7 +53,7 @@ def support_of(logits: FloatArray, params: SamplingParams) -> Support:
     """Return the tokens that may follow, from processed logits [V], which it may overwrite.
 
     At temperature 0 the scores are those of temperature 1, of the whole vocabulary.
-    Raises UsageError if no logit is above -inf.
+    Raises UsageError if no logit is above -inf, or one is NaN.
     """
     found = Support(None, _scores(logits, params.temperature or 1.0))
     if not params.temperature:
@@ -73,8 +73,15 @@ def log_probs(scores: FloatArray) -> FloatArray:
     return np.asarray(scores - np.float32(log(total)), np.float32)
 
 
+def no_numbers() -> UsageError:
+    """Return the error of a row of logits with NaN."""
+    return UsageError("the model's logits are no numbers (NaN)", "build it with another precision")
+
+
 def _scores(logits: FloatArray, temperature: float) -> FloatArray:
     largest = logits.max()
+    if largest != largest:
+        raise no_numbers()
     if largest == -np.inf:
         raise UsageError("no token is left to choose: every logit is -inf")
     if largest == np.inf:  # a processor demands some tokens
@@ -82,7 +89,7 @@ def _scores(logits: FloatArray, temperature: float) -> FloatArray:
     logits -= largest
     if temperature != 1:
         with np.errstate(over="ignore"):  # a tiny temperature makes -inf of what it never draws
-            logits /= np.float32(temperature) if temperature > 1e-30 else np.float32(1e-30)
+            logits /= np.float32(max(temperature, LEAST_TEMPERATURE))
     return logits
 
 

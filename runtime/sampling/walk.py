@@ -11,7 +11,7 @@ from redraft.runtime.sampling.coupled import Choose, Coupled, Likeliest
 from redraft.runtime.sampling.greedy import top_two_margins
 from redraft.runtime.sampling.logprobs import token_logprobs
 from redraft.runtime.sampling.processors import Processor
-from redraft.runtime.sampling.sampler import Sampler
+from redraft.runtime.sampling.sampler import Sampler, at_token
 from redraft.runtime.sampling.truncation import Support, support_of
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
@@ -86,8 +86,5 @@ class Walk(Sampler):
             self.logprobs.append(token_logprobs(support, place, self._params.logprobs))
 
     def _failure(self, error: UsageError) -> UsageError:
-        """Return the error with the number of the token at which it happened; its cause stays."""
-        number = self._length - self._prompt_length + 1
-        failure = UsageError(f"token {number}: {error.message}", error.hint)
-        failure.__cause__ = error.__cause__ or error
-        return failure
+        """Return the error with the number of the token at which it happened."""
+        return at_token(self._length - self._prompt_length + 1, error)

@@ -237,7 +237,7 @@ def test_a_person_sees_a_table_and_each_fault(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--temperature", "-1"), "temperature must be 0 (greedy) or above, and finite, not -1.0"),
+        (("--temperature", "-1"), "temperature must be 0 (greedy) or above, at most 1e30, not -1.0"),
         (("--temperature", "nan"), "temperature must be"),
         (("--acceptance", "maybe"), "unknown acceptance 'maybe'"),
         (("--acceptance", "block", "--temperature", "0"), "--acceptance block needs a temperature above 0"),

@@ -109,8 +109,9 @@ class FakeCall:
         for b in range(batch):
             rows = self._write(b, int(past[b]))
             for row, node in enumerate(inputs[names.OUTPUT_ROWS][b].tolist()):
-                self.outputs[names.LOGITS][b, row] = 0
-                self.outputs[names.LOGITS][b, row, self._answer(rows, b, int(past[b]), node)] = 2.0
+                answer = self._answer(rows, b, int(past[b]), node)
+                self.outputs[names.LOGITS][b, row] = 0 if answer != NO_NUMBERS else np.nan
+                self.outputs[names.LOGITS][b, row, answer] += 2.0
             for name, features in self.outputs.items():
                 if name.startswith("hidden_states."):
                     features[b] = inputs[names.TOKEN_IDS][b][:, None]
@@ -141,6 +142,10 @@ class FakeCall:
 
 def _fixed(spec: TensorSpec, sizes: Mapping[str, int]) -> TensorSpec:
     return TensorSpec(spec.name, spec.dtype, tuple(sizes.get(dim, dim) for dim in spec.shape), spec.in_place_of)
+
+
+NO_NUMBERS = -1
+"""A rule's answer where all logits are NaN."""
 
 
 def plain(rule: Rule, prompt: list[int], count: int) -> list[int]:

@@ -19,7 +19,7 @@ from redraft.engines.manifest import GraphRecord
 from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts, measure_curve
 from redraft.runtime.trace import replay
 from redraft.runtime.verifier import Verifier
@@ -43,7 +43,7 @@ ALL = [*PROMPTS, *LONG]
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
 

@@ -23,7 +23,7 @@ from redraft.errors import UsageError
 from redraft.export.drafters.lyanna_token_tree import Tree, build_subtree, resample
 from redraft.methods.lyanna_token_info import lookup
 from redraft.noise_spec import DRAWN
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, scheduler, speculators
 from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.cycle import Cycle
@@ -56,7 +56,7 @@ def prompts(count: int, seed: int, longest: int = 80) -> list[list[int]]:
 def opened(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Return a function that opens the bundle without measuring."""
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
     def open_runtime(max_num_seqs: int = 1, **lyanna: object) -> Runtime:

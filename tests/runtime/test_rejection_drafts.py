@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.types import Budget, Costs
@@ -24,7 +24,7 @@ FAR = 49.0
 @pytest.fixture
 def runtime(lyanna_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     return Runtime.open(lyanna_bundle, threads=1, verify=False)
 
 

@@ -64,6 +64,25 @@ def test_the_heuristic_worked_by_hand() -> None:
     assert lengths(Heuristic(gamma=2), [0, 0, 0]) == [2, 1, 1, 1]
 
 
+def test_the_heuristic_grows_from_what_was_drafted() -> None:
+    """A drafter may draft less than it is asked for."""
+    average = 5.0
+    for _ in range(9):
+        average = Heuristic().update(average, 3, 3)
+    assert average == 5.0
+    assert Heuristic().update(average, 3, 1) == 4.0
+
+
+def test_a_first_length_outside_gammatunes_bounds_is_moved_into_them() -> None:
+    assert GammaTune(gamma=30).length(30.0) == 24
+    assert GammaTune(gamma=1, gamma_min=5).length(1.0) == 5
+
+
+def test_svip_stops_no_branch_inside_a_call() -> None:
+    """Its rule needs all siblings there."""
+    assert Svip(width=2).confidence == 0.0 < Svip().confidence
+
+
 @pytest.mark.parametrize("rule", [LengthRule(gamma=3), Confidence(gamma=3), Svip(gamma=3)])
 def test_other_rules_keep_their_length(rule: LengthRule) -> None:
     assert lengths(rule, [0, None, 1]) == [3, 3, 3, 3]
@@ -136,8 +155,10 @@ def test_names_and_options() -> None:
         ("gammatune,gamma_min=9,gamma_max=3", "expected 1 <= gamma_min <= gamma_max"),
         ("gammatune+,threshold=2", "threshold must be from 0 to 1"),
         ("confidence,threshold=-1", "threshold must be from 0 to 1"),
-        ("svip,threshold=-1", "threshold must be at least 0"),
-        ("svip,threshold=nan", "threshold must be at least 0"),
+        ("svip,threshold=-1", "threshold must be from 0 to 10"),
+        ("svip,threshold=nan", "threshold must be from 0 to 10"),
+        ("svip,threshold=1e200", "threshold must be from 0 to 10"),
+        ("gammatune,eta=0.5,eta=0.2", "eta is given twice"),
     ],
 )
 def test_bad_controllers_are_refused(text: str, words: str) -> None:

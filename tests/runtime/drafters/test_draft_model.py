@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.draft_model import DraftModel, DraftModelConfig
-from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.draft_model import Chain, Drafting, DraftModelDrafter
 from redraft.runtime.drafters.draft_model_tree import GrowingTree
 from redraft.runtime.drafters.proposals import RowsProposal
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import accepted_path, depths_of, within
+from redraft.runtime.tree import depths_of, within
 from redraft.types import Budget, Costs, Tree
 from tests.runtime.fakes import CURVE
 from tests.runtime.test_rejection_drafts import FAR, chi_square
@@ -230,17 +230,35 @@ def test_a_tree_grows_no_nodes_that_it_would_not_keep() -> None:
     assert tree.mask().tolist() == [[True, False, False], [False, True, False], [True, False, True]]
 
 
-def test_lengths_follow_the_controller(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(folder, 2) as runtime:
-        plain = [text.token_ids for text in runtime.generate(PROMPTS, PARAMS, "none")]
-        for controller in ("gammatune", "gammatune+,threshold=0.1", "heuristic", "svip", "fixed,gamma=24", "adaptive"):
-            watched = Watched(drafter_of(runtime, "same"), monkeypatch)
-            found = runtime.generate(PROMPTS, PARAMS, SpeculationParams("same", controller=controller))
-            assert [text.token_ids for text in found] == plain
-            assert watched.drafts
-            for _, tree in watched.drafts:
-                path = accepted_path(tree.tokens.tolist(), tree.parents.tolist(), [*tree.tokens[1:].tolist(), -1])
-                assert len(path) == len(tree) - 1 <= 24
+def test_no_probability_ends_a_tree_of_draws() -> None:
+    budget = Budget(4, 4, 1, confidence=0.6, share=0.6)
+    for drawn, ends in ((False, []), (True, [1])):
+        tree = GrowingTree.of(1, budget, 1, 3, drawn)
+        tree.grow([[10]], [np.log([0.5])], last=False)
+        assert tree.ends == ends
+
+
+@pytest.mark.parametrize(
+    ("controller", "lengths"),
+    [
+        ("gammatune,eta=0.5,delta=2", [5, 6, 7, 8]),  # averages 5, 6, 7, 8
+        ("gammatune,gamma=9,gamma_max=7", [7, 7, 7]),
+        ("gammatune+,eta=0.5,delta=2,threshold=0", [5, 6, 7, 8]),
+        ("heuristic", [5, 7, 9, 11]),
+        ("fixed,gamma=24", [24]),
+        ("svip,gamma=6,threshold=5", [6, 6, 6]),
+    ],
+)
+def test_lengths_follow_the_controller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, controller: str, lengths: list[int]
+) -> None:
+    """The verifier drafts for itself, so every draft is accepted whole."""
+    with opened(folder, 1) as runtime:
+        (plain,) = runtime.generate(PROMPTS[:1], PARAMS, "none")
+        watched = Watched(drafter_of(runtime, "same"), monkeypatch)
+        (found,) = runtime.generate(PROMPTS[:1], PARAMS, SpeculationParams("same", controller=controller))
+        assert found.token_ids == plain.token_ids
+        assert [len(tree) - 1 for _, tree in watched.drafts][: len(lengths)] == lengths
 
 
 def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
@@ -258,7 +276,7 @@ def test_a_draft_near_the_end_of_the_context(folder: Path) -> None:
 @pytest.fixture
 def with_fixed_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     return opened(folder)
 
 

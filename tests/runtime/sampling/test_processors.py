@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from redraft.errors import UsageError
+from redraft.errors import DataError, UsageError
 from redraft.runtime import SamplingParams
 from redraft.runtime.sampling.processors import Functions, make_processors
 
@@ -91,7 +91,12 @@ WRONG = {
     "returned complex numbers": lambda tokens, logits: logits * 1j,
     "no numbers": lambda tokens, logits: logits * np.nan,
     "raised ZeroDivisionError: division by zero": lambda tokens, logits: 1 / 0,
+    "raised DataError: no file": lambda tokens, logits: fail(DataError("no file")),
 }
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("message", WRONG)

@@ -11,7 +11,7 @@ import pytest
 from redraft.errors import UsageError
 from redraft.runtime import Budget, RequestError, SamplingParams, SpeculationParams
 from redraft.runtime.trace import replay
-from tests.runtime.fakes import EOS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
+from tests.runtime.fakes import EOS, NO_NUMBERS, VOCABULARY, engine_of, greedy, make_runtime, mixing_rule, plain, script
 
 PROMPTS = [[97, 98, 99] * 4, [100, 101] * 5, [98, 97] * 6]
 TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
@@ -20,7 +20,13 @@ TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or above, and finite, not -0.1"),
+        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or above, at most 1e30, not -0.1"),
+        ({"temperature": 1e39}, "temperature must be .*, not 1e"),
+        ({"temperature": 10**400}, "temperature must be .*, not 1000"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias must map token ids to numbers"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty must be from 1e-30 to 1e30"),
+        ({"json_schema": {"enum": [float("nan")]}}, "the JSON schema has a value that JSON lacks"),
+        ({"json_schema": '{"enum": [NaN]}'}, "the JSON schema is not JSON: NaN is no number of JSON"),
         ({"temperature": float("nan")}, "temperature must be .*, not nan"),
         ({"temperature": float("inf")}, "temperature must be .*, not inf"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
@@ -28,7 +34,7 @@ TREES = SpeculationParams("ngram", budget=Budget(12, 4, 3))
         ({"min_p": 1.1}, "min_p must be from 0 to 1"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"top_k": -1}, r"top_k must be 0 \(all\) or above"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, and finite"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-30 to 1e30"),
         ({"presence_penalty": 2.5}, "presence_penalty must be from -2 to 2"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
         ({"seed": -1}, r"seed must be from 0 to 2\^63 - 1, not -1"),
@@ -102,6 +108,37 @@ def failing(length: int, error: Exception) -> SamplingParams:
         return logits
 
     return greedy(30, logits_processors=[process])
+
+
+def test_a_processors_own_array_is_not_changed() -> None:
+    """A temperature divides the logits in place, which may be an array that the processor returns again."""
+    row = np.linspace(0, 3, VOCABULARY, dtype=np.float32)
+    row.setflags(write=False)
+    params = greedy(6, temperature=0.5, logprobs=0, logits_processors=[lambda tokens, logits: row], ignore_eos=True)
+    (found,) = make_runtime().generate([[97]], params)
+    scores = row / 0.5
+    expected = scores - np.log(np.exp(scores).sum())
+    assert [one.logprob for one in found.logprobs] == pytest.approx([expected[t] for t in found.token_ids], abs=1e-4)
+
+
+def test_a_processor_cannot_allow_what_is_forbidden() -> None:
+    params = greedy(4, regex="ab+c", logits_processors=[lambda tokens, logits: np.eye(VOCABULARY)[EOS]])
+    (found,) = make_runtime().generate([[97]], params)
+    assert EOS not in found.token_ids
+    params = greedy(4, banned_tokens=[5], logits_processors=[lambda tokens, logits: np.eye(VOCABULARY)[5]])
+    assert 5 not in make_runtime().generate([[97]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 1.0}, {"temperature": 1.0, "acceptance": "rejection"}])
+def test_logits_that_are_no_numbers_end_their_request_alone(values: dict[str, object]) -> None:
+    broken = len(PROMPTS[1]) + 3
+    runtime = make_runtime(
+        lambda tokens: NO_NUMBERS if len(tokens) == broken and tokens[0] == PROMPTS[1][0] else mixing_rule(tokens),
+        max_num_seqs=2,
+    )
+    with pytest.raises(RequestError, match=r"prompt 2, token 4: the model's logits are no numbers \(NaN\)") as caught:
+        runtime.generate(PROMPTS[:2], greedy(12, **values), "none")
+    assert [len(one.token_ids) for one in caught.value.generations] == [12, 3]
 
 
 @pytest.mark.parametrize("how", ["none", TREES], ids=["none", "trees"])
