@@ -53,7 +53,7 @@ smollm2-drafter: install
 	  --out $(TRAINED)/run $(RESUME)
 	$(BIN)/redraft train publish $(TRAINED)/run --out $(TRAINED)/lyanna
 
-# Trains a student of SmolLM2-135M-Instruct from the same texts and hidden states: about an hour on two busy cores.
+# Trains a student of SmolLM2-135M-Instruct from the same texts and hidden states: 35 minutes on two cores, after the states.
 smollm2-student: install
 	$(BIN)/redraft train states assets/smollm2/text --verifier smollm2-135m --out $(TRAINED)/text
 	$(BIN)/redraft train student --verifier smollm2-135m --texts $(TRAINED)/text --config student-smollm2 \

@@ -47,7 +47,7 @@ GRID: dict[str, Sequence[Any]] = {
     "gamma_min": (1, 2, 3),
     "gamma_max": (8, 16, 24),
 }
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 OTHERS: tuple[LengthRule, ...] = (LengthRule(), Heuristic(), Confidence(), Svip())
 LISTED = 10
 _TIMED_PROMPTS = 2

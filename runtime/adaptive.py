@@ -29,6 +29,10 @@ _FIRST_PROBE, _LONGEST_PROBE = 8, 256
 _PROBED = (8, 4, 2)
 """Sizes to probe, root included."""
 _NEAR = 0.1
+_FEW = 4
+"""A draft that decides whether to continue reckons with the mean cost of its first few nodes."""
+_SURE = 0.9
+"""Drafts continue below nodes of this joint probability in any case, so that what they bring is learned."""
 
 
 @dataclass(slots=True)
@@ -199,15 +203,17 @@ class Adaptive:
         return Plan(limits, found, taken.key.kind if taken else OfferKind.LOOKUP, taken)
 
     def _stopping(self, budget: Budget, offer: Offer, rate: float, drawn: bool) -> Budget:
-        """Return a budget that ends a draft where one more level would cost more tokens than it can bring.
+        """Return a budget that ends a draft where one more level would cost more tokens than it brings.
 
         A stop must not read tokens that were drawn, so draws get a depth, by the acceptance of earlier ones.
         """
         table = self._table
-        node_ms = (table[-1] - table[1]) / max(len(table) - 2, 1)
+        few = min(_FEW, len(table) - 2)
+        node_ms = (table[1 + few] - table[1]) / max(few, 1)
         least = min(rate * (offer.step_ms + node_ms), 1.0)
         if not drawn:
-            return replace(budget, share=least)
+            brought = self._depths_of(offer.key.drafter, offer.key.kind).brought
+            return replace(budget, share=min(least / max(brought, least), _SURE))
         shares = self._ranks_of(offer).shares(budget.depth)
         paying = next((rank for rank, share in enumerate(shares) if share < least), len(shares))
         return replace(budget, depth=min(budget.depth, paying + 1))
@@ -269,7 +275,8 @@ class Adaptive:
             return self._weigh_by_rank(state, plan, made)
         if made is not None and len(made) > 1:
             state.offered = made
-            tree = merge(tree, self._depths_of(plan).calibrated(made))
+            assert plan.make is not None
+            tree = merge(tree, self._depths_of(plan.make.key.drafter, plan.kind).calibrated(made))
             state.shares = ranked_shares(tree.log_probs)
         state.weighed = plan.found, tree, None
         return tree
@@ -302,12 +309,10 @@ class Adaptive:
         self._probed[self._sequences] = size, self._table[size] / self._table[1]
         return size - 1
 
-    def _depths_of(self, plan: Plan) -> DepthCalibration:
-        assert plan.make is not None
-        call = plan.make.key.drafter, plan.kind
-        found = self._depths.get(call)
+    def _depths_of(self, drafter: str, kind: OfferKind) -> DepthCalibration:
+        found = self._depths.get((drafter, kind))
         if found is None:
-            found = self._depths[call] = DepthCalibration()
+            found = self._depths[drafter, kind] = DepthCalibration()
         return found
 
     def _ranks_of(self, offer: Offer) -> RankCalibration:
@@ -346,7 +351,7 @@ class Adaptive:
                 if made.cut_at_end:
                     self._ranks_of(plan.make).observe(len(tree), outcome.path)
                 else:
-                    self._depths_of(plan).observe(made, outcome.tokens)
+                    self._depths_of(plan.make.key.drafter, plan.kind).observe(made, outcome.tokens)
                 state.offered = None
             ms += self._step_ms.get((plan.make.key.drafter, plan.kind), 0.0)
         lately = state.experience

@@ -14,6 +14,8 @@ _SETTLED = 31
 """Observations before a plain mean becomes a running one, in which the next has the weight FAST."""
 _DEPTHS, _BUCKETS, _BUCKETS_A_NAT = 4, 12, 3
 _LEAST = 0.01
+_BROUGHT = 0.5
+"""Assumed tokens that a node brings below it, by its joint probability, before a draft went on below one."""
 _UNSEEN = 0.25
 """Assumed acceptance rate of nodes that were never verified, high enough for whole trees to be tried."""
 
@@ -28,10 +30,22 @@ class DepthCalibration:
     def __init__(self) -> None:
         shares = [exp(-(bucket + 0.5) / _BUCKETS_A_NAT) for bucket in range(_BUCKETS)]
         self._shares = [list(shares) for _ in range(_DEPTHS)]
+        self._below, self._above = _BROUGHT, 1.0
+
+    @property
+    def brought(self) -> float:
+        """Accepted children of nodes below the root, by the nodes' drafted joint probability: a running ratio.
+
+        So a node of joint probability p brings about this times p tokens, if the draft continues below it.
+        """
+        return self._below / self._above
 
     def observe(self, tree: Tree, tokens: tuple[int, ...]) -> None:
         """Compare the tree with the committed tokens, down to the first token that it lacks."""
         ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
+        if above := sum(exp(log_probs[node]) for node in {*parents} if node > 0):
+            self._above += FAST * (above - self._above)
+            self._below += FAST * (max(_matched(ids, parents, tokens) - 1, 0) - self._below)
         node = 0
         for depth, token in enumerate(tokens):
             shares = self._shares[depth if depth < _DEPTHS else -1]
@@ -59,6 +73,17 @@ class DepthCalibration:
             share = self._shares[depth if depth < _DEPTHS else -1][bucket]
             corrected[node] = corrected[parent] + log(share if share > _LEAST else _LEAST)
         return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draws)
+
+
+def _matched(ids: list[int], parents: list[int], tokens: tuple[int, ...]) -> int:
+    """Return how many of the tokens a tree has, one below the other from the root on."""
+    node = 0
+    for count, token in enumerate(tokens):
+        found = next((n for n in range(node + 1, len(ids)) if parents[n] == node and ids[n] == token), None)
+        if found is None:
+            return count
+        node = found
+    return len(tokens)
 
 
 class RankCalibration:

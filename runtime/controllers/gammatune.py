@@ -15,12 +15,12 @@ class GammaTune(LengthRule):
     If A = γ, then A ← A + δ before the average, as the text of §4.1 says. Eq. 7 and line 2 of Algorithm 1 assign
     A + δ to γ instead, which line 5 overwrites: read literally, the average could never exceed γ, and γ never grow.
 
-    The paper gives no value of eta (η), delta (δ), gamma_min and gamma_max. The defaults are a compromise between the
-    best settings of `experiments/controller_sweep.py` for SmolLM2 in int8 and in fp32 with Lyanna's chains of three.
+    The paper gives no value of eta (η), delta (δ), gamma_min and gamma_max. The defaults are among the best of
+    `experiments/controller_sweep.py` for SmolLM2 and its student, with the paper's longest draft as gamma_max.
     """
 
     eta: float = 0.7
-    delta: int = 3
+    delta: int = 1
     gamma_min: int = 1
     gamma_max: int = 24
 
@@ -49,10 +49,10 @@ class GammaTune(LengthRule):
 class GammaTunePlus(GammaTune):
     """GammaTune whose drafts also end after a token of low probability (§4.2), as in `confidence`.
 
-    The paper gives no threshold (τ) either.
+    The paper gives no threshold (τ) either; the same sweep chose it.
     """
 
-    threshold: float = 0.4
+    threshold: float = 0.7
 
     def __post_init__(self) -> None:
         super().__post_init__()

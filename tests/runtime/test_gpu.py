@@ -21,7 +21,7 @@ from redraft.engines.cuda_device import CudaDevice
 from redraft.engines.device import Device
 from redraft.engines.tensorrt.target import find_target
 from redraft.errors import BackendError
-from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api
+from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.types import Budget, Costs
 from tests.engines.bundles import build_tiny
@@ -80,7 +80,7 @@ def check_captured(device: Device) -> None:
 @pytest.fixture
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
 
 
 @pytest.mark.usefixtures("_unmeasured")

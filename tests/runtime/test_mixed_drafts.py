@@ -20,7 +20,7 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.engines import Bundle, open_bundle
 from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
-from redraft.runtime import Runtime, SpeculationParams, api
+from redraft.runtime import Runtime, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.device_tree import calls_of
 from redraft.runtime.drafters.base import TreeMaker
@@ -46,7 +46,7 @@ Nodes = tuple[list[int], list[int]]
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     monkeypatch.setattr(Verifier, "warm", lambda self: None)
 

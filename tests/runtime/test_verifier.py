@@ -12,7 +12,7 @@ import pytest
 from redraft import names
 from redraft.engines import open_bundle
 from redraft.engines.device import slots_of
-from redraft.runtime import Runtime, SpeculationParams, api, graph_steps
+from redraft.runtime import Runtime, SpeculationParams, api, graph_steps, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters import hidden_states
 from redraft.runtime.graph_steps import GraphSteps
@@ -34,7 +34,7 @@ TEXT = [3, 9, 4, 7, 5, 8, 6, 12, 3, 11] * 8
 @pytest.fixture(autouse=True)
 def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load_costs", lambda verifier, identity: VerifyCosts.of(CURVE))
-    monkeypatch.setattr(api, "cached_costs", lambda verifier, drafter, identity: Costs())
+    monkeypatch.setattr(speculators, "cached_costs", lambda verifier, drafter, identity: Costs())
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
 
