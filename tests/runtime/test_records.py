@@ -41,6 +41,27 @@ def test_rates_are_learned_by_depth() -> None:
     assert record.calibrated(tree).tokens.tolist() == tree.tokens.tolist()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "brought"), [((1, 2, 3, OTHER), 2 / 1.62), ((1, 2, OTHER), 1 / 1.62), ((1, OTHER), 0.0)]
+)
+def test_what_nodes_bring_below_them_is_learned(tokens: tuple[int, ...], brought: float) -> None:
+    """Two nodes have children, with joint probabilities of 0.9 and 0.72."""
+    record = DepthCalibration()
+    assert record.brought == 0.5
+    for _ in range(400):
+        record.observe(chain(0.9, 0.8, 0.8), tokens)
+    assert record.brought == pytest.approx(brought, abs=1e-3)
+
+
+def test_siblings_share_what_is_below_them() -> None:
+    """Only the second node has a child. Trees of one level tell nothing."""
+    record = DepthCalibration()
+    for _ in range(400):
+        record.observe(make_tree([0, 1, 2, 3], [-1, 0, 0, 2], [1.0, 0.5, 0.4, 0.2]), (2, 3))
+        record.observe(make_tree([0, 1, 2], [-1, 0, 0], [1.0, 0.7, 0.1]), (1,))
+    assert record.brought == pytest.approx(1 / 0.4, rel=1e-3)
+
+
 def test_nothing_is_learned_after_the_text_leaves_the_tree() -> None:
     record, tree = DepthCalibration(), chain(0.9, 0.9)
     before = shares(record.calibrated(tree))[1]

@@ -23,11 +23,21 @@ def planned(controller: Adaptive, seq: Sequence, step_ms: float) -> Plan:
     return controller.plan([seq], [(offer,)], [StepLimits(FULL)])[0]
 
 
-@pytest.mark.parametrize(("step_ms", "share"), [(2.0, 0.319), (0.5, 0.159), (50.0, 1.0)])
-def test_the_least_joint_probability_pays_for_a_level_and_a_node(step_ms: float, share: float) -> None:
+@pytest.mark.parametrize(("step_ms", "share"), [(2.0, 0.6375), (0.5, 0.319), (50.0, 0.9)])
+def test_what_a_node_brings_below_it_pays_for_a_level_and_a_node(step_ms: float, share: float) -> None:
+    """Before drafts went on below nodes, half a node's joint probability is assumed to come. At 0.9 drafts go on."""
     found = planned(Adaptive(VerifyCosts.of(CURVE)), sequence(), step_ms)
     assert found.limits.budget.share == pytest.approx(share, abs=1e-3)
     assert (found.limits.budget.depth, found.limits.budget.nodes) == (MAX_DEPTH, 20)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [((1, 2, 3, 4), 0.1169 * 2.196 / 3), ((1, 0), 0.9)])
+def test_a_draft_goes_on_below_fewer_nodes_if_they_brought_little(tokens: tuple[int, ...], share: float) -> None:
+    """Three nodes have children, with joint probabilities of 2.196 together. A level and a node cost 0.1169 tokens."""
+    controller = Adaptive(VerifyCosts.of(CURVE))
+    for _ in range(400):
+        controller._depths_of(DRAFTER, OfferKind.FRESH).observe(chain(0.9, 0.8, 0.8, 0.8), tokens)
+    assert planned(controller, sequence(), 0.1).limits.budget.share == pytest.approx(share, rel=1e-3)
 
 
 def test_a_drafter_that_cannot_stop_gets_the_whole_budget() -> None:
