@@ -22,7 +22,9 @@ ORDINARY = frozenset({"suffix"})
 modules, and no string of theirs may have the id alone or joined to others.
 """
 EXCEPTIONS = {
-    "draft_model": {"bench/peers/llamacpp.py": "calls llama.cpp, which has an argument of this name"},
+    "draft_model": dict.fromkeys(
+        ("bench/peers/llamacpp.py", "bench/peers/openvino.py"), "calls a peer that has an argument of this name"
+    ),
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
     "suffix": {"experiments/lookups.py": "measures this method next to predictions"},
     "mtp": dict.fromkeys(

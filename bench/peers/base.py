@@ -13,7 +13,7 @@ from redraft.errors import BackendError
 
 PLAIN, NGRAM = "plain", "ngram"
 """Modes that every decoder has: one token a step, and drafts from n-gram lookup in the sequence itself."""
-DRAFT = "draft_model"
+DRAFT = "draft"
 """The mode of drafts by a second model, if a measurement has one."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,11 @@ class OpenVinoDecoder:
 
         exact = EXACT if model.precision == "fp32" else {}
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": model.threads, "PERFORMANCE_HINT": "LATENCY", **exact}
-        options: dict[str, dict[str, Any]] = {PLAIN: {}, NGRAM: {"prompt_lookup": True}}
+        opened = partial(openvino_genai.LLMPipeline, str(model.path), "CPU", **properties)
+        self._pipelines = {PLAIN: opened(), NGRAM: opened(prompt_lookup=True)}
         if model.draft is not None:
-            options[DRAFT] = {"draft_model": openvino_genai.draft_model(str(model.draft), "CPU", **properties)}
-        self._pipelines = {
-            mode: openvino_genai.LLMPipeline(str(model.path), "CPU", **properties, **own)
-            for mode, own in options.items()
-        }
+            draft = openvino_genai.draft_model(str(model.draft), "CPU", **properties)
+            self._pipelines[DRAFT] = opened(draft_model=draft)
         self.modes = tuple(self._pipelines)
         self.settings = properties | {mode: ASSISTANT[mode] for mode in self.modes[1:]}
 

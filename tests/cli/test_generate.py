@@ -195,7 +195,7 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
         (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 (greedy) or above, at most 1e30, not -1.0"),
         (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 (greedy) or above, at most 1e30, not nan"),
         (["--prompt", "a", "--min-p", "2"], "min_p must be from 0 to 1"),
-        (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty must be above 0"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty must be from 1e-30 to 1e30"),
         (["--prompt", "a", "--seed", "-1"], "seed must be from 0 to 2^63 - 1"),
         (["--prompt", "a", "--min-new-tokens", "200"], "min_tokens is 200 and max_tokens 128"),
         (["--prompt", "a", "--logit-bias", "5"], "--logit-bias '5': expected ID=BIAS"),

@@ -96,8 +96,10 @@ def test_smollm2_comes_with_a_package_and_starts_as_a_cpu_model():
     recipe = load_recipe("smollm2-135m")
     assert recipe.package is not None
     assert (recipe.build.backend, recipe.build.precision, recipe.build.max_model_len) == ("onnxruntime", "fp32", None)
-    (drafter,) = recipe.build.drafters
-    assert drafter.options == {"steps": 3, "nodes": 12}
+    assert {drafter.id: drafter.options for drafter in recipe.build.drafters} == {
+        "lyanna": {"steps": 3, "nodes": 12},
+        "student": {},
+    }
 
 
 OWN = '[build.drafters.a]\nmethod = "lyanna"\n'

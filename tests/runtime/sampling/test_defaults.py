@@ -38,7 +38,8 @@ def test_missing_damaged_and_impossible_defaults(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text('{"top_p": 0}')
     with pytest.raises(UsageError, match=r"the model's generation_config\.json: top_p must be above 0 and at most 1"):
-        model_sampling(tmp_path, {"top_p": 0.5})
+        model_sampling(tmp_path, {"top_k": 3})
+    assert model_sampling(tmp_path, {"top_p": 0.5}).top_p == 0.5, "a value that is not used may be impossible"
     file.write_text("{")
     with pytest.raises(BundleError, match="cannot be read as JSON"):
         model_sampling(tmp_path, {})
