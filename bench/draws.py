@@ -84,6 +84,7 @@ def draw(
                 kind = place.kind(params.seed)
                 if kind is not OfferKind.NONE:
                     break
+                place.restore()
             if kinds[kind] < most and (plain or kind is not OfferKind.NONE):
                 kinds[kind] += 1
                 found.kinds.append(kind)
