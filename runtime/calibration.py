@@ -43,10 +43,7 @@ class DepthCalibration:
     def observe(self, tree: Tree, tokens: tuple[int, ...]) -> None:
         """Compare the tree with the committed tokens, down to the first token that it lacks."""
         ids, parents, log_probs = tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()
-        if above := sum(exp(log_probs[node]) for node in {*parents} if node > 0):
-            self._above += FAST * (above - self._above)
-            self._below += FAST * (max(_matched(ids, parents, tokens) - 1, 0) - self._below)
-        node = 0
+        node = matched = 0
         for depth, token in enumerate(tokens):
             shares = self._shares[depth if depth < _DEPTHS else -1]
             next_node = -1
@@ -58,8 +55,11 @@ class DepthCalibration:
                     if kept:
                         next_node = child
             if next_node < 0:
-                return
-            node = next_node
+                break
+            node, matched = next_node, matched + 1
+        if above := sum(exp(log_probs[node]) for node in {*parents} if node > 0):
+            self._above += FAST * (above - self._above)
+            self._below += FAST * (max(matched - 1, 0) - self._below)
 
     def calibrated(self, tree: Tree) -> Tree:
         """Return the tree with the acceptance rate of such nodes in place of each node's conditional probability."""
@@ -73,17 +73,6 @@ class DepthCalibration:
             share = self._shares[depth if depth < _DEPTHS else -1][bucket]
             corrected[node] = corrected[parent] + log(share if share > _LEAST else _LEAST)
         return DraftTree(tree.tokens, tree.parents, np.array(corrected, dtype=np.float32), tree.draws)
-
-
-def _matched(ids: list[int], parents: list[int], tokens: tuple[int, ...]) -> int:
-    """Return how many of the tokens a tree has, one below the other from the root on."""
-    node = 0
-    for count, token in enumerate(tokens):
-        found = next((n for n in range(node + 1, len(ids)) if parents[n] == node and ids[n] == token), None)
-        if found is None:
-            return count
-        node = found
-    return len(tokens)
 
 
 class RankCalibration:
