@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime.controller import FixedBudget
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.proposals import ChainProposal
-from redraft.types import Budget, Costs
+from redraft.runtime.tree import root_only
+from redraft.types import Budget, Costs, OfferKind
 
 from .fakes import CURVE
 from .lyanna_bundle import STEPS
@@ -82,6 +84,28 @@ def test_a_drafter_that_claims_another_distribution_is_found(runtime: Runtime, m
     right = ChainProposal.logits
     monkeypatch.setattr(ChainProposal, "logits", lambda self, depth, token: -right(self, depth, token))
     assert chi_square(runtime, SpeculationParams("lyanna", budget=TREES), "rejection") > FAR
+
+
+@pytest.mark.parametrize("left", ["root", "lookup"])
+def test_a_draft_that_was_not_verified_biases_no_later_one(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """Of three drafts, two are dropped: the root alone, or the ready tree, is verified in their place."""
+    whole, drafts, resampled = FixedBudget.cut, 0, 0
+
+    def cut(self, batch, plans, made, widest=1):  # type: ignore[no-untyped-def]
+        nonlocal drafts, resampled
+        drafts += 1
+        resampled += plans[0].kind is OfferKind.RESAMPLE
+        if drafts % 3 == 0:
+            return whole(self, batch, plans, made, widest)
+        return [plan.found if left == "lookup" else root_only(plan.found.tokens[0]) for plan in plans]
+
+    monkeypatch.setattr(FixedBudget, "cut", cut)
+    prediction = [3, 4, 5, 6] * 8 if left == "lookup" else None
+    how = SpeculationParams("lyanna", prediction=prediction, budget=TREES)
+    assert chi_square(runtime, how, "rejection", requests=72) < FAR
+    assert 2 * resampled > drafts > 500
 
 
 def test_drafts_are_accepted_and_texts_repeat(runtime: Runtime) -> None:
