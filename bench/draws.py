@@ -22,6 +22,7 @@ from redraft.runtime.controller import FixedBudget
 from redraft.runtime.controllers import ADAPTIVE
 from redraft.runtime.cycle import Cycle, controller_of
 from redraft.runtime.draft_noise import draft_noise
+from redraft.runtime.offers import Speculation
 from redraft.runtime.recent import Recent
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sequence import Sequence as Request
@@ -79,12 +80,7 @@ def draw(
         for _ in range(MOST_STEPS):
             if len(found.kinds) == PLACES or seq.finish_reason is not None:
                 break
-            for seq.speculation in both if len(found.kinds) % 2 else (fixed,):
-                place = _Place(runtime, cycle, seq, params)
-                kind = place.kind(params.seed)
-                if kind is not OfferKind.NONE:
-                    break
-                place.restore()
+            place, kind = _place(runtime, cycle, seq, params, both if len(found.kinds) % 2 else (fixed,))
             if kinds[kind] < most and (plain or kind is not OfferKind.NONE):
                 kinds[kind] += 1
                 found.kinds.append(kind)
@@ -93,6 +89,19 @@ def draw(
             seq.speculation = fixed
             cycle.step([seq])
     return found
+
+
+def _place(
+    runtime: Runtime, cycle: Cycle, seq: Request, params: SamplingParams, speculations: Sequence[Speculation]
+) -> tuple[_Place, OfferKind]:
+    """Return the request as a place under the first of these speculations that drafts there, and the tree's kind."""
+    for seq.speculation in speculations:
+        place = _Place(runtime, cycle, seq, params)
+        kind = place.kind(params.seed)
+        if kind is not OfferKind.NONE:
+            break
+        place.restore()
+    return place, kind
 
 
 def _draw_at(place: _Place, found: Drawn, draws: int, report: Report) -> None:

@@ -19,7 +19,7 @@ from redraft.names import TensorSpec, WeightRef, drafter_graph
 from redraft.records import from_plain, to_plain
 from redraft.signatures import VerifierShape
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MANIFEST = "manifest.json"
 _DIGEST = "sha256"
 

@@ -29,6 +29,7 @@ def export_step_graphs(shape: VerifierShape, out: Path, gathers: bool) -> dict[s
     models = {
         names.STEP_PREPARE_TREE: _prepare_tree(),
         names.STEP_ACCEPT: _accept(shape),
+        names.STEP_ACCEPT_SAMPLED: _accept_sampled(shape),
         names.STEP_COMPACT_KV: _compact_kv(shape),
         names.STEP_COPY_SLOT: _copy_slot(names.STEP_COPY_SLOT, signatures.verifier_state(shape)),
     }
@@ -76,11 +77,34 @@ def _prepare_tree() -> ir.Model:
 
 
 def _accept(shape: VerifierShape) -> ir.Model:
-    """Finds the deepest accepted node: it and its ancestors each equal the verifier's token after their parent."""
+    builder = _Builder()
+    _add_acceptance(builder, builder.add("ArgMax", names.LOGITS, axis=2, keepdims=0))
+    return builder.model(names.STEP_ACCEPT, signatures.accept_inputs(shape), signatures.accept_outputs())
+
+
+def _accept_sampled(shape: VerifierShape) -> ir.Model:
+    """Computes what `redraft.runtime.sampling` does, in its order, so that only the logarithms may round otherwise."""
     builder = _Builder()
     add = builder.add
+    warm = add("Greater", names.TEMPERATURE, builder.real(0.0))
+    divisor = add("Where", warm, names.TEMPERATURE, builder.real(1.0))
+    largest = add("ReduceMax", names.LOGITS, builder.ints(2), keepdims=1)
+    scores = add("Div", add("Sub", names.LOGITS, largest), add("Unsqueeze", divisor, builder.ints(1, 2)))
+    depths = add("Sub", _count(builder, names.TREE_MASK, 2), builder.ints(1))  # [B, T]
+    keys = add("GatherND", names.NOISE_KEYS, add("Unsqueeze", depths, builder.ints(2)), batch_dims=1)  # [B, T, 2]
+    scale = add("Cast", warm, to=onnx.TensorProto.FLOAT)
+    ids = builder.count(add("Shape", names.LOGITS), 2)
+    noisy = add(names.ADD_NOISE, scores, scale, keys, ids, domain=names.TREE_ATTENTION_DOMAIN)
+    _add_acceptance(builder, add("ArgMax", noisy, axis=2, keepdims=0))
+    return builder.model(
+        names.STEP_ACCEPT_SAMPLED, signatures.accept_sampled_inputs(shape), signatures.accept_outputs()
+    )
+
+
+def _add_acceptance(builder: _Builder, target_token_ids: str) -> None:
+    """Find the deepest accepted node: it and its ancestors each equal the target token [B, T] after their parent."""
+    add = builder.add
     nodes = _nodes(builder)
-    target_token_ids = add("ArgMax", names.LOGITS, axis=2, keepdims=0)  # [B, T]
     expected = add("GatherElements", target_token_ids, add("Max", names.PARENTS, builder.ints(0)), axis=1)
     in_tree = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
     drafted = add("And", add("Equal", names.TOKEN_IDS, expected), in_tree)
@@ -100,7 +124,6 @@ def _accept(shape: VerifierShape) -> ir.Model:
     count = add("Unsqueeze", _count(builder, on_path, 1), builder.ints(1))  # [B, 1]
     path = add("Where", add("Less", nodes, count), first, nodes, output=names.PATH)
     add("Concat", count, path, target_token_ids, output=names.ACCEPT_OUTPUT, axis=1)
-    return builder.model(names.STEP_ACCEPT, signatures.accept_inputs(shape), signatures.accept_outputs())
 
 
 def _nodes(builder: _Builder) -> str:

@@ -96,8 +96,21 @@ def accept_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
     )
 
 
+def accept_sampled_inputs(shape: VerifierShape) -> tuple[TensorSpec, ...]:
+    """Inputs of `STEP_ACCEPT_SAMPLED`: those of `STEP_ACCEPT`, and temperatures and keys of noise.
+
+    A sequence of temperature 0 has no noise. `noise_keys[b, d]` is the key of the tokens after nodes of depth d
+    (`redraft.runtime.sampling.noise.row_key`).
+    """
+    return (
+        *accept_inputs(shape),
+        TensorSpec(names.TEMPERATURE, "float32", ("B",)),
+        TensorSpec(names.NOISE_KEYS, "int64", ("B", "T", 2)),
+    )
+
+
 def accept_outputs() -> tuple[TensorSpec, ...]:
-    """Outputs of `STEP_ACCEPT`.
+    """Outputs of `STEP_ACCEPT` and of `STEP_ACCEPT_SAMPLED`.
 
     `path[b]` begins with the root and the accepted nodes; every later entry is its own index. If nodes 2 and 5 are
     accepted, it is 0, 2, 5, 3, 4 …. The host reads `accept_output[b]`: the number of accepted nodes with the root, the
@@ -179,6 +192,7 @@ def step_signatures(shape: VerifierShape, gathers: bool) -> dict[str, Signature]
     found = {
         names.STEP_PREPARE_TREE: (prepare_tree_inputs(), prepare_tree_outputs()),
         names.STEP_ACCEPT: (accept_inputs(shape), accept_outputs()),
+        names.STEP_ACCEPT_SAMPLED: (accept_sampled_inputs(shape), accept_outputs()),
         names.STEP_COMPACT_KV: (compact_kv_inputs(shape), compact_kv_outputs(shape)),
         names.STEP_COPY_SLOT: (copy_slot_inputs(verifier_state(shape)), copy_slot_outputs(verifier_state(shape))),
     }

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from redraft import names
-from redraft.engines.device import Buffer, Device, Program, Run, sized, slots_of
+from redraft.engines.device import Buffer, Device, Program, Run, Work, sized, slots_of
 from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTree, TreeStore
-from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.sampling.sampler import OverTokens, accept
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
-from redraft.types import IntArray, Outcome, Tree
+from redraft.types import FloatArray, IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -73,6 +72,7 @@ class BoundStep:
         self._slots = slots
         sequences = len(slots)
         self._sizes = {"B": sequences, "T": width, "R": rows, "1 + 2 T": 1 + 2 * rows}
+        self._temperatures: list[float] = []
         several = (sequences,)
         offsets = {_offset(place): several for place in range(len(buffers.readers))}
         self.host_inputs = buffers.device.host_inputs(**{
@@ -108,12 +108,29 @@ class BoundStep:
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:
-        """Return the run of the accepting graph and of the copy of accept_output."""
+        """Return the run of the accepting graph. Its output can then be copied to the host."""
         run = self._bind(names.STEP_ACCEPT, over)
         self._accept_output = self._shared.device.host_outputs(
             over.get(names.ACCEPT_OUTPUT) or self._buffers[names.ACCEPT_OUTPUT]
         )
         return run
+
+    def _bind_sampling(self, over: Mapping[str, Buffer]) -> Run:
+        """Return the run of the accepting graph that samples, into the output of the other one."""
+        run = self._bind(names.STEP_ACCEPT_SAMPLED, over)
+        self._temperatures = []
+        return run
+
+    def _set_temperatures(self, batch: Sequence[Request]) -> None:
+        """Set the temperatures of the accepting graph that samples. They are written when they change."""
+        temperatures = [seq.sampler.device_temperature or 0.0 for seq in batch]
+        if temperatures != self._temperatures:
+            self._temperatures = temperatures
+            self._buffers[names.TEMPERATURE].write(np.array(temperatures, np.float32))
+
+    def _host_logits(self) -> FloatArray:
+        """Return a copy of the logits [B, R, V]."""
+        return self.logits.read()
 
     def _gathering(self, path: Buffer) -> list[Run]:
         """Return copies of the feature rows at `path` [B, T] to each reader's pending rows."""
@@ -138,7 +155,7 @@ class BoundStep:
 
     def _bind(self, program: str, over: Mapping[str, Buffer] | None = None) -> Run:
         """Bind a program to the step's buffers and those in `over`. It creates buffers for other names."""
-        loaded = self._shared.programs[program]
+        loaded = self._shared.program(program)
         buffers = dict(over or {})
         for spec in (*loaded.inputs, *loaded.outputs):
             if spec.name not in buffers:
@@ -157,30 +174,45 @@ class BoundTreeStep(BoundStep):
 
     def __init__(self, buffers: StepBuffers, sequences: int, width: int) -> None:
         tree, several = (sequences, width), (sequences,)
-        fields = {names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree}
+        fields = {
+            names.NODES: several, names.ON_DEVICE: several, names.HOST_TOKENS: tree, names.HOST_PARENTS: tree,
+            names.NOISE_KEYS: (*tree, 2),
+        }  # fmt: skip
         tokens, parents = buffers.store.of(sequences)
         given = {names.STORED_TOKENS: tokens, names.STORED_PARENTS: parents}
         super().__init__(buffers, range(sequences), width, width, fields, given)
         self._values[names.OUTPUT_ROWS][:] = np.arange(width)
         self._fields = [self._values[name] for name in (names.CACHE_LEN, names.NODES, names.ON_DEVICE, names.KV_LEN)]
         self._rows = list(zip(self._values[names.HOST_TOKENS], self._values[names.HOST_PARENTS], strict=True))
-        runs = [
-            self.host_inputs.send,
-            self._bind(names.STEP_PREPARE_TREE),
-            self._bind(names.VERIFIER),
-            self._bind_accepting({}),
-        ]
-        after = [self._bind(names.STEP_COMPACT_KV)] if width > 1 else []
-        after += self._gathering(self._buffers[names.PATH])
-        chain, fetch = buffers.device.chain, self._accept_output.fetch
-        self._verify = chain([*runs, fetch])
-        self._whole = chain([*runs, fetch, *after])
-        self._settle = chain(after)
-        self._latest = self._whole
+        self._first = [self.host_inputs.send, self._bind(names.STEP_PREPARE_TREE), self._bind(names.VERIFIER)]
+        accept = self._bind_accepting({})
+        self._after = [self._bind(names.STEP_COMPACT_KV)] if width > 1 else []
+        self._after += self._gathering(self._buffers[names.PATH])
+        self._greedy = self._accepting(accept)
+        self._sampled: tuple[Work, Work] | None = None
+        self._settle = buffers.device.chain(self._after)
+        self._latest = self._whole = self._greedy[0]
 
-    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
+    def _accepting(self, accept: Run) -> tuple[Work, Work]:
+        """Return all five parts as one run, and the first three, with this run of an accepting graph."""
+        chain, runs = self._shared.device.chain, [*self._first, accept, self._accept_output.fetch]
+        return chain([*runs, *self._after]), chain(runs)
+
+    def fill(
+        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None],
+        batch: Sequence[Request] = (),
+    ) -> None:  # fmt: skip
         """Set the inputs of the next run. Raises ValueError for a tree that was drafted for another slot."""
-        self.host_inputs.open()
+        values = self.host_inputs.open()
+        self._next = self._greedy
+        if any([seq.sampler.device_temperature for seq in batch]):
+            if self._sampled is None:
+                self._sampled = self._accepting(self._bind_sampling({}))
+            self._next = self._sampled
+            self._set_temperatures(batch)
+            for keys, seq in zip(values[names.NOISE_KEYS], batch, strict=True):
+                if seq.sampler.device_temperature:
+                    keys[:] = seq.noise.keys(len(seq.tokens), self.width)
         lengths, counts, on_device, kv_len = self._fields
         kv_len[0] = max(cache_len) + self.width
         for slot, tree in enumerate(trees):  # one by one is faster than from a list for the few trees of a batch
@@ -193,9 +225,10 @@ class BoundTreeStep(BoundStep):
                 raise ValueError(f"the tree of sequence {slot} was drafted for slot {tree.slot}")
         self._set_offsets(pending)
 
-    def run(self, greedy: bool) -> None:
-        """Run all five parts as one if `greedy`, else the first three."""
-        self._latest = self._whole if greedy else self._verify
+    def run(self, whole: bool) -> None:
+        """Run all five parts as one, or the first three."""
+        self._whole, verify = self._next
+        self._latest = self._whole if whole else verify
         self._latest()
 
     def seconds(self) -> float:
@@ -203,7 +236,7 @@ class BoundTreeStep(BoundStep):
         return self._latest.seconds()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
-        """Return the outcomes. After a run that was not greedy, the samplers choose the tokens here.
+        """Return the outcomes. After a run of the first parts, the samplers choose the tokens here.
 
         Only samplers that need logits cause a copy of them.
         """
@@ -215,12 +248,12 @@ class BoundTreeStep(BoundStep):
         target_token_ids = [outcome.target_token_ids for outcome in accepted]
         outcomes, logits = [], None
         for slot, (seq, tree) in enumerate(zip(batch, trees, strict=True)):
-            if is_greedy(seq):
+            if seq.sampler.device_temperature is not None:
                 outcomes.append(accepted[slot])
             elif isinstance(seq.sampler, OverTokens):
                 outcomes.append(accept(tree, seq.sampler.sample_likeliest(target_token_ids[slot], tree, seq.tokens)))
             else:
-                logits = self.logits.read() if logits is None else logits
+                logits = self._host_logits() if logits is None else logits
                 outcomes.append(seq.sampler.verify(logits[slot, : len(tree)], tree, seq.tokens))
         rows = np.tile(np.arange(self.width), (len(outcomes), 1))
         for row, outcome in zip(rows, outcomes, strict=True):
@@ -253,7 +286,9 @@ class BoundPrefill(BoundStep):
         device = buffers.device
         verifier = self._bind(names.VERIFIER)
         self._buffers[names.TREE_MASK].write(np.tri(width, dtype=np.bool_)[None])
-        runs = [self.host_inputs.send, verifier, self._bind_accepting(self._root())]
+        self._over = self._root()
+        self._sample: Work | None = None
+        runs = [self.host_inputs.send, verifier, self._bind_accepting(self._over)]
         if buffers.readers:
             path = device.empty("int64", 1, width)
             path.write(np.arange(width)[None])
@@ -273,9 +308,23 @@ class BoundPrefill(BoundStep):
 
     def outcome(self, seq: Request) -> Outcome:
         """Return the outcome of the sampler of `seq` after the chunk."""
-        if is_greedy(seq):
-            return self._accepted([1])[0]
-        return seq.sampler.verify(self.logits.read()[0], root_only(seq.tokens[-1]), seq.tokens)
+        temperature = seq.sampler.device_temperature
+        if temperature is None:
+            return seq.sampler.verify(self._host_logits()[0], root_only(seq.tokens[-1]), seq.tokens)
+        if temperature:
+            self._sampled(seq)
+        return self._accepted([1])[0]
+
+    def _sampled(self, seq: Request) -> None:
+        """Accept again, with the request's temperature and noise."""
+        device = self._shared.device
+        if self._sample is None:
+            self._over[names.NOISE_KEYS] = device.empty("int64", 1, 1, 2)
+            self._sample = device.chain([self._bind_sampling(self._over), self._accept_output.fetch])
+        self._set_temperatures([seq])
+        self._over[names.NOISE_KEYS].write(np.array([seq.noise.keys(len(seq.tokens), 1)]))
+        self._sample()
+        device.wait()
 
     def _root(self) -> dict[str, Buffer]:
         """Return inputs of the accepting graph: a tree of the root alone, with any token."""
@@ -289,11 +338,6 @@ class BoundPrefill(BoundStep):
         root[names.TREE_MASK].write(np.array([[[True]]]))
         root[names.NODES].write(np.array([1]))
         return root
-
-
-def is_greedy(seq: Request) -> bool:
-    """True if the request's sampler chooses the same tokens as the accepting graph."""
-    return type(seq.sampler) is Greedy and seq.sampler.logit_margins is None
 
 
 def slot_copy(device: Device, program: str, state: Mapping[str, Buffer]) -> Callable[[int, int, int], None]:

@@ -166,15 +166,17 @@ class HostStep(_HostCall):
         self._padding = np.eye(width, dtype=np.bool_)
         self._layouts: list[Layout | None] = [None] * len(self._ids)
 
-    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending) -> None:
+    def fill(
+        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Pending, batch: Sequence[Request] = ()
+    ) -> None:
         """Set the inputs of the next run."""
         for slot, (tree, rows) in enumerate(zip(trees, cache_len, strict=True)):
             self._place(slot, tree, rows)
         self._kv_len[0] = max(cache_len) + self.width
         self._pending = pending
 
-    def run(self, greedy: bool) -> None:
-        """Run the engine. The samplers choose in `outcomes`, even if all are greedy."""
+    def run(self, whole: bool) -> None:
+        """Run the engine. The samplers choose in `outcomes`."""
         self._run()
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:

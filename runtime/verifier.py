@@ -20,11 +20,13 @@ import numpy as np
 from redraft import names
 from redraft.engines.bundle import Bundle
 from redraft.engines.device import Buffer, Device
-from redraft.runtime.bound_step import is_greedy
 from redraft.runtime.device_tree import TreeStore, calls_of
+from redraft.runtime.draft_noise import draft_noise
 from redraft.runtime.limits import Limits
 from redraft.runtime.metrics import Clock
+from redraft.runtime.params import SamplingParams
 from redraft.runtime.ranges import WAIT, Ranges
+from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import chain
 from redraft.signatures import VerifierShape
@@ -53,16 +55,20 @@ class FeatureReader(Protocol):
 class TreeStep(Protocol):
     """A step over trees of one set of sizes, with its own buffers."""
 
-    def fill(self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None]) -> None:
+    def fill(
+        self, cache_len: Sequence[int], trees: Sequence[Tree], pending: Sequence[Sequence[int] | None],
+        batch: Sequence[Request] = (),
+    ) -> None:  # fmt: skip
         """Set the inputs of the next run: cached rows of the sequences, their trees, and pending rows by reader.
 
+        batch: the sequences whose samplers choose; without them tokens are the likeliest.
         Raises ValueError for a tree on the device that was drafted for another slot.
         """
 
-    def run(self, greedy: bool) -> None:
+    def run(self, whole: bool) -> None:
         """Prepare the engine's inputs and run the engine.
 
-        greedy: all samplers are greedy. A device that has programs for all parts of the step then runs all of them.
+        whole: a device that has programs for all parts of the step runs all of them. They must serve every sampler.
         """
 
     def outcomes(self, batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
@@ -230,15 +236,16 @@ class Verifier:
                     self.device.wait()
 
     def _warm_trees(self, sequences: int) -> None:
-        """Run a step of every width twice."""
+        """Run a step of every width twice for greedy requests, and twice for sampled ones."""
         widest = min(self.largest_tree, self.max_model_len)
         for width in [width for width in reversed(names.TREE_WIDTHS) if width <= widest]:
             trees = [blank(width)] * sequences
             step = self.steps.tree(trees, [0] * sequences)
-            for _ in range(2):
-                step.fill([0] * sequences, trees, [[0] * sequences] * len(self._readers))
-                step.run(True)
-                self.device.wait()
+            for batch in ((), [sampled()] * sequences):
+                for _ in range(2):
+                    step.fill([0] * sequences, trees, [[0] * sequences] * len(self._readers), batch)
+                    step.run(True)
+                    self.device.wait()
 
     def verify(
         self, batch: Sequence[Request], trees: Sequence[Tree], made: Sequence[Tree | None] = ()
@@ -254,18 +261,16 @@ class Verifier:
         slots = range(len(batch))
         most = max(map(len, trees))
         pending = [reader.pending(batch, most, slots) for reader in self._readers]
-        greedy = self._waits
-        for seq in batch:
-            greedy = greedy and is_greedy(seq)
+        whole = self._waits and all([seq.sampler.device_temperature is not None for seq in batch])
         with stage("fill"):
             step = self.steps.tree(trees, cache_len)
-            step.fill(cache_len, trees, pending)
+            step.fill(cache_len, trees, pending, batch)
         with stage("verify"), self.ranges.call(names.VERIFIER):
-            step.run(greedy)
+            step.run(whole)
             if self._waits:
                 with stage(WAIT):
                     self.device.wait()
-        if greedy:  # `run` has accepted already
+        if whole:  # `run` has accepted already
             outcomes = step.outcomes(batch, trees)
         else:
             with stage("accept"):
@@ -354,6 +359,12 @@ def open_verifier(
 def blank(nodes: int) -> Tree:
     """Return a chain of token 0."""
     return chain(np.zeros(nodes, np.int64))
+
+
+def sampled() -> Request:
+    """Return a request with a temperature."""
+    params = SamplingParams(temperature=1.0)
+    return Request([0], 1, 1, frozenset(), make_sampler(params), noise=draft_noise(params))
 
 
 def logits_of(step: TreeStep | PrefillStep) -> FloatArray:

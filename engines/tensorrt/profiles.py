@@ -155,7 +155,7 @@ def _storing(limits: CallLimits) -> Mapping[str, Mapping[str, Sizes]]:
 
 _SYMBOLS = {
     names.VERIFIER: _verifier, names.STEP_PREPARE_TREE: _around_verification, names.STEP_ACCEPT: _around_verification,
-    names.STEP_COMPACT_KV: _compaction,
+    names.STEP_ACCEPT_SAMPLED: _around_verification, names.STEP_COMPACT_KV: _compaction,
     names.STEP_GATHER_FEATURES: _gathering, names.STEP_STORE_TREES: _storing,
 }  # fmt: skip
 

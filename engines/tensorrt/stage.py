@@ -33,6 +33,7 @@ GRAPHS = (
     names.VERIFIER,
     names.STEP_PREPARE_TREE,
     names.STEP_ACCEPT,
+    names.STEP_ACCEPT_SAMPLED,
     names.STEP_GATHER_FEATURES,
     names.STEP_STORE_TREES,
 )

@@ -17,6 +17,11 @@ class Sampler(ABC):
 
     logit_margins: list[float] | None = None
     logprobs: list[TokenLogprobs] | None = None
+    device_temperature: float | None = None
+    """The temperature if a device's own acceptance chooses the same tokens, 0 for greedy; None if it cannot.
+
+    `verify` is then called for some tokens only.
+    """
 
     @abstractmethod
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -61,6 +61,7 @@ class Calls:
         kinds: Mapping[str, Callable[[Sequence[int]], Iterator[Call]]] = {
             names.VERIFIER: self._verifier, LYANNA_DRAFT: self._draft, LYANNA_RESAMPLE: self._resample,
             names.STEP_PREPARE_TREE: self._prepare_tree, names.STEP_ACCEPT: self._accept,
+            names.STEP_ACCEPT_SAMPLED: self._accept_sampled,
             names.STEP_COMPACT_KV: self._compact_kv,
             names.STEP_GATHER_FEATURES: self._gather_features, names.STEP_STORE_TREES: self._store_trees,
         }  # fmt: skip
@@ -163,6 +164,16 @@ class Calls:
                 }  # fmt: skip
                 sizes = {"B": batch, "T": nodes, "1 + 2 T": 1 + 2 * nodes}
                 yield Call(f"{nodes} nodes", sizes, values)
+
+    def _accept_sampled(self, batches: Sequence[int]) -> Iterator[Call]:
+        """The same trees with a temperature for each sequence, the last one greedy."""
+        for call in self._accept(batches):
+            batch, nodes = call.values[names.TOKEN_IDS].shape
+            values = {
+                **call.values, names.TEMPERATURE: np.linspace(0.8, 0.0, batch, dtype=np.float32),
+                names.NOISE_KEYS: self._random.integers(0, 1 << 32, (batch, nodes, 2)),
+            }  # fmt: skip
+            yield replace(call, values=values)
 
     def _compact_kv(self, batches: Sequence[int]) -> Iterator[Call]:
         """An accepted path with gaps, and one that is in place already, in buffers of numbers."""

@@ -38,7 +38,7 @@ NATS = 20.0
 not on a tree's differences. Rounded as above they move by 0.02 in fp16, 0.35 in bf16."""
 GRAPHS = (
     names.VERIFIER, LYANNA_DRAFT, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
-    names.STEP_COMPACT_KV,
+    names.STEP_ACCEPT_SAMPLED, names.STEP_COMPACT_KV,
     names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES, names.STEP_COPY_SLOT, LYANNA_COPY_SLOT,
 )  # fmt: skip
 _TREE = (names.TREE_TOKENS, names.TREE_PARENTS, names.TREE_LOG_PROBS)

@@ -14,6 +14,9 @@ from redraft import names, signatures
 from redraft.export.step_graphs import export_slot_copy, export_step_graphs
 from redraft.methods.lyanna import METHOD, LyannaShape
 from redraft.names import TensorSpec
+from redraft.runtime.draft_noise import draft_noise
+from redraft.runtime.params import SamplingParams
+from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.greedy import Greedy
 from redraft.runtime.tree import ancestor_mask
 from redraft.signatures import VerifierShape
@@ -87,12 +90,12 @@ def test_prepare_tree_of_the_deepest_chain(folder: Path) -> None:
     np.testing.assert_array_equal(found[names.POSITIONS][0], np.arange(3, 68))
 
 
-def judged(folder: Path, trees: list[tuple[NDArray, NDArray]], logits: NDArray, counts: NDArray) -> dict[str, NDArray]:
-    return run(folder, names.STEP_ACCEPT, {
+def accepting(trees: list[tuple[NDArray, NDArray]], logits: NDArray, counts: NDArray) -> dict[str, NDArray]:
+    return {
         names.LOGITS: logits, names.TOKEN_IDS: np.stack([tokens for tokens, _ in trees]),
         names.PARENTS: np.stack([parents for _, parents in trees]),
         names.TREE_MASK: np.stack([ancestor_mask(parents) for _, parents in trees]), names.NODES: counts,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 13])
@@ -105,7 +108,7 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
         logits = rng.standard_normal((2, nodes, 9)).astype(np.float32)
         logits[:, :, 4 if nodes < 13 else 9 :] -= 9
         counts = np.array([nodes, rng.integers(1, nodes + 1)])
-        found = judged(folder, trees, logits, counts)
+        found = run(folder, names.STEP_ACCEPT, accepting(trees, logits, counts))
         for b, (tokens, parents) in enumerate(trees):
             kv_len = counts[b]
             tree = DraftTree(tokens[:kv_len], parents[:kv_len], np.zeros(kv_len, np.float32))
@@ -117,6 +120,36 @@ def test_acceptance_is_the_greedy_samplers(folder: Path, nodes: int) -> None:
             accept_output = found[names.ACCEPT_OUTPUT][b].tolist()
             assert accept_output == [kept, *expected, *logits[b].argmax(1).tolist()]
     assert len(lengths) >= min(nodes, 3)
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 13])
+def test_sampled_acceptance_is_the_coupled_samplers(folder: Path, nodes: int) -> None:
+    """Three sequences with their own temperatures and seeds; one of them is greedy."""
+    rng = np.random.default_rng(nodes)
+    lengths, differ = set(), 0
+    for _ in range(60):
+        trees = [random_tree(rng, nodes, 4 if nodes < 13 else 9) for _ in range(3)]
+        logits = rng.standard_normal((3, nodes, 9)).astype(np.float32)
+        logits[:, :, 4 if nodes < 13 else 9 :] -= 9
+        requests = [SamplingParams(temperature=t, seed=int(rng.integers(1 << 40))) for t in (0.7, 0.0, 1.5)]
+        texts = [[0] * int(rng.integers(2, 70)) for _ in requests]
+        keys = [draft_noise(one).keys(len(text), nodes) for one, text in zip(requests, texts, strict=True)]
+        counts = np.array([nodes, nodes, rng.integers(1, nodes + 1)])
+        found = run(folder, names.STEP_ACCEPT_SAMPLED, {
+            **accepting(trees, logits, counts), names.NOISE_KEYS: np.array(keys, np.int64),
+            names.TEMPERATURE: np.array([one.temperature for one in requests], np.float32),
+        })  # fmt: skip
+        for b, (tokens, parents) in enumerate(trees):
+            tree = DraftTree(tokens[: counts[b]], parents[: counts[b]], np.zeros(counts[b], np.float32))
+            outcome = make_sampler(requests[b]).verify(logits[b, : counts[b]], tree, texts[b])
+            kept = 1 + len(outcome.path)
+            lengths.add(kept)
+            assert found[names.PATH][b].tolist() == [0, *outcome.path, *range(kept, nodes)]
+            targets = found[names.ACCEPT_OUTPUT][b, 1 + nodes :]
+            assert [targets[node] for node in (0, *outcome.path)] == list(outcome.tokens)
+            differ += int(targets[0] != logits[b, 0].argmax())
+    assert len(lengths) >= min(nodes, 3)
+    assert differ > 30
 
 
 def test_rows_of_the_path_are_kept(folder: Path) -> None:
@@ -189,7 +222,7 @@ def test_graphs_are_valid_and_as_their_contracts_say(folder: Path) -> None:
     state = METHOD.state(LYANNA)
     copied = {LYANNA_COPY_SLOT: (signatures.copy_slot_inputs(state), signatures.copy_slot_outputs(state))}
     contracts = signatures.step_signatures(SHAPE, gathers=True) | copied
-    assert len(contracts) == 7
+    assert len(contracts) == 8
     for name, (inputs, outputs) in contracts.items():
         model = onnx.load(folder / f"{name}.onnx")
         onnx.checker.check_model(model, full_check=True)

@@ -22,8 +22,8 @@ from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
 UPDATING = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
 GRAPHS = (
-    *UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_GATHER_FEATURES,
-    names.STEP_STORE_TREES,
+    *UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
+    names.STEP_ACCEPT_SAMPLED, names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES,
 )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ import io
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from redraft.errors import DataError, UsageError
 from redraft.export.step_graphs import export_step_graphs
 from redraft.plugins.library import Kernels
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams, api, speculators
+from redraft.runtime.bound_step import BoundPrefill, BoundTreeStep
 from redraft.runtime.cost import VerifyCosts, measure_curve
 from redraft.runtime.trace import replay
 from redraft.runtime.verifier import Verifier
@@ -158,6 +161,56 @@ def test_recorded_margins_are_the_host_paths(opened: Open, lyanna_bundle: Path) 
         assert ours.token_ids == theirs.token_ids
         assert ours.logit_margins is not None
         assert ours.logit_margins == pytest.approx(theirs.logit_margins, abs=1e-3)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the steps that copy logits from a device, which grows while they run."""
+    found: list[str] = []
+    for kind in (BoundTreeStep, BoundPrefill):
+        monkeypatch.setattr(kind, "_host_logits", recorded(kind._host_logits, found, kind.__name__))
+    return found
+
+
+def recorded(function: Callable[..., Any], found: list[str], name: str) -> Callable[..., Any]:
+    def call(self: object) -> Any:
+        found.append(name)
+        return function(self)
+
+    return call
+
+
+WARM = [SamplingParams(max_tokens=40, temperature=t, seed=seed) for seed, t in enumerate((1.0, 0.0, 0.6, 1.4) * 3)]
+PROCESSED = [replace(params, repetition_penalty=1.2) for params in WARM]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("method", ["none", "ngram", "ngram+lyanna"])
+def test_sampled_text_is_the_host_paths_without_a_copy_of_logits(
+    opened: Open, lyanna_bundle: Path, copied: list[str], max_num_seqs: int, method: str
+) -> None:
+    """Greedy requests share the batch."""
+    params = WARM[: len(ALL)]
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
+        expected = [g.token_ids for g in host.generate(ALL, params, "none")]
+        greedy = [g.token_ids for g in host.generate(ALL, PARAMS, "none")]
+    with opened(max_num_seqs) as runtime:
+        found = runtime.generate(ALL, params, method)
+    assert [g.token_ids for g in found] == expected
+    assert sum(a != b for a, b in zip(expected, greedy, strict=True)) > len(ALL) / 3
+    assert copied == []
+
+
+def test_processors_beside_sampled_requests(opened: Open, lyanna_bundle: Path, copied: list[str]) -> None:
+    """One of three requests has a processor, so the batch's logits are copied, and the others' tokens do not change."""
+    params = [(PROCESSED if number % 3 == 0 else WARM)[number] for number in range(6)]
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
+        expected = [g.token_ids for g in host.generate(ALL[:6], params, "none")]
+    with opened(3) as runtime:
+        device = runtime.verifier.device
+        found = runtime.generate(ALL[:6], params, "ngram+lyanna")
+    assert [g.token_ids for g in found] == expected
+    assert (len(copied) > 0) == device.step_graphs
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2])

@@ -29,8 +29,8 @@ SIGNATURES = {
     LYANNA_DRAFT: draft_inputs(LYANNA),
     LYANNA_RESAMPLE: resample_inputs(LYANNA),
     **{graph: signatures.step_signatures(SHAPE, gathers=True)[graph][0] for graph in (
-        names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV, names.STEP_GATHER_FEATURES,
-        names.STEP_STORE_TREES,
+        names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED, names.STEP_COMPACT_KV,
+        names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES,
     )},
 }  # fmt: skip
 ONE = CallLimits(1, 16, prefill=1, max_model_len=64)
