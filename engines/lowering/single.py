@@ -134,7 +134,10 @@ def fits_single(node: ir.Node) -> bool:
 
 
 class ChainAttention:
-    """Lowers the attentions of a drafter's chain. Row r of the KV holds position r: no mask, no positions."""
+    """Lowers the attentions of a draft. In a chain row r of the KV holds position r: no mask, no positions.
+
+    Several rows whose number is fixed are a tree's, which see each other by the mask.
+    """
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -146,24 +149,36 @@ class ChainAttention:
         past, positions = node.inputs[7], node.inputs[6]
         assert past is not None
         assert positions is not None
-        if positions.shape is not None and positions.shape[1] == 1:
+        bias = None
+        source, rotary, attributes = fused_inputs(node)
+        rows = positions.shape[1] if positions.shape is not None else None
+        if rows == 1:
             total, last = make("Add", [past, one]), past
         else:
             total = make("Add", [past, make("Shape", [positions], start=1, end=2)])
             last = make("Sub", [total, one])
+        if isinstance(rows, int) and rows > 1:  # the kernel would rotate by rows, not by positions
+            source, rotary, bias = tuple(node.inputs[:3]), (), self._bias(node, past)
+            attributes = {name: value for name, value in attributes.items() if "rotary" not in name}
         last, total = (make("Cast", [rows], to=ir.DataType.INT32) for rows in (last, total))
-        source, rotary, attributes = fused_inputs(node)
         tables = [*rotary, None] if rotary else [None, None, None]
         sinks = node.inputs[names.TREE_ATTENTION_INPUTS :]
         fused = ir.node(
             "GroupQueryAttention",
-            [*source, *node.inputs[3:5], last, total, *tables, None, *sinks],
+            [*source, *node.inputs[3:5], last, total, *tables, bias, *sinks],
             attributes,
             domain=MICROSOFT,
             num_outputs=3,
         )
         replace_nodes_and_values(self._graph, node, [node], [fused], node.outputs, fused.outputs)
         return fused
+
+    def _bias(self, node: ir.Node, past: ir.Value) -> ir.Value:
+        """Return the bias of a tree's scores, float32 [1, 1, T, past + T]: 0 for ancestors and all earlier rows."""
+        make, constant = self._nodes.node, self._nodes.constant
+        mask = make("Unsqueeze", [node.inputs[5], constant([1])])
+        shown = make("Where", [mask, constant(np.zeros((1, 1, 1, 1), np.float32)), constant(HIDDEN)])
+        return make("Pad", [shown, make("Concat", [constant([0, 0, 0]), past, constant([0, 0, 0, 0])], axis=0)])
 
 
 def fits_chain(node: ir.Node) -> bool:

@@ -132,9 +132,11 @@ class ChainAttention:
         self._step_cache_len = self._step_cache_len + 1
         return self._place, attend
 
-    def _at(self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor) -> Attend:
+    def _at(
+        self, places: torch.Tensor, mask: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor | None = None
+    ) -> Attend:
         """Attend for rows at `places` [B, T] after `cache_len` [B] rows. Rows see each other by `mask` [B, T, T]."""
-        config, kv_len = self._config, self._kv_len
+        config, kv_len = self._config, self._kv_len if kv_len is None else kv_len
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor
@@ -145,6 +147,45 @@ class ChainAttention:
             return out
 
         return attend
+
+
+class LevelAttention(ChainAttention):
+    """Attention of a draft's tree: all rows to catch up on, then W rows a level, which see their ancestors.
+
+    A level's call has the rows of all levels so far, as the operator's mask covers the rows of one call only. Queries,
+    keys and values of earlier levels are kept, so that only their attention is computed again.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._levels: list[list[torch.Tensor]] = [[], [], [], []]  # queries, keys, values, positions
+        self._mask: torch.Tensor | None = None
+
+    def next_level(self, width: int, parents: torch.Tensor) -> tuple[torch.Tensor, Attend]:
+        """Return positions [B, W] of the next level's rows, and attend for those rows.
+
+        parents: [B, W], the rows of the level before that are their parents. The first level's parent is the root.
+        """
+        own = torch.eye(width, dtype=torch.bool)[None].expand(parents.shape[0], -1, -1)
+        if self._mask is None:
+            self._mask = own
+        else:
+            above = tracing.gather_rows(self._mask[:, -width:], parents)
+            earlier = torch.nn.functional.pad(self._mask, (0, width))
+            self._mask = torch.cat([earlier, torch.cat([above, own], dim=2)], dim=1)
+        queries, keys, values, positions = self._levels
+        self._place = self._place + 1
+        positions.append(self._place.expand(-1, width))
+        places = torch.cat(positions, dim=1)
+        level = self._at(places, self._mask, self._step_cache_len, self._kv_len + places.shape[1])
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            for kept, new in ((queries, q), (keys, k), (values, v)):
+                kept.append(new)
+            every = [torch.cat(kept, dim=1) for kept in (queries, keys, values)]
+            return level(*every)[:, -width:]
+
+        return positions[-1], attend
 
 
 class Sampling(NamedTuple):

@@ -127,17 +127,21 @@ class Rotary(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """x + attention(norm(x)), then + SwiGLU(norm(.)), for rows [B, T, n] at positions [B, T]."""
+    """x + attention(norm(x)), then + SwiGLU(norm(.)), for rows [B, T, n] at positions [B, T].
 
-    def __init__(self, config: LayerConfig) -> None:
+    inputs: numbers of a row that attention reads; 0 is n. The residual x then has its own value.
+    input_norm: False if attention reads the rows as they are.
+    """
+
+    def __init__(self, config: LayerConfig, inputs: int = 0, input_norm: bool = True) -> None:
         super().__init__()
         n, width = config.hidden_size, config.heads * config.head_dim
-        kv_width = config.kv_heads * config.head_dim
+        kv_width, inputs = config.kv_heads * config.head_dim, inputs or config.hidden_size
         self.config = config
-        self.input_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
-        self.q_proj = nn.Linear(n, width, bias=False)
-        self.k_proj = nn.Linear(n, kv_width, bias=False)
-        self.v_proj = nn.Linear(n, kv_width, bias=False)
+        self.input_norm = nn.RMSNorm(inputs, eps=config.rms_norm_eps) if input_norm else None
+        self.q_proj = nn.Linear(inputs, width, bias=False)
+        self.k_proj = nn.Linear(inputs, kv_width, bias=False)
+        self.v_proj = nn.Linear(inputs, kv_width, bias=False)
         self.o_proj = nn.Linear(width, n, bias=False)
         self.mlp_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(n, config.intermediate_size, bias=False)
@@ -145,12 +149,18 @@ class DrafterLayer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, n, bias=False)
         self.rotary = Rotary(config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows) -> torch.Tensor:
-        """Compute the layer. Every row is a key. Only the rows that `keep` selects continue after attention."""
-        normed = self.input_norm(x)
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: Keep = all_rows,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the layer. Every row is a key. Only the rows that `keep` selects continue after attention.
+
+        x: [B, T, inputs].   residual: [B, T, n]; None is x.
+        """
+        normed = x if self.input_norm is None else self.input_norm(x)
         q = self.rotary(self.q_proj(normed), positions, self.config.heads)
         k = self.rotary(self.k_proj(normed), positions, self.config.kv_heads)
-        x = keep(x) + self.o_proj(keep(attend(q, k, self.v_proj(normed))))
+        x = keep(x if residual is None else residual) + self.o_proj(keep(attend(q, k, self.v_proj(normed))))
         normed = self.mlp_norm(x)
         out: torch.Tensor = x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return out

@@ -22,6 +22,11 @@ METHODS = (
     "lyanna",
     "mtp",
     "draft_model",
+    "eagle",
+    "eagle2",
+    "hass",
+    "fspad",
+    "griffin",
 )
 """One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]

@@ -62,7 +62,7 @@ class HiddenStateDrafter(EngineDrafter):
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
         chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
         step_graphs = (names.STEP_GATHER_FEATURES, *((names.STEP_STORE_TREES,) if self._store else ()))
-        super().__init__(verifier, shape, tables, options, name, CATCH_UP + shape.steps, step_graphs, chains)
+        super().__init__(verifier, shape, tables, options, name, self.method.spare_rows, step_graphs, chains)
         most_calls = MOST_CALLS * -(-verifier.max_num_seqs // 4)
         self._calls: Recent[tuple[str, int, int], _Call] = Recent(most_calls, device.wait)
         self._lost_chain: Buffer | None = None

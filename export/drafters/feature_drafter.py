@@ -1,0 +1,185 @@
+"""The torch module of drafters that predict the verifier's next features and read the token one step ahead.
+
+Li et al. 2024 (EAGLE, section 4.1) defined the form. With F_t the feature at position t, x_{t+1} the next token, E the
+verifier's embedding and M its head:
+
+    P_{t+1}, R_{t+1} = Layer(Fusion(F_t, E(x_{t+1})))        attending to the rows of earlier positions
+    logits of x_{t+2} = M P_{t+1}
+
+A draft feeds R_{t+1} back in place of F_{t+1}, with a drafted token. Methods differ in four choices of `FeatureConfig`:
+
+fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
+            `gated`         linear + D (σ(G E(x)) ⊙ U F): the token selects from the feature in a wide space. FSPAD (Gui
+                            et al. 2024, arXiv 2408.15562), whose text names no formula.
+            `token_guided`  h = W [F ; E(x)] + b, z = U [N(h) ; N(E(x))] + b', D σ(z) + b'' + h. GRIFFIN (Hu et al.),
+                            equations 5 to 7.
+            `attention`     no fusion: the layer's attention reads [N(E(x)) ; N(F)], and F is its residual. EAGLE-3
+                            (Li et al. 2025), section 3.1.
+outputs     `one`           P = R, the layer's output. EAGLE; HASS.
+            `two`           P and R are two linear maps of it. FSPAD; GRIFFIN's token-enhanced head.
+            `normed`        P is the norm of R: the head reads a norm, the next step does not. EAGLE-3.
+            `normed_back`   P = R is that norm. EAGLE-3.1's feedback.
+features    one of the verifier's hidden states, or several that a product maps to one, with a norm of each if
+            `feature_norms` (EAGLE-3.1).
+input_norm  False for a layer without the norm before attention, as EAGLE was published.
+
+σ is SiLU and N is RMSNorm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from redraft.errors import CheckpointError
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
+from redraft.names import LAST_HIDDEN_STATE
+
+Fusion = Literal["linear", "gated", "token_guided", "attention"]
+Outputs = Literal["one", "two", "normed", "normed_back"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureConfig(LayerConfig):
+    """Configuration of a drafter: the layer's shape, and the choices of this module's documentation.
+
+    fusion_size:   width of a fusion's wide space; 0 is the layer's `intermediate_size`.
+    hidden_states: the verifier's hidden states of a feature.
+    own_head:      True if the head is the drafter's, not rows of the verifier's.
+    """
+
+    fusion: Fusion = "linear"
+    outputs: Outputs = "one"
+    input_norm: bool = True
+    fusion_size: int = 0
+    hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
+    feature_norms: bool = False
+    own_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kinds in (("fusion", Fusion), ("outputs", Outputs)):
+            if getattr(self, name) not in get_args(kinds):
+                raise CheckpointError(f"{name} must be one of {', '.join(get_args(kinds))}, not {getattr(self, name)!r}")
+        if not self.hidden_states or len(set(self.hidden_states)) < len(self.hidden_states):
+            raise CheckpointError(f"hidden_states must be different names, at least one, not {self.hidden_states}")
+        if self.fusion_size < 0:
+            raise CheckpointError(f"fusion_size must be 0 or more, not {self.fusion_size}")
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers of a row of all hidden states."""
+        return self.hidden_size * len(self.hidden_states)
+
+
+class Predicted(NamedTuple):
+    """The outputs of a row, [B, T, n] each: the head's input, and the next step's feature."""
+
+    token: torch.Tensor
+    feature: torch.Tensor
+
+
+class FeatureDrafter(nn.Module):
+    """The trained parameters. The embedding belongs to the verifier, and so does the head unless `own_head`."""
+
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__()
+        n = config.hidden_size
+        self.config = config
+        norm = lambda: nn.RMSNorm(n, eps=config.rms_norm_eps)  # noqa: E731
+        several = len(config.hidden_states) > 1
+        self.feature_norms = nn.ModuleList(norm() for _ in config.hidden_states if config.feature_norms)
+        self.features = nn.Linear(config.feature_size, n, bias=False) if several else None
+        self.fusion = _FUSIONS[config.fusion](config)
+        beside = config.fusion == "attention"
+        self.layer = DrafterLayer(config, 2 * n if beside else n, config.input_norm and not beside)
+        two = config.outputs == "two"
+        self.predict = nn.Linear(n, n, bias=False) if two else None
+        self.regress = nn.Linear(n, n, bias=False) if two else None
+        self.norm = norm() if config.outputs.startswith("normed") else None
+        self.head = nn.Linear(n, config.draft_size, bias=False) if config.own_head else None
+
+    def inputs(self, features: torch.Tensor) -> torch.Tensor:
+        """Return rows [B, T, n] of the verifier's features [B, T, feature_size], to `forward` them."""
+        if self.feature_norms:
+            parts = features.chunk(len(self.feature_norms), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], dim=-1)
+        return features if self.features is None else self.features(features)
+
+    def forward(
+        self, rows: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,
+        keep: Keep = all_rows,
+    ) -> Predicted:  # fmt: skip
+        """Return the outputs of the rows that `keep` selects.
+
+        rows: [B, T, n] at `positions`, of `inputs` or fed back.   embeddings: [B, T, n] of the next tokens.
+        """
+        read, residual = self.fusion(rows, embeddings)
+        out = self.layer(read, positions, attend, keep, residual)
+        if self.predict is not None and self.regress is not None:
+            return Predicted(self.predict(out), self.regress(out))
+        if self.norm is None:
+            return Predicted(out, out)
+        normed = self.norm(out)
+        return Predicted(normed, normed if self.config.outputs == "normed_back" else out)
+
+
+Fused = tuple[torch.Tensor, torch.Tensor]
+"""What the layer's attention reads, and its residual."""
+
+
+class _Linear(nn.Module):
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__()
+        self.projection = nn.Linear(2 * config.hidden_size, config.hidden_size)
+
+    def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
+        fused = self.projection(torch.cat([rows, embeddings], dim=-1))
+        return fused, fused
+
+
+class _Gated(_Linear):
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__(config)
+        n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
+        self.gate = nn.Linear(n, wide, bias=False)
+        self.up = nn.Linear(n, wide, bias=False)
+        self.down = nn.Linear(wide, n, bias=False)
+
+    def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
+        fused, _ = super().forward(rows, embeddings)
+        fused = fused + self.down(F.silu(self.gate(embeddings)) * self.up(rows))
+        return fused, fused
+
+
+class _TokenGuided(_Linear):
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__(config)
+        n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
+        self.fused_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.embedding_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.up = nn.Linear(2 * n, wide)
+        self.down = nn.Linear(wide, n)
+
+    def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
+        first, _ = super().forward(rows, embeddings)
+        z = self.up(torch.cat([self.fused_norm(first), self.embedding_norm(embeddings)], dim=-1))
+        fused = self.down(F.silu(z)) + first
+        return fused, fused
+
+
+class _Beside(nn.Module):
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__()
+        self.embedding_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.feature_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
+        return torch.cat([self.embedding_norm(embeddings), self.feature_norm(rows)], dim=-1), rows
+
+
+_FUSIONS = {"linear": _Linear, "gated": _Gated, "token_guided": _TokenGuided, "attention": _Beside}

@@ -1,0 +1,156 @@
+"""The specification that methods share which autoregress at feature level and draft trees in one engine call.
+
+The graph catches up on the rows since the last draft, then unrolls the levels of a tree. A level computes the W best
+nodes of the level before, with the feature that the drafter predicted there. Each has k = W candidates. The tree keeps
+the best of all candidates. What is best depends on `static`:
+
+- False: the joint probability (Li et al. 2024, EAGLE-2, section 4: dynamic trees).
+- True: the ranks of a node and its ancestors alone (EAGLE: static trees), by `methods.chains.DRAWN_LOG_PROB`. So every
+  tree has the same form.
+
+A width of 1 drafts chains.
+
+Symbols: N levels, W width, K nodes with the root. `redraft.signatures`, `redraft.methods.base` and `.chains` have the
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from redraft import names
+from redraft.errors import UsageError
+from redraft.methods.base import BuildOptions, GraphSpec, Method, TreeLimits
+from redraft.methods.chains import (
+    DRAFT_PROFILES,
+    chain_inputs,
+    chain_logits,
+    chain_state,
+    chain_updates,
+    describe_vocabulary,
+    draft_vocabulary_integers,
+    draft_vocabulary_tables,
+    sampling_integers,
+    tree_outputs,
+)
+from redraft.names import DRAFT, Dtype, TensorSpec
+from redraft.records import PositiveInt
+
+MOST_STEPS = 10
+"""Most levels of a tree."""
+MOST_WIDTH = 10
+"""Most nodes of a level that get candidates."""
+MOST_ROWS = 64
+"""Most rows of a tree's levels."""
+
+
+@dataclass(frozen=True)
+class FeatureTreeBuild(BuildOptions):
+    """Options for building a drafter.
+
+    steps:            levels of a tree.
+    width:            nodes of a level that get candidates, and candidates of a node; 1 drafts chains.
+    nodes:            largest tree, without its root. None takes three a level, or a chain of `steps`.
+    draft_vocabulary: tokens that can be drafted, the most frequent ones. None takes all that the drafter was trained
+                      on.
+    """
+
+    steps: int = 4
+    width: int = 3
+    nodes: PositiveInt | None = None
+    draft_vocabulary: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("steps", MOST_STEPS), ("width", MOST_WIDTH)):
+            if not 1 <= getattr(self, name) <= most:
+                raise UsageError(f"{name} must be a number from 1 to {most}, not {getattr(self, name)}")
+        if (rows := self.width * (self.steps - 1)) > MOST_ROWS:
+            raise UsageError(
+                f"a tree of {self.steps} levels of {self.width} nodes computes {rows} rows, at most {MOST_ROWS} can be",
+                "lower steps or width",
+            )
+
+    @property
+    def tree_nodes(self) -> int:
+        """K: nodes to keep, root included."""
+        return min(1 + (self.nodes or self.steps * min(self.width, 3)), whole_tree(self.steps, self.width))
+
+
+@dataclass(frozen=True)
+class FeatureTreeShape:
+    """Sizes of the drafter's graph and buffers.
+
+    steps: N.   width: W.   nodes: K.   static: see above.   draft_vocabulary: H.
+    draft_logit_scale: factor on the logits.   dtype: of features and KV, the verifier's.
+    """
+
+    hidden: PositiveInt
+    vocabulary: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    steps: PositiveInt
+    width: PositiveInt
+    nodes: PositiveInt
+    draft_vocabulary: PositiveInt
+    static: bool = False
+    draft_logit_scale: float = 1.0
+    dtype: Dtype = "float32"
+
+
+def whole_tree(steps: int, width: int) -> int:
+    """Return the nodes of a whole tree, root included: `width` candidates of the root, and of `width` nodes a level."""
+    return 1 + width + (steps - 1) * width * width
+
+
+def draft_inputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
+    """Return inputs of the draft graph, in order: see `chain_inputs`."""
+    return (*chain_inputs(shape), *draft_vocabulary_tables(shape))
+
+
+def draft_outputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
+    """Return outputs of the draft graph, in order: a tree, the logits of each level's best node, the KV in place.
+
+    If candidates are drawn, these nodes are the chain of first draws.
+    """
+    return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
+
+
+def _integers(shape: FeatureTreeShape) -> Mapping[str, tuple[int, int]]:
+    return {**draft_vocabulary_integers(shape), **sampling_integers()}
+
+
+def _describe(shape: FeatureTreeShape) -> str:
+    kind = "static trees" if shape.static else "trees"
+    tree = f", {kind} {shape.width} wide of {shape.nodes - 1} nodes" if shape.width > 1 else ""
+    return f"{shape.steps} steps{tree}{describe_vocabulary(shape)}"
+
+
+def feature_tree_method(
+    name: str, summary: str, build_options: type[FeatureTreeBuild] = FeatureTreeBuild, training: str = ""
+) -> Method[FeatureTreeShape]:
+    """Return the specification of a method that reads the verifier's last hidden state."""
+    return Method(
+        id=name,
+        summary=summary,
+        hidden_states=(names.LAST_HIDDEN_STATE,),
+        rows="all",
+        graphs={
+            DRAFT: GraphSpec(
+                draft_inputs,
+                draft_outputs,
+                profiles=DRAFT_PROFILES,
+                integers=_integers,
+                looked_up=lambda shape: {names.DRAFT_VOCABULARY: whole_tree(shape.steps, shape.width) - 1},
+                chain_steps=lambda shape: shape.steps,
+            )
+        },
+        shape=FeatureTreeShape,
+        state=chain_state,
+        spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
+        tables=draft_vocabulary_tables,
+        limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
+        describe=_describe,
+        build_options=build_options,
+        training=training,
+    )

@@ -1,0 +1,33 @@
+"""Drafters that predict features and tokens level by level (`redraft.methods.feature_tree`), in the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import replace
+
+from redraft.methods.base import Method
+from redraft.methods.feature_tree import FeatureTreeShape
+from redraft.runtime.drafters.hidden_states import HiddenStateDrafter
+from redraft.runtime.sequence import Sequence
+from redraft.types import Budget, Tree
+
+
+class FeatureTreeDrafter(HiddenStateDrafter):
+    """Drafts a tree in one engine call. A tree of draws is its chain of first draws, whose distributions are kept."""
+
+    def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
+        """See `HiddenStateDrafter.draft`."""
+        chains = [
+            replace(budget, width=1, nodes=min(budget.nodes, budget.depth)) if seq.noise.drawn else budget
+            for seq, budget in zip(batch, budgets, strict=True)
+        ]
+        return super().draft(batch, chains)
+
+
+def drafter_of(specification: Method[FeatureTreeShape]) -> type[FeatureTreeDrafter]:
+    """Return the drafter of a method."""
+
+    class Drafter(FeatureTreeDrafter):
+        method = specification
+
+    return Drafter
