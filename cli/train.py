@@ -97,7 +97,7 @@ def drafter(
     checkpoint_every: CheckpointEvery = 100,
     as_json: Json = False,
 ) -> None:
-    """Train a drafter by the method in the command's name, which is also the name of its default recipe."""
+    """Train a drafter by the method in the command's name. Without --config, its default recipe is used."""
     from rich.console import Console
 
     from redraft.errors import UsageError
@@ -108,7 +108,8 @@ def drafter(
 
     command = str(context.info_name)
     name = COMMANDS[command]
-    recipe = find_method(name).recipe.load(config or command).with_options(steps, seed)
+    method = find_method(name)
+    recipe = method.recipe.load(config or method.schedule or command).with_options(steps, seed)
     if recipe.method != name:
         raise UsageError(
             f"the recipe {config} is for {recipe.method}",

@@ -9,7 +9,7 @@ from redraft.errors import UsageError
 from redraft.records import PositiveInt
 from redraft.train.config import Recipe
 
-Init = Literal["random", "layer", "layers", "mtp"]
+Init = Literal["random", "layer", "layers", "mtp", "features"]
 """How a fresh drafter's weights begin."""
 MIXTURE = ("text", "greedy", "sampled")
 
@@ -61,7 +61,8 @@ class DrafterTable:
 
     draft_vocabulary: tokens that the drafter can draft, the most frequent ones of its texts; 0 means all.
     init: `random`; `layer` begins with the verifier's last layer and projections fitted to its inputs, `layers` with
-    several of its layers, `mtp` with its multi-token-prediction module. A method has some of them.
+    several of its layers, `mtp` with its multi-token-prediction module, `features` with a projection fitted to the next
+    feature. A method has some of them.
     """
 
     draft_vocabulary: Annotated[int, 0, "a number of tokens"] = 0

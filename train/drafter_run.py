@@ -133,14 +133,15 @@ def train_drafter(
     config = method.configure(recipe, found)
     material: DrafterText
     if texts is not None:
-        material = WrittenText(texts, recipe)
+        material = WrittenText(texts, recipe, method.hidden_states(config))
     else:
         material = DocumentText(out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe
     facts = RunFacts(method_name, asdict(config), found.identity, material.digest, material.settings)
     _begin(out, facts, resume, drops_texts=texts is None)
-    material.check(found, method.lookahead(config))
-    plan = material.plan(method.lookahead(config))
+    lookahead = method.lookahead(config, recipe)
+    material.check(found, lookahead)
+    plan = material.plan(lookahead)
     counts = material.counts(found.vocab_size)
     vocabulary = draft_vocabulary(config, counts)
     if not resume:

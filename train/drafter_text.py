@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.errors import UsageError
-from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.acceptance import greedy_rows
 from redraft.train.batches import Batch, BatchPlan, Plan
 from redraft.train.drafter_config import DrafterRecipe, stream_name
@@ -124,10 +123,10 @@ class DocumentText:
 class WrittenText:
     """Whole texts in a folder of `redraft train text`."""
 
-    def __init__(self, folder: Path, recipe: DrafterRecipe) -> None:
-        """Open the texts. Raises DataError if there are none."""
+    def __init__(self, folder: Path, recipe: DrafterRecipe, hidden_states: Sequence[str]) -> None:
+        """Open the texts, and these hidden states if they were kept. Raises DataError if there are no texts."""
         self.recipe, self._folder = recipe, folder
-        self._texts = TextSet(folder, recipe.held_out_every, (LAST_HIDDEN_STATE,))
+        self._texts = TextSet(folder, recipe.held_out_every, hidden_states)
         self.digest = self._texts.digest
         self.settings = {"seed": recipe.seed, "held_out_every": recipe.held_out_every, "texts": recipe.texts}
 

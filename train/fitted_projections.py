@@ -27,14 +27,16 @@ Inputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def fit_projections(
-    projections: Sequence[tuple[nn.Linear, Inputs]], verifier: Any, batches: Iterable[Batch]
+    projections: Sequence[tuple[nn.Linear, Inputs]], verifier: Any, batches: Iterable[Batch],
+    next_feature: bool = False,
 ) -> None:  # fmt: skip
     """Fill the weights of projections that predict the last layer's input at a position from what is known before it.
 
     What is known is the hidden state `last` of the position before. The verifier computes `batches`, as many as needed,
     and has at least two layers.
+    next_feature: predict the hidden state `last` of the position instead.
     """
-    layer_input = str(verifier.config.num_hidden_layers - 2)
+    target = LAST_HIDDEN_STATE if next_feature else str(verifier.config.num_hidden_layers - 2)
     needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
     sums = [_Sums(projection) for projection, _ in projections]
     rows = 0
@@ -42,10 +44,10 @@ def fit_projections(
         if rows >= needed:
             break
         batch = batch.to(verifier.device)
-        hidden, _ = run_verifier(verifier, batch.tokens, (LAST_HIDDEN_STATE, layer_input))
+        hidden, _ = run_verifier(verifier, batch.tokens, tuple({LAST_HIDDEN_STATE, target}))
         for row, end in enumerate(batch.ends.tolist()):
             known = hidden[LAST_HIDDEN_STATE][row, : end - 1].float(), batch.tokens[row, 1:end]
-            targets = hidden[layer_input][row, 1:end].float()
+            targets = hidden[target][row, 1:end].float()
             for own, (_, inputs) in zip(sums, projections, strict=True):
                 own.add(inputs(*known).float(), targets)
             rows += end - 1

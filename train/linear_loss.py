@@ -19,25 +19,41 @@ _ROWS = 512
 @dataclass(frozen=True)
 class LinearLoss:
     """loss: scalar with a gradient.   Without one: log_sum [M] of every row's logits, chosen [M, K] logits of the
-    targets' columns, largest [M] logit."""
+    targets' columns, largest [M] logit, aligned bool [M] (`Alignment`; all true without one)."""
 
     loss: torch.Tensor
     log_sum: torch.Tensor
     chosen: torch.Tensor
     largest: torch.Tensor
+    aligned: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A row counts only if the column `truth` [M] is among its `k` largest logits. No row with truth -1 does."""
+
+    truth: torch.Tensor
+    k: int
+
+    def of(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return which of these rows count, bool [R], by their logits [R, H]."""
+        truth = self.truth[rows]
+        found = logits.gather(1, truth.clamp(min=0)[:, None])
+        return (truth >= 0) & ((logits > found).sum(-1) < self.k)
 
 
 def linear_cross_entropy(
     states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None, own_head: torch.Tensor | None,
-    columns: torch.Tensor, weights: torch.Tensor,
+    columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None = None,
 ) -> LinearLoss:  # fmt: skip
-    """Return the sum over rows m and targets k of weights[m, k] · −log softmax(l_m)[columns[m, k]].
+    """Return the sum over rows m that count, and targets k, of weights[m, k] · −log softmax(l_m)[columns[m, k]].
 
     l = states · headᵀ + own_states · own_headᵀ, without the second product if its factors are None. `head` [H, n] is
     frozen; gradients are for states [M, n], own_states [M, d] and own_head [H, d], all of one type.
     columns: int64 [M, K].   weights: float [M, K].
     """
-    found = _LinearLoss.apply(states, head, own_states, own_head, columns, weights)  # type: ignore[no-untyped-call]
+    arguments = states, head, own_states, own_head, columns, weights, alignment
+    found = _LinearLoss.apply(*arguments)  # type: ignore[no-untyped-call]
     return LinearLoss(*found)
 
 
@@ -45,9 +61,10 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, states: torch.Tensor, head: torch.Tensor, own_states: torch.Tensor | None,
-        own_head: torch.Tensor | None, columns: torch.Tensor, weights: torch.Tensor,
+        own_head: torch.Tensor | None, columns: torch.Tensor, weights: torch.Tensor, alignment: Alignment | None,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         totals = weights.sum(-1)
+        aligned = torch.ones(len(states), dtype=torch.bool, device=states.device)
         own = None if own_states is None or own_head is None else _OwnProduct(own_states, own_head)
         gradients = torch.empty_like(states)
         log_sum, largest, chosen = torch.empty_like(totals), torch.empty_like(totals), torch.empty_like(weights)
@@ -57,24 +74,28 @@ class _LinearLoss(torch.autograd.Function):
             logits = F.linear(states[rows], head)
             logits = (logits if own is None else logits + own.logits(rows)).float()
             chosen[rows], largest[rows] = logits.gather(1, columns[rows]), logits.amax(-1)
+            counted, of_rows = weights[rows], totals[rows]
+            if alignment is not None:
+                aligned[rows] = alignment.of(logits, rows)
+                counted, of_rows = counted * aligned[rows, None], of_rows * aligned[rows]
             log_probs = F.log_softmax(logits, -1)
             log_sum[rows] = logits[:, 0] - log_probs[:, 0]
             if needed:
-                gradient = log_probs.exp_().mul_(totals[rows, None]).scatter_add_(1, columns[rows], -weights[rows])
+                gradient = log_probs.exp_().mul_(of_rows[:, None]).scatter_add_(1, columns[rows], -counted)
                 gradient = gradient.to(head.dtype)
                 gradients[rows] = gradient @ head
                 if own is not None:
                     own.add(rows, gradient)
         ctx.save_for_backward(gradients, *(() if own is None else own.gradients()))
-        loss = (totals * log_sum).sum() - (weights * chosen).sum()
-        ctx.mark_non_differentiable(log_sum, chosen, largest)
-        return loss, log_sum, chosen, largest
+        loss = (totals * log_sum - (weights * chosen).sum(-1))[aligned].sum()
+        ctx.mark_non_differentiable(log_sum, chosen, largest, aligned)
+        return loss, log_sum, chosen, largest, aligned
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, *own = (grad * outputs[0].to(grad.dtype) for grad in ctx.saved_tensors)
         own_states, own_head = own or (None, None)
-        return states, None, own_states, own_head, None, None
+        return states, None, own_states, own_head, None, None, None
 
 
 class _OwnProduct:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from redraft.export.drafters.checkpoint import Storage
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe
@@ -61,9 +62,11 @@ class Method:
     configure:  recipe, verifier -> configuration.
     objective:  model, configuration, recipe, draft vocabulary, flag to compile -> objective, initialised by torch's
                 generator.
-    lookahead:  configuration -> tokens that a text needs after a draft's start.
+    lookahead:  configuration, recipe -> tokens that a text needs after a draft's start.
     starts:     by name of `init`.
+    hidden_states: configuration -> the verifier's hidden states that the objective reads.
     storage:    type in which a drafter's matrices are published.
+    schedule:   name of the default recipe, if it is not the name of the method's command.
     whole:      drafter, verifier -> transformers' model of both, if the drafter is one with the verifier's embedding
                 and head.
     """
@@ -73,7 +76,9 @@ class Method:
     module: Callable[[Any], nn.Module]
     configure: Callable[[Any, VerifierModel], DrafterConfig]
     objective: Callable[[Any, Any, Any, DraftColumns, bool], DrafterObjective]
-    lookahead: Callable[[Any], int]
+    lookahead: Callable[[Any, Any], int]
     starts: Mapping[str, Start]
+    hidden_states: Callable[[Any], tuple[str, ...]] = lambda config: (LAST_HIDDEN_STATE,)
     storage: Storage = "bf16"
+    schedule: str = ""
     whole: Callable[[Any, VerifierModel], PreTrainedModel] | None = None

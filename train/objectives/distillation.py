@@ -10,13 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from redraft.export.drafters.layer import DrafterConfig
+from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.states import States, run_verifier, states_of
 
 
 class Distillation(nn.Module):
-    """A drafter that learns from a frozen verifier, and predicts with the verifier's head."""
+    """A drafter that learns from a frozen verifier, and predicts with the verifier's head.
+
+    hidden_states: those of the verifier that the loss reads.
+    """
+
+    hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
 
     def __init__(
         self, drafter: nn.Module, config: DrafterConfig, verifier: Any, vocabulary: DraftColumns | None = None
@@ -52,7 +58,7 @@ class Distillation(nn.Module):
     @torch.no_grad()
     def states(self, batch: Batch) -> States:
         """Return the verifier's states of a batch: those that were kept, else computed."""
-        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens))
+        return batch.states or states_of(*run_verifier(self.verifier, batch.tokens, self.hidden_states))
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [..., n] in the head's type, times the model's scale of logits."""

@@ -111,6 +111,6 @@ def with_embedding_and_head(student: DraftModel, verifier: VerifierModel) -> Pre
 
 
 METHOD = Method(
-    StudentRecipe, DraftModelConfig, DraftModel, configure, objective, lambda config: DEPTHS,
+    StudentRecipe, DraftModelConfig, DraftModel, configure, objective, lambda config, recipe: DEPTHS,
     {"layers": start_from_layers}, storage="int8", whole=with_embedding_and_head,
 )  # fmt: skip

@@ -21,7 +21,8 @@ from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
 from redraft.train.mtp import load_mtp, renamed
-from redraft.train.objectives.lyanna import ChainAttention, LossWeights, LyannaObjective
+from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
 from redraft.train.states import run_verifier
 from redraft.train.verifier_model import VerifierModel
 
@@ -160,6 +161,6 @@ def start_from_mtp(drafter: LyannaDrafter, verifier: VerifierModel, _: Iterable[
 
 
 METHOD = Method(
-    LyannaRecipe, LyannaConfig, LyannaDrafter, configure, objective, lambda config: int(config.steps),
+    LyannaRecipe, LyannaConfig, LyannaDrafter, configure, objective, lambda config, recipe: int(config.steps),
     {"mtp": start_from_mtp, "layer": start_from_layer},
 )  # fmt: skip

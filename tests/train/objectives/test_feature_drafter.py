@@ -1,0 +1,280 @@
+"""The losses of drafters that predict features equal a loop over single drafts, and GRIFFIN's masks their equations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.train.objectives.test_lyanna import ExplicitAttention, features_of
+
+from redraft.errors import UsageError
+from redraft.export.drafters.feature_drafter import FeatureConfig
+from redraft.train.batches import Batch
+from redraft.train.draft_columns import DraftColumns
+from redraft.train.linear_loss import Alignment
+from redraft.train.objectives import METHODS, find_method
+from redraft.train.objectives.feature_drafter import MEASURED, FeatureObjective, LossSettings
+from redraft.train.objectives.feature_method import FeatureTable
+from redraft.train.states import TOP_LOGITS, run_verifier
+from redraft.train.verifier_model import open_verifier
+
+FAMILY = [name for name in METHODS if find_method(name).config is FeatureConfig]
+PASSES, VOCABULARY = 3, 400
+LENGTHS = (20, 15)
+"""Of the two texts of a batch; the second is padded."""
+PROMPTS = (3, 2)
+FORMS = {
+    "linear": {},
+    "gated": {"fusion": "gated", "outputs": "two"},
+    "token guided": {"fusion": "token_guided", "outputs": "two", "input_norm": False},
+    "attention": {"fusion": "attention", "outputs": "normed", "hidden_states": ("last", "0"), "feature_norms": True},
+    "normed back": {"outputs": "normed_back"},
+}
+
+
+def config(**changes):
+    sizes = dict(hidden_size=32, vocab_size=VOCABULARY, intermediate_size=48, heads=4, kv_heads=2, head_dim=8)
+    return FeatureConfig(**(sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def verifier(verifier_folder):
+    return open_verifier(verifier_folder, "cpu")
+
+
+def some_tokens(size):
+    """A draft vocabulary of this size."""
+    return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[:size].sort().values
+
+
+@pytest.fixture
+def batch():
+    """Two texts of different lengths, whose drafts start after their prompts."""
+    tokens = some_tokens(150)[torch.randint(0, 150, (2, LENGTHS[0]), generator=torch.Generator().manual_seed(1))]
+    starts = [torch.arange(prompt - 1, length - 2) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1)
+    return Batch(tokens, ("a", "a"), padded, torch.tensor(LENGTHS) - 1)
+
+
+def objective_of(verifier, settings, vocabulary=None, **form):
+    torch.manual_seed(0)
+    objective = FeatureObjective(verifier.model, config(**form), settings, vocabulary)
+    for parameter in objective.drafter.parameters():  # no zeros or ones, so that every path counts
+        torch.nn.init.normal_(parameter, std=0.2)
+    return objective
+
+
+def one_draft(objective, hidden, tokens, start, passes):
+    """The outputs of the passes of one draft, computed like decoding: one row after the other."""
+    drafter, embed = objective.drafter, objective.verifier.get_input_embeddings()
+    features = torch.cat([hidden[name] for name in drafter.config.hidden_states], -1)
+    attend, found = ExplicitAttention(drafter.config), []
+    for place in range(start + 1):
+        rows = drafter.inputs(features[None, place, None])
+        predicted = drafter(rows, embed(tokens[None, place + 1, None]), torch.tensor([place]), attend)
+    for step in range(passes):
+        found.append(predicted)
+        if step + 1 < passes:
+            place = start + step + 1
+            predicted = drafter(predicted.feature, embed(tokens[None, place + 1, None]), torch.tensor([place]), attend)
+    return [(one.token[0, 0], one.feature[0, 0]) for one in found]
+
+
+def loop(objective, batch, settings, some):
+    """Return the losses of all passes, and by pass the drafts whose tokens counted before and now."""
+    names = {*objective.drafter.config.hidden_states, "last"}
+    hidden, logits = run_verifier(objective.verifier, batch.tokens, tuple(names))
+    head = objective.verifier.get_output_embeddings().weight
+    sums, totals = torch.zeros(settings.passes), torch.zeros(settings.passes)
+    seen, counted = [0] * settings.passes, [0] * settings.passes
+    for row, end in enumerate(batch.ends.tolist()):
+        own, tokens = {name: state[row] for name, state in hidden.items()}, batch.tokens[row]
+        for start in [start for start in batch.starts[row].tolist() if start >= 0]:
+            steps = min(settings.passes, end - 1 - start)
+            for step, (token, feature) in enumerate(one_draft(objective, own, tokens, start, steps)):
+                place = start + step + 1
+                seen[step] += 1
+                found = torch.full((VOCABULARY,), float("-inf"))
+                found[some] = head[some] @ token
+                truth = int(tokens[place + 1])
+                if settings.aligned and truth not in found.topk(settings.aligned).indices.tolist():
+                    break  # the rest of the draft is masked too
+                counted[step] += 1
+                log_probs = found.log_softmax(-1).masked_fill(found == float("-inf"), 0.0)
+                shares = logits[row, place].softmax(-1)
+                best = logits[row, place].argsort(descending=True)
+                kept = torch.zeros(VOCABULARY).index_fill_(0, best[:TOP_LOGITS], 1.0)
+                top = torch.zeros(VOCABULARY).index_fill_(0, best[: settings.top], 1.0)
+                weights = settings.soft * shares * kept + settings.top_weight * shares * top
+                weights[best[0]] += settings.greedy
+                weights[truth] += settings.hard
+                distance = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss, "none": lambda a, b: torch.zeros(())}
+                wanted = own["last"][place]
+                sums[step] += settings.features * distance[settings.feature_loss](feature, wanted)
+                sums[step] -= (weights * log_probs).sum()
+                totals[step] += 1
+    return sums / totals.clamp(min=1), seen, counted
+
+
+SETTINGS = {
+    "soft and smooth": LossSettings(PASSES, 0.7, features=0.5, soft=0.3),
+    "all tokens' losses": LossSettings(PASSES, feature_loss="l1", hard=0.4, greedy=0.2, top=5, top_weight=0.6),
+    "masks": LossSettings(PASSES, 0.5, feature_loss="l1", hard=0.1, aligned=120),
+    "no features": LossSettings(PASSES, 0.8, feature_loss="none", soft=1.0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("size", [VOCABULARY, 150])
+def test_the_loss_equals_a_loop_over_drafts_and_passes(verifier, batch, form, settings, size):
+    """Drafts see no other draft's rows, and no feature after their start. Texts are padded, and some drafts end early."""
+    chosen = SETTINGS[settings]
+    some = some_tokens(size)
+    objective = objective_of(
+        verifier, chosen, DraftColumns(some, VOCABULARY), draft_vocab_size=size % VOCABULARY, **FORMS[form]
+    )
+    with torch.no_grad():
+        losses, seen, counted = loop(objective, batch, chosen, some)
+        weights = chosen.step_weight ** torch.arange(PASSES)
+        states = objective.states(batch)
+        _, metrics = objective.losses(batch, states)
+        loss, _ = objective.loss(batch)
+    assert loss.item() == pytest.approx(((losses * weights).sum() / weights.sum()).item(), rel=2e-5)
+    shares = [now / max(before, 1) for now, before in zip(counted, seen, strict=True)]
+    assert metrics[3].tolist() == pytest.approx(shares, abs=1e-6)
+    if chosen.aligned:
+        assert 0 < counted[1] < seen[1] < seen[0]
+        assert counted[0] < seen[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_the_loop(verifier, batch, form):
+    chosen = SETTINGS["masks"]
+    objective = objective_of(verifier, chosen, **FORMS[form])
+    objective.loss(batch)[0].backward()
+    found = {name: parameter.grad for name, parameter in objective.named_parameters()}
+    objective.zero_grad()
+    losses, _, _ = loop(objective, batch, chosen, torch.arange(VOCABULARY))
+    weights = chosen.step_weight ** torch.arange(PASSES)
+    ((losses * weights).sum() / weights.sum()).backward()
+    for name, parameter in objective.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_detached_passes_send_no_gradient_to_the_pass_before(verifier, batch):
+    """With pass 3 alone in the loss, only its own row can move the parameters: another gradient than with all rows."""
+    gradients = []
+    for detach in (False, True):
+        objective = objective_of(verifier, LossSettings(PASSES, 1.0, detach, soft=1.0))
+        objective.loss(batch)[0].backward()
+        gradients.append(objective.drafter.fusion.projection.weight.grad.clone())
+    assert not torch.allclose(gradients[0], gradients[1], rtol=1e-2)
+
+
+def test_noise_moves_training_and_not_measurement(verifier, batch):
+    objective = objective_of(verifier, LossSettings(1, noise=0.5))
+    states = objective.states(batch)
+    with torch.no_grad():
+        first, second = (objective.losses(batch, states)[0].item() for _ in range(2))
+        drafts = [torch.stack(list(objective.drafts(batch, states))) for _ in range(2)]
+    assert first != second
+    assert torch.equal(*drafts)
+    assert len(drafts[0]) == MEASURED
+
+
+def test_masks_of_the_hand_worked_example():
+    """GRIFFIN, equations 2 and 3, with k = 2 and three passes over one text of five drafts.
+
+    Ranks of the text's token, by pass (row) and draft: a draft counts in a pass if its ranks up to there are below 2.
+    """
+    ranks = torch.tensor([[0, 1, 2, 0, 1], [1, 0, 0, 5, 0], [0, 3, 0, 0, 1]])
+    expected = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 0, 1], [1, 0, 0, 0, 1]]).bool()
+    counts = torch.ones(5, dtype=torch.bool)
+    for rank, wanted in zip(ranks, expected, strict=True):
+        logits = torch.zeros(5, 9)
+        for draft, better in enumerate(rank.tolist()):
+            logits[draft, :better] = 1.0  # this many tokens are likelier than the text's, which is the last
+            logits[draft, 8] = 0.5
+        aligned = Alignment(torch.full((5,), 8), 2).of(logits[counts], slice(None, int(counts.sum())))
+        counts = counts.masked_scatter(counts, aligned)
+        assert counts.tolist() == wanted.tolist()
+
+
+def test_a_text_without_an_aligned_token_has_no_loss(verifier, batch):
+    objective = objective_of(verifier, LossSettings(PASSES, feature_loss="l1", aligned=1))
+    torch.nn.init.zeros_(objective.drafter.fusion.projection.weight)
+    best = objective.verifier.get_output_embeddings().weight.sum(-1).argmax()
+    with torch.no_grad():
+        for parameter in objective.drafter.parameters():
+            parameter.fill_(0.1)
+    tokens = torch.where(batch.tokens == best, 0, batch.tokens)
+    loss, metrics = objective.loss(replace(batch, tokens=tokens))
+    if metrics["aligned 1"] == 0.0:
+        assert loss.item() == 0.0
+        loss.backward()
+        assert all(p.grad is None or not p.grad.any() for p in objective.drafter.parameters())
+    else:
+        pytest.fail("a token of the text was drafted, so the test shows nothing")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_preset_learns(verifier, name):
+    """A few steps on one text lower the distance of features for every method, from random weights."""
+    method = find_method(name)
+    recipe = method.recipe(drafter=replace(method.recipe().drafter, noise=0.0, aligned=0))
+    tokens = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
+    batch = Batch.whole(tokens, ("a",) * 4, MEASURED)
+    torch.manual_seed(0)
+    found = method.configure(recipe, verifier)
+    objective = method.objective(verifier.model, found, recipe, DraftColumns.whole(VOCABULARY), False)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=1e-2)
+    distances = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss, metrics = objective.loss(batch)
+        loss.backward()
+        optimizer.step()
+        distances.append(metrics["features"])
+    assert distances[-1] < 0.7 * distances[0]
+
+
+def test_the_start_predicts_the_next_feature_linearly(verifier):
+    """It is the ridge regression of the next feature, whatever the method's other parts are."""
+    tokens = torch.randint(0, VOCABULARY, (8, 60), generator=torch.Generator().manual_seed(4))
+    batch = Batch.whole(tokens, ("a",) * 8, MEASURED)
+    embed, errors = verifier.model.get_input_embeddings(), {}
+    with torch.no_grad():
+        features = features_of(verifier, tokens)
+        inputs = torch.cat([features[:, :-1], embed(tokens[:, 1:])], -1).flatten(0, 1)
+        wanted = features[:, 1:].flatten(0, 1)
+        squares = inputs.mT @ inputs
+        squares.diagonal().add_(1e-3 * squares.diagonal().mean())
+        best = torch.linalg.solve(squares, inputs.mT @ wanted)
+        least = F.mse_loss(inputs @ best, wanted).item()
+        for name in FAMILY:
+            method = find_method(name)
+            recipe = method.recipe()
+            torch.manual_seed(0)
+            drafter = method.module(method.configure(recipe, verifier))
+            method.starts["features"](drafter, verifier, [batch] * 30)
+            positions = torch.arange(59)
+            read = drafter.inputs(features[:, :-1]), embed(tokens[:, 1:])
+            predicted = drafter(*read, positions, lambda q, k, v: q)
+            errors[name] = F.mse_loss(predicted.feature.flatten(0, 1), wanted).item()
+            torch.testing.assert_close(predicted.token, predicted.feature)
+    assert errors == pytest.approx(dict.fromkeys(FAMILY, least), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"passes": 0}, {"passes": 17}, {"soft": -1.0}, {"noise": float("nan")}, {"step_weight": 0.0}, {"aligned": -1},
+        {"soft": 0.0}, {"soft": 0.0, "top": 5},
+    ],
+)  # fmt: skip
+def test_impossible_tables_are_refused(values):
+    with pytest.raises(UsageError, match="drafter"):
+        FeatureTable(**values)

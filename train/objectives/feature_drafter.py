@@ -1,0 +1,190 @@
+"""The losses of drafters that predict features: several passes over a text, each on the drafter's own features.
+
+A draft that starts at position s reads the real features up to s. Its pass i predicts the feature at s + i and the token
+after it, from the feature that pass i - 1 predicted (the real one in pass 1) and the text's own token at s + i. All
+positions of a text start a draft, so the features of pass i are those that a draft of i tokens has in decoding.
+
+- EAGLE (Li et al. 2024, section 4.2): one pass with noise on the features, smooth ℓ1 of features and CE of tokens.
+- HASS (Zhang et al. 2024, section 3): several passes, and a CE of the verifier's K likeliest tokens alone.
+- EAGLE-3 (Li et al. 2025, section 3.1): several passes ("training-time test") without a loss of features.
+- GRIFFIN (Hu et al. 2025, equations 2 to 4): several passes, whose pass n counts a token only if the text's token was
+  among the k likeliest of this pass and of all passes before it in the same draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Predicted
+from redraft.names import LAST_HIDDEN_STATE
+from redraft.train.batches import Batch, gather_places
+from redraft.train.draft_columns import DraftColumns
+from redraft.train.linear_loss import Alignment, LinearLoss, linear_cross_entropy
+from redraft.train.objectives.chain_attention import ChainAttention
+from redraft.train.objectives.distillation import Distillation
+from redraft.train.states import States
+from redraft.train.verifier_model import autocast_of
+
+MEASURED = 5
+"""Least depth at which acceptance is measured."""
+FeatureLoss = Literal["smooth_l1", "l1", "none"]
+_DISTANCES = {"smooth_l1": F.smooth_l1_loss, "l1": F.l1_loss}
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """A text's loss.
+
+    passes:   N.   step_weight: a pass weighs this times the pass before.   detach: True if no gradient goes from a pass
+              to the one before.
+    feature_loss, features: the distance of features, its mean over a feature's numbers, and its weight.
+    soft, hard, greedy: weights of the CE with the verifier's distribution, with the text's token, and with the
+              verifier's likeliest token.
+    top, top_weight: number and weight of the verifier's likeliest tokens that count once more (HASS).
+    aligned:  k of GRIFFIN's masks; 0 counts all tokens.
+    noise:    features get a uniform number from -noise to noise each.
+    """
+
+    passes: int = 1
+    step_weight: float = 1.0
+    detach: bool = False
+    feature_loss: FeatureLoss = "smooth_l1"
+    features: float = 1.0
+    soft: float = 0.1
+    hard: float = 0.0
+    greedy: float = 0.0
+    top: int = 0
+    top_weight: float = 0.0
+    aligned: int = 0
+    noise: float = 0.0
+
+
+def hidden_states_of(config: FeatureConfig) -> tuple[str, ...]:
+    """Return the verifier's hidden states that the loss reads: the drafter's, and the last one."""
+    return tuple(dict.fromkeys((LAST_HIDDEN_STATE, *config.hidden_states)))
+
+
+class FeatureObjective(Distillation):
+    """The loss of a drafter with its frozen verifier. A text needs `lookahead` tokens after a draft's start."""
+
+    drafter: FeatureDrafter
+
+    def __init__(
+        self, verifier: Any, config: FeatureConfig, settings: LossSettings = LossSettings(),
+        vocabulary: DraftColumns | None = None, compile_graph: bool = False,
+    ) -> None:  # fmt: skip
+        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
+        super().__init__(FeatureDrafter(config), config, verifier, vocabulary)
+        self._settings = settings
+        self.hidden_states = hidden_states_of(config)
+        self.lookahead = self.lookahead_of(settings.passes)
+        self._losses = torch.compile(self.losses, dynamic=False) if compile_graph else self.losses
+
+    @staticmethod
+    def lookahead_of(passes: int) -> int:
+        """Return the tokens that a text needs after a draft's start."""
+        return max(passes, MEASURED)
+
+    def drafts(self, batch: Batch, states: States) -> Iterator[torch.Tensor]:
+        """Yield the logits of every pass of every draft, [B, S, H] each."""
+        for predicted in self._passes(batch, states, self.lookahead, noise=0.0):
+            yield self.head_logits(predicted.token)
+
+    def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of every pass [N], and its metrics [4, N].
+
+        They are the distance of features, the CE with the verifier's distribution in nats, the share of drafts whose
+        likeliest token is the verifier's, and the share that counts, over the drafts of which all tokens counted before.
+        """
+        settings = self._settings
+        losses, metrics = [], []
+        counts = batch.starts >= 0  # of which all tokens counted so far, [B, S]
+        for step, predicted in enumerate(self._passes(batch, states, settings.passes, settings.noise)):
+            places, real = batch.places(step + 1)
+            counts = counts & real
+            found, shares = self._tokens(batch, states, predicted.token, places, counts)
+            aligned = found.aligned
+            total = aligned.sum().clamp(min=1)
+            distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[aligned]
+            losses.append((found.loss + settings.features * distance.sum()) / total)
+            ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
+            hits = (found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)
+            seen = counts.sum().clamp(min=1)
+            metrics.append(
+                torch.stack([distance.sum() / total, ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen]).detach()
+            )
+            counts = counts.masked_scatter(counts, aligned)
+        return torch.stack(losses), torch.stack(metrics, 1)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the weighted mean over passes, and metrics `features`, `ce`, `hit i` and, with masks, `aligned i`."""
+        batch = batch.to(self.verifier.device)
+        with autocast_of(self.verifier):
+            losses, metrics = self._losses(batch, self.states(batch))
+        weights = self._settings.step_weight ** torch.arange(len(losses), device=losses.device)
+        distance, ce, hits, aligned = metrics.tolist()
+        named = {"features": sum(distance) / len(distance), "ce": sum(ce) / len(ce)}
+        named |= {f"hit {step}": hit for step, hit in enumerate(hits, 1)}
+        if self._settings.aligned:
+            named |= {f"aligned {step}": share for step, share in enumerate(aligned, 1)}
+        return (weights * losses).sum() / weights.sum(), named
+
+    def _passes(self, batch: Batch, states: States, passes: int, noise: float) -> Iterator[Predicted]:
+        """Yield the outputs of every pass of every draft, [B, S, n] each."""
+        embed, starts = self.verifier.get_input_embeddings(), batch.starts.clamp(min=0)
+        features = torch.cat([states.hidden[name] for name in self.drafter.config.hidden_states], dim=-1)
+        features = features.to(embed.weight.dtype)
+        if noise:
+            features = features + (torch.rand_like(features) * 2 - 1) * noise
+        attend = ChainAttention(self.drafter.config, starts)
+        positions = torch.arange(features.shape[1], device=features.device)
+        predicted = self.drafter(
+            self.drafter.inputs(features), embed(batch.tokens.roll(-1, 1)), positions, attend,
+            lambda rows: gather_places(rows, starts),
+        )  # fmt: skip
+        yield predicted
+        last = batch.tokens.shape[1] - 1
+        for step in range(1, passes):
+            feature = predicted.feature.detach() if self._settings.detach else predicted.feature
+            tokens = gather_places(batch.tokens, (starts + step + 1).clamp(max=last))
+            predicted = self.drafter(feature, embed(tokens), starts + step, attend)
+            yield predicted
+
+    def _tokens(
+        self, batch: Batch, states: States, hidden: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[LinearLoss, torch.Tensor]:
+        """Return the loss of the M tokens of a pass that may count, and probabilities of their targets [M, K].
+
+        A target outside the draft vocabulary has column 0 and probability 0.
+        """
+        settings = self._settings
+        columns = self.vocabulary.columns_of(gather_places(states.top_ids, places)[counts])
+        log_probs = (
+            gather_places(states.top_logits, places)[counts] - gather_places(states.log_sum, places)[counts][:, None]
+        )
+        shares = log_probs.exp() * (columns >= 0)
+        targets = settings.soft * shares
+        targets[:, : settings.top] += settings.top_weight * shares[:, : settings.top]
+        targets[:, 0] += settings.greedy * (columns[:, 0] >= 0)
+        following = (places + 1).clamp(max=batch.tokens.shape[1] - 1)
+        truth = self.vocabulary.columns_of(gather_places(batch.tokens, following)[counts])
+        if settings.hard:
+            columns = torch.cat([columns, truth[:, None]], dim=1)
+            targets = torch.cat([targets, settings.hard * (truth >= 0)[:, None]], dim=1)
+            shares = F.pad(shares, (0, 1))
+        alignment = Alignment(truth, settings.aligned) if settings.aligned else None
+        found = linear_cross_entropy(
+            self.scaled(hidden[counts]), self.head, None, None, columns.clamp(min=0), targets, alignment
+        )
+        return found, shares
+
+    def _distance(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Return the distance of each of M features, the mean over its numbers, [M]."""
+        if self._settings.feature_loss == "none":
+            return found.new_zeros(len(found))
+        return _DISTANCES[self._settings.feature_loss](found.float(), wanted.float(), reduction="none").mean(-1)
