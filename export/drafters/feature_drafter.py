@@ -50,6 +50,7 @@ class FeatureConfig(LayerConfig):
     fusion_size:   width of a fusion's wide space; 0 is the layer's `intermediate_size`.
     hidden_states: the verifier's hidden states of a feature.
     own_head:      True if the head is the drafter's, not rows of the verifier's.
+    normed_residual: True if the residual of the `attention` fusion is N(F), not F.
     """
 
     fusion: Fusion = "linear"
@@ -59,6 +60,7 @@ class FeatureConfig(LayerConfig):
     hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
     feature_norms: bool = False
     own_head: bool = False
+    normed_residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,9 +179,11 @@ class _Beside(nn.Module):
         super().__init__()
         self.embedding_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.feature_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.normed_residual = config.normed_residual
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
-        return torch.cat([self.embedding_norm(embeddings), self.feature_norm(rows)], dim=-1), rows
+        normed = self.feature_norm(rows)
+        return torch.cat([self.embedding_norm(embeddings), normed], dim=-1), normed if self.normed_residual else rows
 
 
 _FUSIONS = {"linear": _Linear, "gated": _Gated, "token_guided": _TokenGuided, "attention": _Beside}

@@ -181,6 +181,8 @@ def test_noise_moves_training_and_not_measurement(verifier, batch):
         first, second = (objective.losses(batch, states)[0].item() for _ in range(2))
         drafts = [torch.stack(list(objective.drafts(batch, states))) for _ in range(2)]
     assert first != second
+    quiet = objective_of(verifier, LossSettings(1, noise=1e-3)).losses(batch, states)[0].item()
+    assert quiet == pytest.approx(objective_of(verifier, LossSettings(1)).losses(batch, states)[0].item(), rel=1e-2)
     assert torch.equal(*drafts)
     assert len(drafts[0]) == MEASURED
 
