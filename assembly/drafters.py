@@ -49,7 +49,7 @@ def resolve_drafters(config: BuildConfig) -> BuildConfig:
             named = replace(drafter, method=drafter.method or _named_method(drafter))
             build_options(named, config)
             drafters.append(named)
-    wanted = {state for drafter in drafters for state in method_of(drafter).hidden_states}
+    wanted = {state for drafter in drafters for state in _hidden_states(drafter)}
     hidden_states = (*config.hidden_states, *sorted(wanted - set(config.hidden_states)))
     return replace(config, hidden_states=hidden_states, drafters=tuple(drafters))
 
@@ -128,6 +128,16 @@ def _named_method(drafter: DrafterBuild) -> str:
     return named_method(Path(str(drafter.source)))
 
 
+def _hidden_states(drafter: DrafterBuild) -> tuple[str, ...]:
+    """Return the hidden states that a drafter reads: those of its configuration, else its method's."""
+    from redraft.export.drafters.checkpoint import DrafterCheckpoint, is_plain_checkpoint
+
+    path, states = Path(str(drafter.source)), method_of(drafter).hidden_states
+    if drafter.source == RANDOM or is_plain_checkpoint(path):
+        return states
+    return tuple(DrafterCheckpoint.open(path).config.get("hidden_states", states))
+
+
 def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
     taken = any(ref.initializer.startswith(f"{drafter}.") for ref in verifier.weights)
     if taken or any(path.name.partition(".")[0] == drafter for path in (folder / "weights").glob("*")):
@@ -191,7 +201,7 @@ def _record(drafter: DrafterBuild, exported: ExportedDrafter, digest: str, folde
         method=method.id,
         verifier_digest=digest,
         precision=exported.precision,
-        hidden_states=method.hidden_states,
+        hidden_states=method.states_of(shape),
         rows=method.rows,
         graphs=graphs,
         state=state,

@@ -76,7 +76,7 @@ def drafter_problems(drafter: BuiltDrafter, manifest: Manifest, verifier: str) -
         found, expected = record.verifier_digest[:12], verifier[:12]
         yield f"drafter {drafter.id} belongs to another verifier: expected {expected}, found {found}"
     for what, expected_here, found_here in (
-        ("hidden states", method.hidden_states, record.hidden_states),
+        ("hidden states", method.states_of(drafter.shape), record.hidden_states),
         ("rows", method.rows, record.rows),
         ("limits", method.limits(drafter.shape), record.limits),
         ("state", method.state(drafter.shape), record.state),

@@ -196,6 +196,11 @@ def hidden_states(hidden_state: str) -> str:
     return f"hidden_states.{hidden_state}"
 
 
+def of_state(name: str, place: int) -> str:
+    """Name of FEATURE_ROWS or PENDING_FEATURES for the hidden state at this place of a drafter's."""
+    return f"{name}.{place}" if place else name
+
+
 CATCH_UP_ROWS = 64
 """Largest number of rows to catch up on in one draft call. Buffers and tables have as many beyond the context."""
 DRAFT_WIDTHS = (16, CATCH_UP_ROWS)

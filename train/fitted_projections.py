@@ -1,12 +1,13 @@
-"""Projections whose output resembles the inputs of the verifier's last layer, fitted by least squares to some texts.
+"""Projections that predict one of the verifier's hidden states, fitted by least squares to some texts.
 
 A drafter that begins with the verifier's last layer needs such inputs from its first step on: a hidden state after the
-final norm differs in scale and directions from what this layer was trained for.
+final norm differs in scale and directions from what this layer was trained for. One that begins without a working layer
+needs the next feature itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +22,20 @@ _ROWS_A_COLUMN = 50
 _RIDGE = 1e-3
 """Part of the mean square of inputs that is added to every square."""
 
-Inputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Hidden states [L, n] and the tokens i64[L] that follow them -> a projection's inputs [L, I]."""
+Inputs = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
+"""Hidden states [L, n] by name and the tokens i64[L] that follow them -> a projection's inputs [L, I]."""
 
 
 @torch.no_grad()
 def fit_projections(
     projections: Sequence[tuple[nn.Linear, Inputs]], verifier: Any, batches: Iterable[Batch],
-    next_feature: bool = False,
+    target: str, known: Sequence[str] = (LAST_HIDDEN_STATE,),
 ) -> None:  # fmt: skip
-    """Fill the weights of projections that predict the last layer's input at a position from what is known before it.
+    """Fill the weights of projections that predict a hidden state at a position from what is known before it.
 
-    What is known is the hidden state `last` of the position before. The verifier computes `batches`, as many as needed,
-    and has at least two layers.
-    next_feature: predict the hidden state `last` of the position instead.
+    target: the hidden state.   known: those of the position before that the inputs read.
+    The verifier computes `batches`, as many as needed.
     """
-    target = LAST_HIDDEN_STATE if next_feature else str(verifier.config.num_hidden_layers - 2)
     needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
     sums = [_Sums(projection) for projection, _ in projections]
     rows = 0
@@ -44,12 +43,12 @@ def fit_projections(
         if rows >= needed:
             break
         batch = batch.to(verifier.device)
-        hidden, _ = run_verifier(verifier, batch.tokens, tuple({LAST_HIDDEN_STATE, target}))
+        hidden, _ = run_verifier(verifier, batch.tokens, tuple({*known, target}))
         for row, end in enumerate(batch.ends.tolist()):
-            known = hidden[LAST_HIDDEN_STATE][row, : end - 1].float(), batch.tokens[row, 1:end]
+            before = {name: hidden[name][row, : end - 1].float() for name in known}
             targets = hidden[target][row, 1:end].float()
             for own, (_, inputs) in zip(sums, projections, strict=True):
-                own.add(inputs(*known).float(), targets)
+                own.add(inputs(before, batch.tokens[row, 1:end]).float(), targets)
             rows += end - 1
     for own, (projection, _) in zip(sums, projections, strict=True):
         projection.weight.copy_(own.solve())

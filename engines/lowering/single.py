@@ -176,7 +176,9 @@ class ChainAttention:
     def _bias(self, node: ir.Node, past: ir.Value) -> ir.Value:
         """Return the bias of a tree's scores, float32 [1, 1, T, past + T]: 0 for ancestors and all earlier rows."""
         make, constant = self._nodes.node, self._nodes.constant
-        mask = make("Unsqueeze", [node.inputs[5], constant([1])])
+        mask = node.inputs[5]
+        assert mask is not None
+        mask = make("Unsqueeze", [mask, constant([1])])
         shown = make("Where", [mask, constant(np.zeros((1, 1, 1, 1), np.float32)), constant(HIDDEN)])
         return make("Pad", [shown, make("Concat", [constant([0, 0, 0]), past, constant([0, 0, 0, 0])], axis=0)])
 

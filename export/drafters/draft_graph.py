@@ -40,13 +40,14 @@ def stem(name: str) -> str:
 
 
 def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: VerifierExport, identity: Identity) -> None:
-    """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its last hidden state."""
+    """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its hidden states."""
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
-    if (hidden_state := names.LAST_HIDDEN_STATE) not in verifier.hidden_states:
-        raise CheckpointError(
-            f"the verifier's graph does not output hidden state {hidden_state!r}",
-            f'add "{hidden_state}" to hidden_states in its recipe',
-        )
+    for hidden_state in getattr(settings, "hidden_states", (names.LAST_HIDDEN_STATE,)):
+        if hidden_state not in verifier.hidden_states:
+            raise CheckpointError(
+                f"the verifier's graph does not output hidden state {hidden_state!r}",
+                f'add "{hidden_state}" to hidden_states in its recipe',
+            )
 
 
 def empty_module(make: Callable[[], M], dtype: Dtype) -> M:
@@ -247,29 +248,31 @@ def write_draft(
     name: str, graph: nn.Module, own: AnySource, vocabulary: DraftVocabulary, verifier: VerifierExport, shape: Any,
     out: Path, precision: Precision, progress: Progress,
     signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]], tables: tuple[TensorSpec, ...],
-    translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "",
+    translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "", states: int = 1, own_head: bool = False,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
     """Trace and write a draft graph, and place its weights. The embedding is the verifier's own bytes.
 
     The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
-    verifier's head.
+    verifier's head, unless the drafter was trained with a head of its own.
 
     graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables.
+    states: number of hidden states that it reads; features are a list of several.
     logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     dtype = tracing.TORCH[shape.dtype]
     cache = torch.zeros(2, shape.kv_heads, _TRACED_KV_ROWS, shape.head_dim, dtype=dtype)
     rows = torch.arange(_TRACED_ROWS).repeat(2, 1)
     b, m, c = (torch.export.Dim(symbol, min=low) for symbol, low in (("B", 1), ("M", 1), ("C", 2)))
+    features = [torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype) for _ in range(states)]
     args: tuple[Any, ...] = (
-        torch.zeros(2, _TRACED_ROWS, shape.hidden, dtype=dtype), rows, rows.clone(), torch.full((2,), 2),
+        features if states > 1 else features[0], rows, rows.clone(), torch.full((2,), 2),
         torch.full((2,), 1), torch.tensor([1 + _TRACED_ROWS]), cache, cache.clone(),
         Sampling.example(shape.steps), examples(tables),
     )  # fmt: skip
     rows_of, cache_of = {0: b, 1: m}, {0: b, 2: c}
     fixed: list[dict[int, Any]] = [{} for _ in tables]
     dynamic: tuple[Any, ...] = (
-        rows_of,
+        [rows_of] * states if states > 1 else rows_of,
         rows_of,
         rows_of,
         {0: b},
@@ -283,8 +286,9 @@ def write_draft(
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
-    head = vocabulary.head(verifier.source, verifier.head, f"{stem(name)}head")
-    rename(model, {**own_names, "embedding": verifier.embedding, "head": head.name if head else verifier.head})
+    head = None if own_head else vocabulary.head(verifier.source, verifier.head, f"{stem(name)}head")
+    head_name = f"{stem(name)}head.weight" if own_head else head.name if head else verifier.head
+    rename(model, {**own_names, "embedding": verifier.embedding, "head": head_name})
     source = DrafterSource(DrafterSource(own, head) if head else own, verifier.source)
     refs = place(model, source, out, precision, progress, file=name, logits=logits, shared=verifier.weights)
     finish(model)

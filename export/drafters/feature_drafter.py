@@ -66,7 +66,8 @@ class FeatureConfig(LayerConfig):
         super().__post_init__()
         for name, kinds in (("fusion", Fusion), ("outputs", Outputs)):
             if getattr(self, name) not in get_args(kinds):
-                raise CheckpointError(f"{name} must be one of {', '.join(get_args(kinds))}, not {getattr(self, name)!r}")
+                known = ", ".join(get_args(kinds))
+                raise CheckpointError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
         if not self.hidden_states or len(set(self.hidden_states)) < len(self.hidden_states):
             raise CheckpointError(f"hidden_states must be different names, at least one, not {self.hidden_states}")
         if self.fusion_size < 0:
@@ -85,6 +86,10 @@ class Predicted(NamedTuple):
     feature: torch.Tensor
 
 
+def _norm(config: FeatureConfig) -> nn.RMSNorm:
+    return nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
 class FeatureDrafter(nn.Module):
     """The trained parameters. The embedding belongs to the verifier, and so does the head unless `own_head`."""
 
@@ -92,9 +97,8 @@ class FeatureDrafter(nn.Module):
         super().__init__()
         n = config.hidden_size
         self.config = config
-        norm = lambda: nn.RMSNorm(n, eps=config.rms_norm_eps)  # noqa: E731
         several = len(config.hidden_states) > 1
-        self.feature_norms = nn.ModuleList(norm() for _ in config.hidden_states if config.feature_norms)
+        self.feature_norms = nn.ModuleList(_norm(config) for _ in config.hidden_states if config.feature_norms)
         self.features = nn.Linear(config.feature_size, n, bias=False) if several else None
         self.fusion = _FUSIONS[config.fusion](config)
         beside = config.fusion == "attention"
@@ -102,7 +106,7 @@ class FeatureDrafter(nn.Module):
         two = config.outputs == "two"
         self.predict = nn.Linear(n, n, bias=False) if two else None
         self.regress = nn.Linear(n, n, bias=False) if two else None
-        self.norm = norm() if config.outputs.startswith("normed") else None
+        self.norm = _norm(config) if config.outputs.startswith("normed") else None
         self.head = nn.Linear(n, config.draft_size, bias=False) if config.own_head else None
 
     def inputs(self, features: torch.Tensor) -> torch.Tensor:
@@ -162,8 +166,8 @@ class _TokenGuided(_Linear):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__(config)
         n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
-        self.fused_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
-        self.embedding_norm = nn.RMSNorm(n, eps=config.rms_norm_eps)
+        self.fused_norm = _norm(config)
+        self.embedding_norm = _norm(config)
         self.up = nn.Linear(2 * n, wide)
         self.down = nn.Linear(wide, n)
 
@@ -177,8 +181,8 @@ class _TokenGuided(_Linear):
 class _Beside(nn.Module):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
-        self.embedding_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.feature_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embedding_norm = _norm(config)
+        self.feature_norm = _norm(config)
         self.normed_residual = config.normed_residual
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from redraft.errors import CheckpointError
+from redraft.errors import CheckpointError, UsageError
 from redraft.export import tracing
 from redraft.export.drafters import ExportedDrafter, Exporter
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
@@ -67,12 +68,11 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of `drafter`. Raises CheckpointError if it does not fit the verifier or does not load."""
         settings = drafter.configure(FeatureConfig)
-        for field, value in form.items():
-            if (found := getattr(settings, field)) != value:
-                raise CheckpointError(
-                    f"{drafter.path} is no drafter of {method.id}: {field} is {found!r}, expected {value!r}",
-                    f"leave out method=, its own is {drafter.method}",
-                )
+        if (found := _kind(settings)) != (expected := _kind(replace(settings, **form))):
+            raise CheckpointError(
+                f"{drafter.path} is no drafter of {method.id}: it has {found}, expected {expected}",
+                f"leave out method=, its own is {drafter.method}",
+            )
         check_fit(drafter, settings, verifier, identity)
         module = empty_module(lambda: FeatureDrafter(settings), verifier.shape.dtype)
         source, tokens = drafter.open_weights(parameter_shapes(module), stem(name))
@@ -83,13 +83,20 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
         progress: Progress = no_progress,
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of a drafter with random weights for a verifier of this transformers configuration."""
-        settings = configuration_of(configuration, verifier.shape.vocabulary, **form)
+        settings = configuration_of(
+            configuration, verifier.shape.vocabulary, hidden_states=method.hidden_states, **form
+        )
         module = empty_module(lambda: FeatureDrafter(settings), verifier.shape.dtype)
         source = random_source(name, module, drafter_precision(options.precision, verifier), out)
         tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))
         return _export(name, method, static, module, source, tokens, verifier, out, options, progress)
 
     return Exporter(trained, random)
+
+
+def _kind(config: FeatureConfig) -> str:
+    """Return what tells drafters of one method from those of another."""
+    return f"a fusion {config.fusion!r} and {'two outputs' if config.outputs == 'two' else 'one output'}"
 
 
 def _export(
@@ -107,15 +114,21 @@ def _export(
         nodes=options.tree_nodes,
         draft_vocabulary=config.limited(options.draft_vocabulary),
         static=static,
+        hidden_states=config.hidden_states,
         draft_logit_scale=config.draft_logit_scale,
         dtype=verifier.shape.dtype,
     )
+    if config.own_head and shape.draft_vocabulary != config.draft_size:
+        raise UsageError(
+            f"drafter {name} has a head of its own for {config.draft_size} tokens", "leave out draft_vocabulary"
+        )
     vocabulary = DraftVocabulary.of(tokens, shape.draft_vocabulary)
     progress("trace drafter", 0, 1)
     graph = _Draft(module, config, shape, verifier.shape.max_positions)
     weights = write_draft(
         name, graph, source, vocabulary, verifier, shape, out, precision, progress,
-        (draft_inputs(shape), draft_outputs(shape)), method.tables(shape),
+        (draft_inputs(shape), draft_outputs(shape)), method.tables(shape), states=len(shape.hidden_states),
+        own_head=config.own_head,
     )  # fmt: skip
     return ExportedDrafter(shape, precision, weights, write_tables(name, vocabulary.tables(), out))
 
@@ -124,13 +137,13 @@ class _Draft(DraftGraph[FeatureDrafter]):
     """The draft graph's computation, with inputs and outputs in the order of `draft_inputs` and `draft_outputs`."""
 
     def forward(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, pending: torch.Tensor,
-        cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sampling: Sampling,
-        tables: list[torch.Tensor],
+        self, features: torch.Tensor | list[torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor,
+        pending: torch.Tensor, cache_len: torch.Tensor, kv_len: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        sampling: Sampling, tables: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         shape, drafter = self.shape, self.drafter
         attention = LevelAttention(drafter.config, positions, pending, cache_len, kv_len, key, value)
-        rows = drafter.inputs(features)
+        rows = drafter.inputs(torch.cat(features, dim=-1) if isinstance(features, list) else features)
         predicted = drafter(rows, self.embed(tokens), positions, attention.catch_up(), attention.last)
         tree = _LevelTree(shape, sampling, tables, attention.last_token(tokens))
         chain = [self.logits(predicted.token)]

@@ -24,6 +24,7 @@ METHODS = (
     "draft_model",
     "eagle",
     "eagle2",
+    "eagle3",
     "hass",
     "fspad",
     "griffin",

@@ -105,7 +105,8 @@ class Method(Generic[S]):
 
     id:            the method's name in a drafter's configuration, in recipes and manifests.
     summary:       one sentence for command lines.
-    hidden_states: the verifier's hidden states that the drafter reads.   rows: all rows of a call, the last, or none.
+    hidden_states: the verifier's hidden states that the drafter reads, unless its shape has a field of this name.
+    rows:          all rows of a call, the last, or none.
     graphs:        by role. None for a method without engines.
     shape:         class of the shape; None for a method without engines.
     state:         tensors of a slot, B first; devices allocate and copy them by these specs alone.
@@ -142,6 +143,11 @@ class Method(Generic[S]):
     def is_built(self) -> bool:
         """True if a bundle must have a drafter for this method."""
         return self.shape is not None
+
+    def states_of(self, shape: S) -> tuple[str, ...]:
+        """Return the verifier's hidden states that a drafter of this shape reads."""
+        found: tuple[str, ...] = getattr(shape, "hidden_states", self.hidden_states)
+        return found
 
     def parse_shape(self, values: Mapping[str, Any]) -> S:
         """Return the shape that a manifest describes. Raises UsageError for unknown, missing or wrong values."""

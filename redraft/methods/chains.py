@@ -51,15 +51,18 @@ class ChainShape(Protocol):
         """Element type of features and KV."""
 
 
-def chain_inputs(shape: ChainShape) -> tuple[TensorSpec, ...]:
-    """Return inputs of a draft graph, in order, without tables.
+def chain_inputs(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
+    """Return inputs of a draft graph that reads so many hidden states, in order, without tables.
 
-    Row m of a sequence is a feature at `positions[b, m]` and the token after it; rows from `num_pending[b]` on are
-    padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r; `kv_len` is the largest
-    cache_len + M.
+    Row m of a sequence is a feature, of each hidden state, at `positions[b, m]` and the token after it; rows from
+    `num_pending[b]` on are padding. The drafter's KV holds `cache_len[b]` rows before them, row r of position r;
+    `kv_len` is the largest cache_len + M.
     """
     return (
-        TensorSpec(names.FEATURE_ROWS, shape.dtype, ("B", "M", shape.hidden)),
+        *(
+            TensorSpec(names.of_state(names.FEATURE_ROWS, place), shape.dtype, ("B", "M", shape.hidden))
+            for place in range(states)
+        ),
         TensorSpec(names.TOKENS, "int64", ("B", "M")),
         TensorSpec(names.POSITIONS, "int64", ("B", "M")),
         TensorSpec(names.NUM_PENDING, "int64", ("B",)),
@@ -131,12 +134,15 @@ def chain_updates(shape: ChainShape) -> tuple[TensorSpec, ...]:
     )
 
 
-def chain_state(shape: ChainShape) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a slot: KV, logits of the last draft's steps, and pending feature rows."""
+def chain_state(shape: ChainShape, states: int = 1) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a slot: KV, logits of the last draft's steps, and pending rows of so many hidden states."""
     return (
         *_caches(shape),
         chain_logits(shape),
-        TensorSpec(names.PENDING_FEATURES, shape.dtype, ("B", "W", shape.hidden)),
+        *(
+            TensorSpec(names.of_state(names.PENDING_FEATURES, place), shape.dtype, ("B", "W", shape.hidden))
+            for place in range(states)
+        ),
     )
 
 

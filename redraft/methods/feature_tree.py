@@ -82,6 +82,7 @@ class FeatureTreeShape:
     """Sizes of the drafter's graph and buffers.
 
     steps: N.   width: W.   nodes: K.   static: see above.   draft_vocabulary: H.
+    hidden_states: of the verifier, which are a feature together.
     draft_logit_scale: factor on the logits.   dtype: of features and KV, the verifier's.
     """
 
@@ -94,6 +95,7 @@ class FeatureTreeShape:
     nodes: PositiveInt
     draft_vocabulary: PositiveInt
     static: bool = False
+    hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
     draft_logit_scale: float = 1.0
     dtype: Dtype = "float32"
 
@@ -105,7 +107,7 @@ def whole_tree(steps: int, width: int) -> int:
 
 def draft_inputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
     """Return inputs of the draft graph, in order: see `chain_inputs`."""
-    return (*chain_inputs(shape), *draft_vocabulary_tables(shape))
+    return (*chain_inputs(shape, len(shape.hidden_states)), *draft_vocabulary_tables(shape))
 
 
 def draft_outputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
@@ -127,13 +129,16 @@ def _describe(shape: FeatureTreeShape) -> str:
 
 
 def feature_tree_method(
-    name: str, summary: str, build_options: type[FeatureTreeBuild] = FeatureTreeBuild, training: str = ""
+    name: str, summary: str, hidden_states: tuple[str, ...] = (names.LAST_HIDDEN_STATE,)
 ) -> Method[FeatureTreeShape]:
-    """Return the specification of a method that reads the verifier's last hidden state."""
+    """Return the specification of a method.
+
+    hidden_states: the verifier's that drafters with random weights read.
+    """
     return Method(
         id=name,
         summary=summary,
-        hidden_states=(names.LAST_HIDDEN_STATE,),
+        hidden_states=hidden_states,
         rows="all",
         graphs={
             DRAFT: GraphSpec(
@@ -146,11 +151,10 @@ def feature_tree_method(
             )
         },
         shape=FeatureTreeShape,
-        state=chain_state,
+        state=lambda shape: chain_state(shape, len(shape.hidden_states)),
         spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
         tables=draft_vocabulary_tables,
         limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
         describe=_describe,
-        build_options=build_options,
-        training=training,
+        build_options=FeatureTreeBuild,
     )

@@ -58,6 +58,7 @@ class HiddenStateDrafter(EngineDrafter):
         shape: of its graphs.   tables: by name.   options: of the method.   name: the drafter's id.
         """
         device = verifier.device
+        self._hidden_states = self.method.states_of(shape)
         self._store = verifier.steps.store if device.step_graphs else None
         several = range(verifier.max_num_seqs) if verifier.max_num_seqs > 1 else range(0)
         chains = (names.CHAIN_LOGITS,) if several and RESAMPLE in self.method.roles(shape) else ()
@@ -77,8 +78,10 @@ class HiddenStateDrafter(EngineDrafter):
 
     def pending_features(self, slots: range) -> Mapping[str, Buffer]:
         """Return the buffers [B, W, n] of these slots, by hidden state."""
-        (state,) = self.method.hidden_states
-        return {state: slots_of(self._state[names.PENDING_FEATURES], slots)}
+        return {
+            state: slots_of(self._state[names.of_state(names.PENDING_FEATURES, place)], slots)
+            for place, state in enumerate(self._hidden_states)
+        }
 
     def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
         """Return how many rows of each sequence are pending. Raises UsageError without space for `rows` more."""
@@ -195,7 +198,7 @@ class HiddenStateDrafter(EngineDrafter):
         self._fill(call, [seq], [CATCH_UP])
         self._run(DRAFT, call.work)
         drafting.used = self.shape.steps
-        pending = slots_of(self._state[names.PENDING_FEATURES], range(slot, slot + 1))
+        pending = tuple(self.pending_features(range(slot, slot + 1)).values())
         shift = self._shifts.get(slot) or self._shifts.add(slot, _Shift(self._device, self._gather, pending))
         shift()
 
@@ -292,7 +295,8 @@ class HiddenStateDrafter(EngineDrafter):
         """Return a call over the slots' state, bound to buffers."""
         program = self._programs[RESAMPLE if kind == RESAMPLE else DRAFT]
         given = {name: slots_of(buffer, slots) for name, buffer in self._state.items()}
-        pending = given.pop(names.PENDING_FEATURES) if kind != RESAMPLE else None
+        waiting = [names.of_state(names.PENDING_FEATURES, place) for place in range(len(self._hidden_states))]
+        pending = [given.pop(name) for name in waiting] if kind != RESAMPLE else []
         store = self._store
         if kind == _CATCH_UP_CALL:
             store = None
@@ -308,13 +312,13 @@ class HiddenStateDrafter(EngineDrafter):
 class _Call:
     """One shape of a drafter's program: its buffers next to those in `given`, and the work that runs it.
 
-    pending: the source of rows before every run.   store: the target of trees after every run. With several slots, it
-    receives only the trees of those that `names.DRAFTED` marks.
+    pending: the sources of rows before every run, by hidden state.   store: the target of trees after every run. With
+    several slots, it receives only the trees of those that `names.DRAFTED` marks.
     """
 
     def __init__(
         self, device: Device, program: Program, step_programs: Mapping[str, Program], sizes: Mapping[str, int],
-        given: Mapping[str, Buffer], pending: Buffer | None, store: TreeStore | None,
+        given: Mapping[str, Buffer], pending: Several[Buffer], store: TreeStore | None,
     ) -> None:  # fmt: skip
         self.width = sizes["M"]
         self.stores = store is not None and sizes["B"] > 1
@@ -337,8 +341,8 @@ class _Call:
                 other = known.get(spec.in_place_of) if spec.in_place_of else None
                 known[spec.name] = other or device.empty(spec.dtype, *sized(spec.shape, sizes))
         runs = [program.bind({spec.name: known[spec.name] for spec in (*program.inputs, *program.outputs)})]
-        if pending is not None:
-            runs.insert(0, self._taking(pending, known[names.FEATURE_ROWS]))
+        for place, rows in enumerate(pending):
+            runs.insert(0, self._taking(rows, known[names.of_state(names.FEATURE_ROWS, place)]))
         self._tokens, self._parents, self._log_probs = (known[name] for name in _TREE)
         if store is not None and self.stores:
             runs.append(self._storing(store, known[names.DRAFTED]))
@@ -374,11 +378,11 @@ class _Call:
 class _Shift:
     """Moves the pending rows of a slot to the front after a call has computed CATCH_UP rows."""
 
-    def __init__(self, device: Device, gather: Program, pending: Buffer) -> None:
-        space = pending.shape[1] - CATCH_UP
+    def __init__(self, device: Device, gather: Program, pending: Several[Buffer]) -> None:
+        space = pending[0].shape[1] - CATCH_UP
         path, start = device.empty("int64", 1, space), device.empty("int64", 1)
         path.write(np.arange(CATCH_UP, CATCH_UP + space)[None])
-        self._run = device.chain([gathered(gather, pending, path, pending, start)])
+        self._run = device.chain([gathered(gather, rows, path, rows, start) for rows in pending])
 
     def __call__(self) -> None:
         self._run()

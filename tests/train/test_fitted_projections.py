@@ -27,14 +27,18 @@ def texts(count, seed):
         yield Batch.whole(torch.randint(0, 400, (8, LENGTH), generator=generator), ("a",) * 8, 2)
 
 
+def layer_input(verifier):
+    """The hidden state that the last layer reads."""
+    return str(verifier.layers - 2)
+
+
 def known_and_wanted(verifier, batch):
     """Rows of all texts: hidden states, the tokens after them, and the last layer's inputs at the next position."""
-    layers = len(verifier.model.get_decoder().layers)
-    hidden, _ = run_verifier(verifier.model, batch.tokens, ("last", str(layers - 2)))
+    hidden, _ = run_verifier(verifier.model, batch.tokens, ("last", layer_input(verifier)))
     return (
         hidden["last"][:, :-1].flatten(0, 1),
         batch.tokens[:, 1:].flatten(),
-        hidden[str(layers - 2)][:, 1:].flatten(0, 1),
+        hidden[layer_input(verifier)][:, 1:].flatten(0, 1),
     )
 
 
@@ -48,8 +52,11 @@ def test_the_fit_is_that_of_least_squares(verifier):
     embed = normalized(verifier.model.get_input_embeddings())
     both, alone = nn.Linear(64, 32, bias=False), nn.Linear(32, 32, bias=False)
     fit_projections(
-        [(both, lambda hidden, tokens: torch.cat([hidden, embed(tokens)], -1)), (alone, lambda hidden, _: hidden)],
-        verifier.model, texts(40, 0),
+        [
+            (both, lambda hidden, tokens: torch.cat([hidden["last"], embed(tokens)], -1)),
+            (alone, lambda hidden, _: hidden["last"]),
+        ],
+        verifier.model, texts(40, 0), layer_input(verifier),
     )  # fmt: skip
     parts = [known_and_wanted(verifier, batch) for batch in texts(22, 0)]  # 22 * 8 * 19 rows are the first over 50 * 64
     hidden, tokens, wanted = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -66,7 +73,12 @@ def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch)
     monkeypatch.setattr(
         fitted_projections, "run_verifier", lambda *args: calls.append(args) or run_verifier(*args)
     )  # fmt: skip
-    fit_projections([(nn.Linear(32, 32, bias=False), lambda hidden, _: hidden)], verifier.model, texts(40, 0))
+    fit_projections(
+        [(nn.Linear(32, 32, bias=False), lambda hidden, _: hidden["last"])],
+        verifier.model,
+        texts(40, 0),
+        layer_input(verifier),
+    )
     assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
 
 
@@ -79,6 +91,8 @@ def test_padding_is_not_fitted(verifier):
     for rows in (tokens, padded):
         projection = nn.Linear(32, 32, bias=False)
         batch = Batch(rows, ("a",) * 8, torch.zeros(8, 1, dtype=torch.long), ends)
-        fit_projections([(projection, lambda hidden, _: hidden)], verifier.model, [batch])
+        fit_projections(
+            [(projection, lambda hidden, _: hidden["last"])], verifier.model, [batch], layer_input(verifier)
+        )
         found.append(projection.weight)
     assert torch.allclose(*found, atol=1e-5)

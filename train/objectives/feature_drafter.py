@@ -1,8 +1,8 @@
 """The losses of drafters that predict features: several passes over a text, each on the drafter's own features.
 
-A draft that starts at position s reads the real features up to s. Its pass i predicts the feature at s + i and the token
-after it, from the feature that pass i - 1 predicted (the real one in pass 1) and the text's own token at s + i. All
-positions of a text start a draft, so the features of pass i are those that a draft of i tokens has in decoding.
+A draft that starts at position s reads the real features up to s. Its pass i predicts the feature at s + i and the
+token after it, from the feature that pass i - 1 predicted (the real one in pass 1) and the text's own token at s + i.
+All positions of a text start a draft, so the features of pass i are those that a draft of i tokens has in decoding.
 
 - EAGLE (Li et al. 2024, section 4.2): one pass with noise on the features, smooth ℓ1 of features and CE of tokens.
 - HASS (Zhang et al. 2024, section 3): several passes, and a CE of the verifier's K likeliest tokens alone.
@@ -99,7 +99,7 @@ class FeatureObjective(Distillation):
         """Return the loss of every pass [N], and its metrics [4, N].
 
         They are the distance of features, the CE with the verifier's distribution in nats, the share of drafts whose
-        likeliest token is the verifier's, and the share that counts, over the drafts of which all tokens counted before.
+        likeliest token is the verifier's, and the share that counts, of the drafts whose tokens counted before.
         """
         settings = self._settings
         losses, metrics = [], []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.feature_graphs import configuration_of
 from redraft.methods.base import Method as Specification
+from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, LayerTable
@@ -21,13 +23,15 @@ from redraft.train.mtp import renamed
 from redraft.train.objectives.feature_drafter import FeatureLoss, FeatureObjective, LossSettings, hidden_states_of
 from redraft.train.verifier_model import VerifierModel
 
+HiddenStates = Callable[[int], tuple[str, ...]]
+
 
 @dataclass(frozen=True)
 class FeatureTable(LayerTable):
     """Shape and loss: see LossSettings and FeatureConfig.
 
-    init: `features` begins with the products of the verifier's last layer, an output that adds nothing to its input, and
-          a projection fitted to the next feature.
+    init: `features` begins with the products of the verifier's last layer, outputs that add nothing to their inputs,
+          and a projection fitted to the next feature.
     """
 
     passes: int = 1
@@ -65,8 +69,18 @@ class FeatureRecipe(DrafterRecipe):
     drafter: FeatureTable = field(default_factory=FeatureTable)
 
 
-def method_of(specification: Specification[Any], form: Mapping[str, Any], **loss: Any) -> Method:
-    """Return how to train a method: its form (`FeatureConfig`), and its defaults of the recipe's table."""
+def last_alone(layers: int) -> tuple[str, ...]:
+    """Return the last hidden state, whatever the number of layers."""
+    return (LAST_HIDDEN_STATE,)
+
+
+def method_of(
+    specification: Specification[Any], form: Mapping[str, Any], hidden_states: HiddenStates = last_alone, **loss: Any
+) -> Method:
+    """Return how to train a method.
+
+    form: of `FeatureConfig`.   hidden_states: by the verifier's number of layers.   loss: of the recipe's table.
+    """
 
     @dataclass(frozen=True)
     class Recipe(FeatureRecipe):
@@ -79,7 +93,7 @@ def method_of(specification: Specification[Any], form: Mapping[str, Any], **loss
         return configuration_of(
             verifier.config, verifier.vocab_size, intermediate_size=table.intermediate_size, heads=table.heads,
             kv_heads=table.kv_heads, head_dim=table.head_dim, fusion_size=table.fusion_size,
-            draft_vocab_size=table.draft_vocabulary, **form,
+            draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers), **form,
         )  # fmt: skip
 
     return Method(
@@ -98,30 +112,47 @@ def _objective(
 
 
 def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batches: Iterable[Batch]) -> None:
-    """Begin with the best linear prediction of the next feature from the feature and the token before it.
+    """Begin with the best linear prediction of the next feature from what the drafter's first product reads.
 
     The layer has the products of the verifier's last layer, but adds nothing to its input at first. Products of other
-    shapes stay random. Raises UsageError for a drafter that reads other hidden states than the one it predicts.
+    shapes stay random. A drafter without a fusion predicts the feature before the final norm, from its hidden states
+    alone: tokens enter by its layer. Raises UsageError if it has only one hidden state, and so no product.
     """
-    projection = getattr(drafter.fusion, "projection", None)
-    if projection is None:
-        raise UsageError("drafter.init = 'features' needs a drafter with a projection", "set init = 'random'")
-    state = drafter.state_dict()
+    config, state = drafter.config, drafter.state_dict()
     last = verifier.model.get_decoder().layers[-1].state_dict()
     for name, tensor in ((f"layer.{renamed(name)}", tensor) for name, tensor in last.items()):
-        if name in state and state[name].shape == tensor.shape:
-            state[name] = tensor.detach().to(torch.float32).clone()
+        if name in state and (fitted := _beside(tensor.detach().float(), state[name].shape)) is not None:
+            state[name] = fitted
     for name in ("layer.o_proj.weight", "layer.down_proj.weight", "fusion.down.weight", "fusion.down.bias"):
         if name in state:
             state[name] = torch.zeros_like(state[name])
     for name in ("predict.weight", "regress.weight"):
         if name in state:
             state[name] = torch.eye(len(state[name]))
-    state["fusion.projection.bias"] = torch.zeros_like(state["fusion.projection.bias"])
+    projection: nn.Linear | None = getattr(drafter.fusion, "projection", drafter.features)
+    if projection is None:
+        raise UsageError("drafter.init = 'features' needs a product of the feature", "set init = 'random'")
+    if projection.bias is not None:
+        state["fusion.projection.bias"] = torch.zeros_like(projection.bias)
+    target = LAST_HIDDEN_STATE
+    if drafter.norm is not None:
+        state["norm.weight"] = verifier.model.get_decoder().norm.weight.detach().float().clone()
+        target = str(verifier.layers - 1)
     drafter.load_state_dict(state)
     drafter.to(verifier.model.device)
     embed = verifier.model.get_input_embeddings()
-    fit_projections(
-        [(projection, lambda features, tokens: torch.cat([features, embed(tokens).float()], dim=-1))],
-        verifier.model, batches, next_feature=True,
-    )  # fmt: skip
+
+    def inputs(hidden: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([hidden[name] for name in config.hidden_states], dim=-1)
+        if projection is drafter.features:
+            return rows
+        return torch.cat([drafter.inputs(rows), embed(tokens).float()], dim=-1)
+
+    fit_projections([(projection, inputs)], verifier.model, batches, target, config.hidden_states)
+
+
+def _beside(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Return a tensor in this shape, with zeros for inputs before its own; None if it does not fit."""
+    if tensor.dim() == 2 and len(shape) == 2 and tensor.shape[0] == shape[0] and tensor.shape[1] < shape[1]:
+        return torch.nn.functional.pad(tensor, (shape[1] - tensor.shape[1], 0))
+    return tensor.clone() if tensor.shape == shape else None

@@ -115,11 +115,11 @@ def start_from_layer(drafter: LyannaDrafter, verifier: VerifierModel, batches: I
     _check_form(drafter, verifier, first.tokens[:1, : int(first.ends[0])])
     embed = verifier.model.get_input_embeddings()
     fits: list[tuple[nn.Linear, Inputs]] = [
-        (drafter.projection, lambda features, tokens: drafter.joined(features, embed(tokens).float()))
+        (drafter.projection, lambda hidden, tokens: drafter.joined(hidden[LAST_HIDDEN_STATE], embed(tokens).float()))
     ]
     if drafter.chain_projection is not None:
-        fits.append((drafter.chain_projection, lambda features, _: drafter.chain_norm(features)))
-    fit_projections(fits, verifier.model, chain([first], batches))
+        fits.append((drafter.chain_projection, lambda hidden, _: drafter.chain_norm(hidden[LAST_HIDDEN_STATE])))
+    fit_projections(fits, verifier.model, chain([first], batches), str(verifier.layers - 2))
 
 
 @torch.no_grad()
