@@ -11,6 +11,7 @@ from redraft import names
 from redraft.errors import UsageError
 from redraft.methods import METHODS, Method, built_methods, find_method
 from redraft.methods.draft_model import DraftModelShape
+from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
 from redraft.methods.mtp import MtpShape
 
@@ -27,6 +28,14 @@ SHAPES = {
         for width, nodes in ((1, 25), (4, 33))
         for drafted in (20, 61)
     ],
+    **{
+        name: [
+            FeatureTreeShape(32, 61, 2, 16, steps, width, nodes, drafted, name == "eagle")
+            for steps, width, nodes in ((1, 1, 2), (4, 1, 5), (1, 3, 4), (4, 3, 13))
+            for drafted in (20, 61)
+        ]
+        for name in ("eagle", "eagle2", "hass", "fspad", "griffin")
+    },
 }
 """Shapes of each method that is built."""
 CASES = [(find_method(name), shape) for name in built_methods() for shape in SHAPES[name]]
