@@ -131,7 +131,7 @@ def test_no_shared_file_names_a_method(root: Path, method: str) -> None:
         "f(eagle=1)",
         "EAGLE = 1",
         "x = 'eagle'",
-        "x = 'EAGLE-3 drafts'",
+        "x = 'EAGLE-9 drafts'",
         "x = f'{y}.eagle.draft'",
     ],
 )

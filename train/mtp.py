@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from redraft.errors import CheckpointError
 
-_NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
 MTP_FILE = "mtp.safetensors"
 MTP_KEY = "redraft_mtp"
 """In a checkpoint's config.json: names the module's file."""
@@ -64,10 +63,3 @@ def load_mtp(folder: Path) -> MtpModule:
     module = MtpModule(config)
     module.load_state_dict({name: t.float() for name, t in load_file(str(folder / named["file"])).items()})
     return module.eval()
-
-
-def renamed(name: str) -> str:
-    """Return a parameter's name in a drafter's layer, from its name in transformers' Llama layer."""
-    for old, new in _NAMES.items():
-        name = name.replace(old, new)
-    return name

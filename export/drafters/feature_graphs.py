@@ -104,14 +104,15 @@ def _export(
     tokens: TokenData, verifier: VerifierExport, out: Path, options: FeatureTreeBuild, progress: Progress,
 ) -> ExportedDrafter:  # fmt: skip
     precision, config = drafter_precision(options.precision, verifier), module.config
+    width = min(options.width, config.limited(options.draft_vocabulary))
     shape = FeatureTreeShape(
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         steps=options.steps,
-        width=min(options.width, config.limited(options.draft_vocabulary)),
-        nodes=options.tree_nodes,
+        width=width,
+        nodes=options.tree_nodes(width),
         draft_vocabulary=config.limited(options.draft_vocabulary),
         static=static,
         hidden_states=config.hidden_states,

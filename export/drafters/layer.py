@@ -106,6 +106,16 @@ def verifier_sizes(verifier: Any, vocab_size: int) -> dict[str, Any]:
     )
 
 
+_NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}
+
+
+def renamed(name: str) -> str:
+    """Return a parameter's name in a drafter's layer, from its name in transformers' Llama layer."""
+    for old, new in _NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
 class Rotary(nn.Module):
     """Rotates halves of each head by its position (RoFormer, §3.2.2), in torch; graphs put an operator here."""
 

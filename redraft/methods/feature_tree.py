@@ -71,10 +71,9 @@ class FeatureTreeBuild(BuildOptions):
                 "lower steps or width",
             )
 
-    @property
-    def tree_nodes(self) -> int:
-        """K: nodes to keep, root included."""
-        return min(1 + (self.nodes or self.steps * min(self.width, 3)), whole_tree(self.steps, self.width))
+    def tree_nodes(self, width: int) -> int:
+        """Return K, the nodes to keep with the root, of trees of this width."""
+        return min(1 + (self.nodes or self.steps * min(width, 3)), whole_tree(self.steps, width))
 
 
 @dataclass(frozen=True)

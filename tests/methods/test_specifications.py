@@ -34,7 +34,7 @@ SHAPES = {
             for steps, width, nodes in ((1, 1, 2), (4, 1, 5), (1, 3, 4), (4, 3, 13))
             for drafted in (20, 61)
         ]
-        for name in ("eagle", "eagle2", "hass", "fspad", "griffin")
+        for name in ("eagle", "eagle2", "eagle3", "hass", "fspad", "griffin")
     },
 }
 """Shapes of each method that is built."""

@@ -15,6 +15,7 @@ from redraft.config import BuildConfig, DrafterBuild
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
+from redraft.methods import find_method
 from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationParams, api, speculators
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.proposals import ChainProposal
@@ -29,7 +30,7 @@ from .lyanna_bundle import CONTEXT, VOCABULARY
 from .test_rejection_drafts import FAR, chi_square
 
 STEPS = 4
-METHODS = ("eagle", "eagle2", "hass", "fspad", "griffin")
+METHODS = ("eagle", "eagle2", "eagle3", "hass", "fspad", "griffin")
 CHAIN = "chain"
 """A drafter of chains."""
 DRAFTERS = (*METHODS, CHAIN)
@@ -50,7 +51,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     drafters = []
     for method in METHODS:
         form = import_module(f"redraft.export.drafters.{method}_graphs").FORM
-        config = FeatureConfig(**{**SIZES, "vocab_size": VOCABULARY, "logit_scale": 1.0}, **form)
+        states = find_method(method).hidden_states
+        config = FeatureConfig(**{**SIZES, "vocab_size": VOCABULARY, "logit_scale": 1.0}, hidden_states=states, **form)
         data = token_data(config)
         save_drafter(
             folder / method,

@@ -12,6 +12,7 @@ from torch import nn
 from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.feature_graphs import configuration_of
+from redraft.export.drafters.layer import renamed
 from redraft.methods.base import Method as Specification
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
@@ -19,7 +20,6 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import fit_projections
 from redraft.train.method import Method
-from redraft.train.mtp import renamed
 from redraft.train.objectives.feature_drafter import FeatureLoss, FeatureObjective, LossSettings, hidden_states_of
 from redraft.train.verifier_model import VerifierModel
 

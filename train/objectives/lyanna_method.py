@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from redraft.errors import UsageError
+from redraft.export.drafters.layer import renamed
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter, configuration_of
 from redraft.methods.lyanna import METHOD as SPECIFICATION
 from redraft.names import LAST_HIDDEN_STATE
@@ -20,7 +21,7 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import Inputs, fit_projections
 from redraft.train.method import Method
-from redraft.train.mtp import load_mtp, renamed
+from redraft.train.mtp import load_mtp
 from redraft.train.objectives.chain_attention import ChainAttention
 from redraft.train.objectives.lyanna import LossWeights, LyannaObjective
 from redraft.train.states import run_verifier

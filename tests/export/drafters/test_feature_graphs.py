@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from redraft import names
 from redraft.engines.calls import Calls
 from redraft.engines.lowering import lower_any, lower_chain
 from redraft.engines.manifest import GraphRecord
 from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
+from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.draft_graph import Sampling as DraftSampling
@@ -60,12 +62,15 @@ class Case:
     input_norm: bool = True
     fusion_size: int = 0
     feature_norms: bool = False
+    own_head: bool = False
+    states: tuple[str, ...] = ("last",)
 
     @property
     def configuration(self) -> FeatureConfig:
         return FeatureConfig(
             **SIZES, fusion=self.fusion, outputs=self.outputs, input_norm=self.input_norm,
             fusion_size=self.fusion_size, draft_vocab_size=self.trained, feature_norms=self.feature_norms,
+            own_head=self.own_head, hidden_states=self.states,
         )  # fmt: skip
 
     @property
@@ -85,6 +90,9 @@ CASES = [
     Case("token_guided", "one", width=1, static=True, fusion_size=24),
     Case("attention", "normed", drafted=20, nodes=21),
     Case("attention", "two", steps=2, drafted=8),
+    Case(
+        "attention", "normed", width=2, drafted=11, trained=11, feature_norms=True, own_head=True, states=("0", "last")
+    ),
 ]
 """Every fusion and every kind of outputs. A tree of two steps has one level to attend for, one of three has two."""
 
@@ -204,6 +212,8 @@ def path_logits(drafter: Drafter, features: torch.Tensor, tokens: list[int], pat
         predicted = module(rows, embeddings, torch.arange(last)[None], causal)
         rows = torch.cat([rows, predicted.feature[:, -1:]], dim=1)
     state = predicted.token[0, -1] * config.logit_scale
+    if module.head is not None:
+        return module.head(state).numpy()  # type: ignore[no-any-return]
     return (state @ drafter.head[torch.from_numpy(drafter.vocabulary)].T).numpy()
 
 
@@ -330,7 +340,8 @@ def check(drafter: Drafter, run: Run, samplings: tuple[Sampling, ...]) -> list[D
     generator = torch.Generator().manual_seed(4)
     counts = TEXT_ROWS[: len(samplings)]
     texts = [torch.randint(0, VOCABULARY, (sum(rows) + 1,), generator=generator).tolist() for rows in counts]
-    features = [torch.randn(len(text) - 1, HIDDEN, generator=generator) for text in texts]
+    size = drafter.module.config.feature_size
+    features = [torch.randn(len(text) - 1, size, generator=generator) for text in texts]
     starts, drafts = [0] * len(texts), list[Draft]()
     for rows in zip(*counts, strict=True):
         found = run(inputs_of(features, texts, starts, rows, samplings, drafter.shape.steps))
@@ -351,13 +362,14 @@ def inputs_of(
 ) -> Arrays:  # fmt: skip
     """The inputs for the next rows of each text. Padded rows have values that would be seen."""
     batch, width = len(texts), max(rows) + 1
-    read = np.full((batch, width, HIDDEN), 99.0, np.float32)
+    read = np.full((batch, width, features[0].shape[1]), 99.0, np.float32)
     tokens = np.zeros((batch, width), np.int64)
     for slot, (start, count) in enumerate(zip(starts, rows, strict=True)):
         read[slot, :count] = features[slot][start : start + count]
         tokens[slot, :count] = texts[slot][start + 1 : start + count + 1]
+    states = np.split(read, read.shape[2] // HIDDEN, axis=2)
     return {
-        names.FEATURE_ROWS: read,
+        **{names.of_state(names.FEATURE_ROWS, place): state for place, state in enumerate(states)},
         names.TOKENS: tokens,
         names.POSITIONS: np.arange(width) + np.array(starts)[:, None],
         names.NUM_PENDING: np.array(rows),
@@ -406,7 +418,7 @@ def test_each_form_drafts_its_modules_paths(
     case = Case(fusion, outputs, width, nodes=100, input_norm=width == 3, feature_norms=width == 1)
     config = case.configuration
     shape = FeatureTreeShape(
-        HIDDEN, VOCABULARY, config.kv_heads, config.head_dim, STEPS, width, case.options.tree_nodes, VOCABULARY
+        HIDDEN, VOCABULARY, config.kv_heads, config.head_dim, STEPS, width, case.options.tree_nodes(width), VOCABULARY
     )
     drafter = Drafter.of(little_verifier, shape, config, np.arange(VOCABULARY))
     drafts = check(drafter, in_torch(drafter), (GREEDY, SCALED, NOISY))
@@ -452,3 +464,46 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs) -> Non
     found = module(module.inputs(features), embeddings, positions, causal)
     for made, value in zip(found, expected, strict=True):
         torch.testing.assert_close(made, value, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier, tmp_path: Path) -> None:
+    """Its nodes are those of a whole tree of the smaller width."""
+    shutil.copytree(little_verifier.folder, tmp_path / "graphs")
+    options = FeatureTreeBuild(precision="fp32", steps=2, width=3, draft_vocabulary=2)
+    configuration = little_verifier.checkpoint.path
+    exporter = exporter_of(METHOD, {})
+    made = exporter.random(
+        "f", AutoConfig.from_pretrained(str(configuration)), little_verifier.export, tmp_path / "graphs", options
+    )
+    assert (made.shape.width, made.shape.nodes) == (2, 5)
+
+
+def test_a_head_of_its_own_takes_no_smaller_vocabulary(little_verifier: Verifier, tmp_path: Path) -> None:
+    case = Case("linear", "one", own_head=True, drafted=9)
+    config, identity = case.configuration, Identity.of(little_verifier.checkpoint)
+    data = token_data(config)
+    save_drafter(tmp_path / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {})
+    opened = DrafterCheckpoint.open(tmp_path / "drafter")
+    with pytest.raises(UsageError, match=f"a head of its own for {VOCABULARY} tokens; leave out draft_vocabulary"):
+        exporter_of(METHOD, {}).trained("f", opened, little_verifier.export, identity, tmp_path, case.options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fusion": "gated"}, "is no drafter of eagle2: it has a fusion 'gated' and one output, expected a"),
+        ({"states": ("1", "last")}, "does not output hidden state '1'"),
+    ],
+)
+def test_a_drafter_of_another_form_is_refused(
+    little_verifier: Verifier, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    case = replace(Case("linear", "one"), **changes)
+    config, identity = case.configuration, Identity.of(little_verifier.checkpoint)
+    data = token_data(config)
+    save_drafter(tmp_path / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {})
+    opened = DrafterCheckpoint.open(tmp_path / "drafter")
+    with pytest.raises(CheckpointError, match=message):
+        exporter_of(METHOD, {"fusion": "linear"}).trained(
+            "f", opened, little_verifier.export, identity, tmp_path, case.options
+        )

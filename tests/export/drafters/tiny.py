@@ -150,7 +150,7 @@ def make_verifier(folder: Path, precision: Precision = "fp32") -> Verifier:
     """A verifier and its graph below `folder`."""
     checkpoint = write_verifier(folder / "verifier")
     (folder / "graph").mkdir()
-    config = BuildConfig(precision=precision, hidden_states=("last",))
+    config = BuildConfig(precision=precision, hidden_states=("last", "0"))
     return Verifier(checkpoint, folder / "graph", export_verifier(checkpoint, folder / "graph", config))
 
 
