@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
@@ -62,13 +62,6 @@ class FeatureTable(LayerTable):
             raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
 
 
-@dataclass(frozen=True)
-class FeatureRecipe(DrafterRecipe):
-    """The recipe with the family's table."""
-
-    drafter: FeatureTable = field(default_factory=FeatureTable)
-
-
 def last_alone(layers: int) -> tuple[str, ...]:
     """Return the last hidden state, whatever the number of layers."""
     return (LAST_HIDDEN_STATE,)
@@ -79,13 +72,17 @@ def method_of(
 ) -> Method:
     """Return how to train a method.
 
-    form: of `FeatureConfig`.   hidden_states: by the verifier's number of layers.   loss: of the recipe's table.
+    form: of `FeatureConfig`.   hidden_states: by the verifier's number of layers.   loss: defaults of the recipe's
+    table, so that a recipe that several methods share leaves each method its own.
     """
-
-    @dataclass(frozen=True)
-    class Recipe(FeatureRecipe):
-        method: str = specification.id
-        drafter: FeatureTable = field(default_factory=lambda: FeatureTable(**loss))
+    kinds = get_type_hints(FeatureTable)
+    own = [(name, kinds[name], field(default=value)) for name, value in loss.items()]
+    table_class: Any = make_dataclass("FeatureTable", own, bases=(FeatureTable,), frozen=True)
+    fields_of_recipe = [
+        ("method", str, field(default=specification.id)),
+        ("drafter", table_class, field(default_factory=table_class)),
+    ]
+    recipe_class: Any = make_dataclass("FeatureRecipe", fields_of_recipe, bases=(DrafterRecipe,), frozen=True)
 
     def configure(recipe: Any, verifier: VerifierModel) -> FeatureConfig:
         """Return the drafter's configuration. Sizes of 0 in the recipe become the verifier's."""
@@ -97,7 +94,7 @@ def method_of(
         )  # fmt: skip
 
     return Method(
-        Recipe, FeatureConfig, FeatureDrafter, configure, _objective,
+        recipe_class, FeatureConfig, FeatureDrafter, configure, _objective,
         lambda config, recipe: FeatureObjective.lookahead_of(recipe.drafter.passes), {"features": start_from_features},
         hidden_states_of, storage="int8", schedule="features",
     )  # fmt: skip

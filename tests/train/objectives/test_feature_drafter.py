@@ -284,3 +284,14 @@ def test_the_start_is_a_linear_prediction(verifier, name):
 def test_impossible_tables_are_refused(values):
     with pytest.raises(UsageError, match="drafter"):
         FeatureTable(**values)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("shared", ["features", "features-tiny", "features-smollm2"])
+def test_a_shared_recipe_leaves_each_method_its_own_loss(name, shared):
+    method = find_method(name)
+    found, own = method.recipe.load(shared), method.recipe()
+    assert found.method == name
+    assert replace(found.drafter, init=own.drafter.init, draft_vocabulary=0) == own.drafter
+    losses = {other: find_method(other).recipe().drafter for other in FAMILY}
+    assert sum(table == own.drafter for table in losses.values()) <= 2  # EAGLE's and FSPAD's are the same
