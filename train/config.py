@@ -28,7 +28,9 @@ class Recipe:
     with another length. Rows have `seq_len` tokens, and `decay_seq_len` in the decay; a batch always has
     `batch_tokens`.
 
-    optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`) or `adam` (all at `lr`).
+    optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`), `adam` (all at `lr`), or
+    `adamw` (the same with `weight_decay`). The last two have `betas`.   grad_clip: largest norm of all gradients, or
+    largest absolute value of each one if `clip_by` is `value`.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -39,13 +41,15 @@ class Recipe:
     decay_seq_len: int = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
-    optimizer: Literal["muon", "adam"] = "muon"
+    optimizer: Literal["muon", "adam", "adamw"] = "muon"
     matrix_lr: float = 0.02
     embedding_lr: float = 0.005
     lr: float = 3e-5
     weight_decay: float = 0.01
     momentum: float = 0.95
+    betas: tuple[float, ...] = (0.9, 0.999)
     grad_clip: float = 1.0
+    clip_by: Literal["norm", "value"] = "norm"
     held_out_every: int = 20
     seed: int = 0
 
@@ -62,6 +66,10 @@ class Recipe:
                 raise UsageError(f"{name} {getattr(self, name)} must divide batch_tokens {self.batch_tokens}")
         if self.epochs < 0:
             raise UsageError(f"epochs must be at least 0, it is {self.epochs}")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise UsageError(f"betas must be two numbers from 0 to below 1, they are {list(self.betas)}")
+        if not self.grad_clip > 0:
+            raise UsageError(f"grad_clip must be above 0, it is {self.grad_clip}")
         if not 0.0 <= self.decay_share <= 1.0:
             raise UsageError(f"decay_share must be between 0 and 1, it is {self.decay_share}")
         if any(w <= 0 for w in self.weights.values()):

@@ -1,4 +1,4 @@
-"""Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or plain Adam for all.
+"""Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or Adam or AdamW for all.
 
 Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, which a quintic
 Newton-Schulz iteration finds. torch's Muon iterates matrix by matrix in bf16. This one uses fp32 and one batched
@@ -70,17 +70,20 @@ class Optimizers:
     """Optimisers behind one `step`."""
 
     def __init__(
-        self, parts: Sequence[tuple[torch.optim.Optimizer, float]], clipped: Sequence[nn.Parameter], grad_clip: float
+        self, parts: Sequence[tuple[torch.optim.Optimizer, float]], clipped: Sequence[nn.Parameter], recipe: Recipe
     ) -> None:
-        """Each part with its learning rate. `grad_clip` bounds the norm of the gradients of `clipped`."""
+        """Each part with its learning rate. The recipe's `grad_clip` bounds the gradients of `clipped`."""
         self._parts = [part for part, _ in parts]
         self._base = [lr for _, lr in parts]
         self._clipped = list(clipped)
-        self._clip = grad_clip
+        self._clip, self._by_value = recipe.grad_clip, recipe.clip_by == "value"
 
     def step(self, lr_factor: float) -> None:
         """Update with every learning rate times `lr_factor`, and drop the gradients."""
-        nn.utils.clip_grad_norm_(self._clipped, self._clip)
+        if self._by_value:
+            nn.utils.clip_grad_value_(self._clipped, self._clip)
+        else:
+            nn.utils.clip_grad_norm_(self._clipped, self._clip)
         for part, base in zip(self._parts, self._base, strict=True):
             for group in part.param_groups:
                 group["lr"] = base * lr_factor
@@ -102,10 +105,14 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 def optimizers_for(named: Named, recipe: Recipe) -> Optimizers:
     """Return the recipe's optimisers over parameters with their names."""
+    if recipe.optimizer == "muon":
+        return _muon(named, recipe)
+    parameters, betas = [parameter for _, parameter in named], (recipe.betas[0], recipe.betas[1])
     if recipe.optimizer == "adam":
-        parameters = [parameter for _, parameter in named]
-        return Optimizers([(torch.optim.Adam(parameters, recipe.lr), recipe.lr)], parameters, recipe.grad_clip)
-    return _muon(named, recipe)
+        adam: torch.optim.Optimizer = torch.optim.Adam(parameters, recipe.lr, betas)
+    else:
+        adam = torch.optim.AdamW(parameters, recipe.lr, betas, weight_decay=recipe.weight_decay)
+    return Optimizers([(adam, recipe.lr)], parameters, recipe)
 
 
 def _muon(named: Named, recipe: Recipe) -> Optimizers:
@@ -117,4 +124,4 @@ def _muon(named: Named, recipe: Recipe) -> Optimizers:
         (matrices if is_matrix else others).append(parameter)
     muon = Muon(matrices, recipe.matrix_lr, recipe.momentum, recipe.weight_decay)
     adam = torch.optim.AdamW(others, lr=recipe.embedding_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
-    return Optimizers([(muon, recipe.matrix_lr), (adam, recipe.embedding_lr)], others, recipe.grad_clip)
+    return Optimizers([(muon, recipe.matrix_lr), (adam, recipe.embedding_lr)], others, recipe)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from redraft.errors import UsageError
 from redraft.train.config import Recipe
 from redraft.train.optim import Muon, optimizers_for, orthogonalise
 
@@ -59,3 +60,25 @@ def test_adam_takes_every_parameter_at_its_own_rate():
     optimizers.step(0.5)
     for parameter in (embed, gain, matrix):
         assert torch.allclose(parameter, torch.full_like(parameter, 1 - 0.005), atol=1e-5)
+
+
+def test_adamw_has_the_recipes_betas_and_decay_and_clips_by_value():
+    """GRIFFIN, appendix C. Two steps by the definition, with gradients of which one is clipped."""
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    recipe = Recipe(optimizer="adamw", lr=0.1, betas=(0.8, 0.9), weight_decay=0.5, grad_clip=0.5, clip_by="value")
+    optimizers = optimizers_for([("weight", weight)], recipe)
+    expected, mean, square = weight.detach().clone(), torch.zeros(2), torch.zeros(2)
+    for step, grad in enumerate((torch.tensor([3.0, 0.25]), torch.tensor([-0.1, -4.0])), 1):
+        weight.grad = grad.clone()
+        optimizers.step(1.0)
+        clipped = grad.clamp(-0.5, 0.5)
+        mean, square = 0.8 * mean + 0.2 * clipped, 0.9 * square + 0.1 * clipped**2
+        expected = expected * (1 - 0.1 * 0.5)
+        expected = expected - 0.1 * (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-8)
+    assert torch.allclose(weight, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", [{"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"grad_clip": 0.0}])
+def test_impossible_settings_are_refused(values):
+    with pytest.raises(UsageError, match=next(iter(values))):
+        Recipe(**values)
