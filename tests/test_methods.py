@@ -32,6 +32,10 @@ EXCEPTIONS = {
     "eagle2": {"redraft/methods/hass.py": "drafts as this method does, after another training"},
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
     "suffix": {"experiments/lookups.py": "measures this method next to predictions"},
+    **{
+        method: {"export/drafters/published.py": "recognises published layouts by their method"}
+        for method in ("eagle", "eagle3", "hass")
+    },
     "mtp": dict.fromkeys(
         (
             "experiments/lyanna/__main__.py", "experiments/tiny/card.py",

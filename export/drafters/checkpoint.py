@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.errors import CheckpointError, UsageError
-from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, TensorEntry, read_header
+from redraft.export.checkpoint import AnyCheckpoint, Checkpoint, read_header
 from redraft.export.drafters.block_storage import BlockCheckpoint, encode, readable, scale_shapes
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.export.sources import AnySource, Source
@@ -171,7 +171,7 @@ class DrafterCheckpoint:
             TOKEN_COUNTS: (vocabulary,),
             **({DRAFT_VOCABULARY: (drafted,)} if drafted else {}),
         }
-        problems = list(_differences(entries, expected))
+        problems = list(differences({name: entry.shape for name, entry in entries.items()}, expected))
         if not problems and (dtype := entries[TOKEN_COUNTS].dtype) not in ("I32", "I64"):
             problems = [f"{TOKEN_COUNTS} is {dtype}, expected I32 or I64"]
         named = {f"{stem}{name}": replace(entry, name=f"{stem}{name}") for name, entry in entries.items()}
@@ -201,14 +201,14 @@ def fill(tensor: torch.Tensor, source: AnySource, parameter: str) -> None:
         row += len(slab)
 
 
-def _differences(found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Yield a description of each tensor that is missing, surplus or of another shape."""
+def differences(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Yield a description of each tensor that is missing, surplus or of another shape. Shapes are by name."""
     for word, keys in (("missing", set(expected) - set(found)), ("surplus", set(found) - set(expected))):
         if keys:
             yield f"{word} {', '.join(sorted(keys))}"
     for name, shape in expected.items():
-        if name in found and found[name].shape != shape:
-            yield f"{name} is {list(found[name].shape)}, expected {list(shape)}"
+        if name in found and found[name] != shape:
+            yield f"{name} is {list(found[name])}, expected {list(shape)}"
 
 
 def _vocabulary_problems(tokens: torch.Tensor, size: int, vocabulary: int) -> Iterator[str]:
