@@ -65,7 +65,7 @@ def build_bundle(
     checkpoint = open_checkpoint(model.path, weights=not config.random_weights)
     digests = _digests(checkpoint)
     texts = {} if config.random_weights else texts
-    config = resolve_drafters(config)
+    config = resolve_drafters(config, checkpoint)
     shape = {"shape": text_digest(json.dumps(dict(model.shape), sort_keys=True))}
     tools = find_tools(config) if config.backend == "tensorrt" else None
     checked = {} if check else {"check": "skipped"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _ONNX_TYPES = {"float32": "float"}
 """ONNX's names of element types that differ from redraft's."""
-_READ = (".json", ".safetensors")
+_READ = (".json", ".safetensors", ".bin")
 """Suffixes of the files of a drafter's folder that a build reads."""
 
 
@@ -37,7 +38,7 @@ def method_of(drafter: DrafterBuild) -> Method[Any]:
     return method
 
 
-def resolve_drafters(config: BuildConfig) -> BuildConfig:
+def resolve_drafters(config: BuildConfig, checkpoint: AnyCheckpoint) -> BuildConfig:
     """Return the configuration with every drafter's method, and the hidden states that the methods read.
 
     Drafters without a source, which are a recipe's settings without a folder, are left out. Raises UsageError for an
@@ -49,7 +50,7 @@ def resolve_drafters(config: BuildConfig) -> BuildConfig:
             named = replace(drafter, method=drafter.method or _named_method(drafter))
             build_options(named, config)
             drafters.append(named)
-    wanted = {state for drafter in drafters for state in _hidden_states(drafter)}
+    wanted = {state for drafter in drafters for state in _hidden_states(drafter, checkpoint)}
     hidden_states = (*config.hidden_states, *sorted(wanted - set(config.hidden_states)))
     return replace(config, hidden_states=hidden_states, drafters=tuple(drafters))
 
@@ -120,7 +121,7 @@ def check_graph(folder: Path, record: GraphRecord, what: str) -> None:
 
 
 def _named_method(drafter: DrafterBuild) -> str:
-    from redraft.export.drafters.checkpoint import named_method
+    from redraft.export.drafters.published import named_method
 
     if drafter.source == RANDOM:
         known = ", ".join(built_methods())
@@ -128,14 +129,12 @@ def _named_method(drafter: DrafterBuild) -> str:
     return named_method(Path(str(drafter.source)))
 
 
-def _hidden_states(drafter: DrafterBuild) -> tuple[str, ...]:
-    """Return the hidden states that a drafter reads: those of its configuration, else its method's."""
-    from redraft.export.drafters.checkpoint import DrafterCheckpoint, is_plain_checkpoint
+def _hidden_states(drafter: DrafterBuild, checkpoint: AnyCheckpoint) -> tuple[str, ...]:
+    """Return the hidden states that a drafter reads: those that its folder says, else its method's."""
+    from redraft.export.drafters.published import read_states
 
-    path, states = Path(str(drafter.source)), method_of(drafter).hidden_states
-    if drafter.source == RANDOM or is_plain_checkpoint(path):
-        return states
-    return tuple(DrafterCheckpoint.open(path).config.get("hidden_states", states))
+    own = None if drafter.source == RANDOM else read_states(Path(str(drafter.source)), checkpoint)
+    return method_of(drafter).hidden_states if own is None else own
 
 
 def _check_free(drafter: str, verifier: VerifierExport, folder: Path) -> None:
@@ -152,6 +151,7 @@ def _export(
     from redraft.export import support
     from redraft.export.drafters import find_exporter
     from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, is_plain_checkpoint
+    from redraft.export.drafters.published import convert, recognise
 
     def progress(stage: str, done: int, total: int) -> None:
         report(f"{stage} {done}/{total}" if total > 1 else stage)
@@ -161,12 +161,16 @@ def _export(
     if drafter.source == RANDOM:
         configuration = support.load_config(checkpoint)
         return exporter.random(drafter.id, configuration, verifier, folder, options, progress)
-    path = Path(str(drafter.source))
+    path, identity = Path(str(drafter.source)), Identity.from_digests(checkpoint, digests)
+    if published := recognise(path):
+        report(f"drafter {drafter.id}: {published.description}")
+        with tempfile.TemporaryDirectory(prefix="redraft-") as scratch:
+            converted = convert(path, checkpoint, identity, Path(scratch))
+            return exporter.trained(drafter.id, converted, verifier, identity, folder, options, progress)
     if exporter.checkpoint is not None and is_plain_checkpoint(path):
         check_same_tokens(f"drafter {drafter.id}", path, folder)
         return exporter.checkpoint(drafter.id, Checkpoint.open(path), verifier, folder, options, progress)
     opened = DrafterCheckpoint.open(path)
-    identity = Identity.from_digests(checkpoint, digests)
     return exporter.trained(drafter.id, opened, verifier, identity, folder, options, progress)
 
 

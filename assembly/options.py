@@ -81,7 +81,7 @@ def _method_of(text: str, source: str) -> str:
     if source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
-    from redraft.export.drafters.checkpoint import named_method
+    from redraft.export.drafters.published import named_method
 
     return named_method(Path(source))
 

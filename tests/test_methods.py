@@ -21,6 +21,7 @@ ORDINARY = frozenset({"suffix"})
 """Methods with the name of an ordinary word. Shared files may use it as an identifier, but not import the method's
 modules, and no string of theirs may have the id alone or joined to others.
 """
+PUBLISHED = {"export/drafters/published.py": "recognises published layouts by their method"}
 EXCEPTIONS = {
     "draft_model": dict.fromkeys(
         ("bench/peers/llamacpp.py", "bench/peers/openvino.py"), "calls a peer that has an argument of this name"
@@ -28,14 +29,13 @@ EXCEPTIONS = {
     "eagle": {
         "experiments/lyanna/latency.py": "times the form of its drafts next to another method's",
         "redraft/methods/eagle2.py": "drafts other trees with the same drafter",
+        **PUBLISHED,
     },
-    "eagle2": {"redraft/methods/hass.py": "drafts as this method does, after another training"},
+    "eagle2": {"redraft/methods/hass.py": "drafts as this method does, after another training", **PUBLISHED},
+    "eagle3": PUBLISHED,
+    "hass": PUBLISHED,
     "lyanna": {"experiments/export_recipe.py": "writes a drafter of one method to time its export"},
     "suffix": {"experiments/lookups.py": "measures this method next to predictions"},
-    **{
-        method: {"export/drafters/published.py": "recognises published layouts by their method"}
-        for method in ("eagle", "eagle3", "hass")
-    },
     "mtp": dict.fromkeys(
         (
             "experiments/lyanna/__main__.py", "experiments/tiny/card.py",

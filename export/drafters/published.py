@@ -36,6 +36,7 @@ from redraft.errors import CheckpointError
 from redraft.export import support
 from redraft.export.architecture import Architecture
 from redraft.export.checkpoint import AnyCheckpoint
+from redraft.export.drafters import checkpoint
 from redraft.export.drafters.checkpoint import CONFIG_FILE, DrafterCheckpoint, Identity, differences, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
 from redraft.export.drafters.layer import verifier_sizes
@@ -112,6 +113,25 @@ def recognise(path: Path) -> Published | None:
     if unreadable or (not normed and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names):
         return Published(path, FIRST, "safeailab")
     return None
+
+
+def named_method(path: Path) -> str:
+    """Return the method of the drafter in a folder, published or ours. Raises CheckpointError if it has no drafter."""
+    published = recognise(path)
+    return published.method if published else checkpoint.named_method(path)
+
+
+def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
+    """Return the verifier's hidden states that the drafter in a folder reads, None if the folder does not say."""
+    if published := recognise(path):
+        if published.method == FIRST:
+            return (LAST_HIDDEN_STATE,)
+        layers = decoder_shape(support.load_config(verifier)).layers
+        return _hidden_states(path, read_json_object(path / CONFIG_FILE), layers)
+    if checkpoint.is_plain_checkpoint(path):
+        return None
+    states = DrafterCheckpoint.open(path).config.get("hidden_states")
+    return tuple(states) if states else None
 
 
 def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) -> DrafterCheckpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -58,23 +59,27 @@ def test_a_specification_that_a_graph_does_not_fit(folder: Path, record: GraphRe
     assert message in str(error.value)
 
 
+NO_CHECKPOINT: Any = None
+"""Drafters with random weights do not depend on the verifier's."""
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
         (DrafterBuild("a", "random"), "drafter a: random weights need a method; give method= one of "),
         (DrafterBuild("a", "random", "ngram"), "drafter a: method ngram needs no drafter"),
-        (DrafterBuild("a", "random", "eagle"), "unknown drafting method 'eagle'; the methods are none, ngram"),
+        (DrafterBuild("a", "random", "absent"), "unknown drafting method 'absent'; the methods are none, ngram"),
         (DrafterBuild("a", "random", "lyanna", {"depth": 3}), "drafter a: unknown key depth; known keys are"),
     ],
 )
 def test_a_drafter_that_cannot_be_built(drafter: DrafterBuild, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve_drafters(BuildConfig(drafters=(drafter,)))
+        resolve_drafters(BuildConfig(drafters=(drafter,)), NO_CHECKPOINT)
 
 
 def test_a_drafter_asks_for_the_hidden_states_of_its_method() -> None:
     own = DrafterBuild("a", "random", "lyanna")
     waiting = DrafterBuild("b", None, "lyanna")
-    found = resolve_drafters(BuildConfig(drafters=(own, waiting), hidden_states=("3",)))
+    found = resolve_drafters(BuildConfig(drafters=(own, waiting), hidden_states=("3",)), NO_CHECKPOINT)
     assert found.hidden_states == ("3", "last")
     assert found.drafters == (own,)
