@@ -20,7 +20,7 @@ outputs     `one`           P = R, the layer's output. EAGLE; HASS.
             `normed`        P is the norm of R: the head reads a norm, the next step does not. EAGLE-3.
             `normed_back`   P = R is that norm. EAGLE-3.1's feedback.
 features    one of the verifier's hidden states, or several that a product maps to one, with a norm of each if
-            `feature_norms` (EAGLE-3.1).
+            `feature_norms` (EAGLE-3.1), or a norm of all if `joint_norm` (speculators).
 input_norm  False for a layer without the norm before attention, as EAGLE was published.
 
 σ is SiLU and N is RMSNorm.
@@ -49,6 +49,7 @@ class FeatureConfig(LayerConfig):
 
     fusion_size:   width of a fusion's wide space; 0 is the layer's `intermediate_size`.
     hidden_states: the verifier's hidden states of a feature.
+    feature_norms, joint_norm: a norm of each hidden state, and one of all together, before the product.
     own_head:      True if the head is the drafter's, not rows of the verifier's.
     normed_residual: True if the residual of the `attention` fusion is N(F), not F.
     """
@@ -59,6 +60,7 @@ class FeatureConfig(LayerConfig):
     fusion_size: int = 0
     hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
     feature_norms: bool = False
+    joint_norm: bool = False
     own_head: bool = False
     normed_residual: bool = False
 
@@ -99,6 +101,8 @@ class FeatureDrafter(nn.Module):
         self.config = config
         several = len(config.hidden_states) > 1
         self.feature_norms = nn.ModuleList(_norm(config) for _ in config.hidden_states if config.feature_norms)
+        wide = nn.RMSNorm(config.feature_size, eps=config.rms_norm_eps)
+        self.joint_norm = wide if config.joint_norm else None
         self.features = nn.Linear(config.feature_size, n, bias=False) if several else None
         self.fusion = _FUSIONS[config.fusion](config)
         beside = config.fusion == "attention"
@@ -114,6 +118,8 @@ class FeatureDrafter(nn.Module):
         if self.feature_norms:
             parts = features.chunk(len(self.feature_norms), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], dim=-1)
+        if self.joint_norm is not None:
+            features = self.joint_norm(features)
         return features if self.features is None else self.features(features)
 
     def forward(

@@ -189,6 +189,7 @@ def _configuration(
         outputs="normed_back" if _option(values, "norm_output", "return_hidden_post_norm") else "normed",
         hidden_states=_hidden_states(path, values, shape.layers),
         feature_norms=_option(values, "fc_norm"),
+        joint_norm=_option(values, "norm_before_fc"),
         own_head=own_head,
         normed_residual=_option(values, "norm_before_residual"),
         draft_vocab_size=0 if drafted == found.vocabulary else drafted,
@@ -220,7 +221,6 @@ def _check_features(path: Path, values: Mapping[str, Any], config: PretrainedCon
         (rotated != 1, f"a rotary embedding of {rotated} of each head"),
         (act != "silu", f"the activation {act!r}"),
         (any(layer != "full_attention" for layer in types), "a layer that does not attend to all tokens"),
-        (_option(values, "norm_before_fc"), "one norm over all its hidden states (norm_before_fc)"),
         (bool(values.get("layernorms")), "norms of the embedding and before the head (layernorms)"),
     ):
         if is_there:
@@ -272,6 +272,7 @@ def _names(
             "norm.weight": "norm.weight",
             **({"features.weight": "fc.weight"} if len(config.hidden_states) > 1 else {}),
             **(norms if config.feature_norms else {}),
+            **({"joint_norm.weight": "input_norm.weight"} if config.joint_norm else {}),
         }
     fc, option = ("fusion_fc", "fusion_bias") if speculators else ("fc", "bias")
     names[_FUSION] = f"{fc}.weight"

@@ -62,6 +62,7 @@ class Case:
     input_norm: bool = True
     fusion_size: int = 0
     feature_norms: bool = False
+    joint_norm: bool = False
     own_head: bool = False
     states: tuple[str, ...] = ("last",)
 
@@ -70,6 +71,7 @@ class Case:
         return FeatureConfig(
             **SIZES, fusion=self.fusion, outputs=self.outputs, input_norm=self.input_norm,
             fusion_size=self.fusion_size, draft_vocab_size=self.trained, feature_norms=self.feature_norms,
+            joint_norm=self.joint_norm,
             own_head=self.own_head, hidden_states=self.states,
         )  # fmt: skip
 
@@ -91,7 +93,15 @@ CASES = [
     Case("attention", "normed", drafted=20, nodes=21),
     Case("attention", "two", steps=2, drafted=8),
     Case(
-        "attention", "normed", width=2, drafted=11, trained=11, feature_norms=True, own_head=True, states=("0", "last")
+        "attention",
+        "normed",
+        width=2,
+        drafted=11,
+        trained=11,
+        feature_norms=True,
+        joint_norm=True,
+        own_head=True,
+        states=("0", "last"),
     ),
 ]
 """Every fusion and every kind of outputs. A tree of two steps has one level to attend for, one of three has two."""

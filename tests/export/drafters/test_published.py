@@ -233,6 +233,8 @@ def reference_three(
         if "fc_norm.0.weight" in tensors:
             parts = feature.chunk(3)
             feature = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)])
+        if "input_norm.weight" in tensors:
+            feature = norm(feature, tensors["input_norm.weight"])
         fused = tensors["fc.weight"] @ feature if "fc.weight" in tensors else feature
         last = row(position, fused, token)
     found = []
@@ -359,13 +361,20 @@ def norms_of_states(tensors: Tensors) -> Tensors:
             {"prefix": "layers.0.", "theta": 700.0},
             False,
         ),
+        (
+            lambda: speculators_three(norm_before_fc=True),
+            {"prefix": "layers.0.", "theta": 700.0, "normed_residual": True, "joint": True},
+            False,
+        ),
     ],
-    ids=["bin", "all-tokens", "tied-head", "tied-all", "specforge", "layers.0", "3.1", "speculators", "residual"],
+    ids=["bin", "all-tokens", "tied-head", "tied-all", "specforge", "layers.0", "3.1", "speculators", "residual", "joint-norm"],
 )  # fmt: skip
 def test_eagle_three_computes_the_papers_steps(verifier, tmp_path, make, options, pickled):
     values, tensors = make()
     if options.pop("norms", False):
         values["fc_norm"], tensors = True, norms_of_states(tensors)
+    if options.pop("joint", False):
+        tensors = {**tensors, "input_norm.weight": draw(3 * N)}
     module, data, checkpoint = converted(write(tmp_path / "it", values, tensors, pickled), verifier)
     assert checkpoint.method == "eagle3"
     assert module.config.hidden_states == ("1", "3", "4")
@@ -561,8 +570,7 @@ LLAMA3 = {
         (eagle_three, change(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}), "from 0 to 7"),
         (eagle_three, change(eagle_aux_hidden_state_layer_ids=[3, 3, 5]), "outputs of layers 2, 2, 4, expected"),
         (eagle_three, change(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4]), r"expected \[48, 192\]"),
-        (eagle_three, change(eagle_config={"norm_before_fc": True}), r"one norm over all its hidden states"),
-        (speculators_three, change(norm_before_fc=True), r"all its hidden states \(norm_before_fc\)"),
+        (speculators_three, change(norm_before_fc=True), r"missing input_norm\.weight"),
         (speculators_three, layer(rope_parameters=LLAMA3), "a rotary embedding of type 'llama3'"),
         (speculators_three, layer(rope_parameters=YARN), "a rotary embedding of type 'yarn'"),
         (speculators_three, layer(partial_rotary_factor=0.5), "a rotary embedding of 0.5 of each head"),
