@@ -368,7 +368,8 @@ def norms_of_states(tensors: Tensors) -> Tensors:
         ),
     ],
     ids=[
-        "bin", "all-tokens", "tied-head", "tied-all", "specforge", "layers.0", "3.1", "speculators", "residual", "joint",
+        "bin", "all-tokens", "tied-head", "tied-all", "specforge", "layers.0", "3.1", "speculators", "residual",
+        "joint",
     ],
 )  # fmt: skip
 def test_eagle_three_computes_the_papers_steps(verifier, tmp_path, make, options, pickled):
