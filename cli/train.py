@@ -141,6 +141,68 @@ for _name, _method in COMMANDS.items():
     app.command(_name, help=f"Train a drafter. {specification(_method).summary}")(drafter)
 
 
+@app.command("all")
+def every(
+    verifier: Verifier,
+    out: Annotated[Path, typer.Option(help="Folder of the comparison: texts, runs, results.json.")],
+    texts: Annotated[
+        Path | None, typer.Option(help="A folder of `redraft train text` or `states`, instead of --data.")
+    ] = None,
+    data: Annotated[list[str] | None, typer.Option(help="KIND=SOURCE, once for each kind.")] = None,
+    config: Annotated[str, typer.Option(help="A comparison of redraft, or a .toml file.")] = "compare",
+    runs: Annotated[str | None, typer.Option(help="Runs of the comparison, separated by commas.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, separated by commas, instead of the comparison's.")] = None,
+    device: DeviceOption = Device.cpu,
+    dtype: Dtype = Products.auto,
+    threads: Threads = None,
+    checkpoint_every: CheckpointEvery = 100,
+    as_json: Json = False,
+) -> None:
+    """Train several drafters under one protocol, and compare their acceptance. Continues what was interrupted."""
+    from rich.console import Console
+
+    from redraft.errors import UsageError
+    from redraft.train.compare import CompareRecipe, chosen, results_table, train_all
+    from redraft.train.data import parse_sources
+    from redraft.train.progress import ProgressReport
+
+    if texts and data:
+        raise UsageError("--texts and --data both give the text", "give one of them")
+    recipe = chosen(CompareRecipe.load(config), _words(runs), _numbers(seeds))
+    _use_threads(threads)
+    console = Console(quiet=as_json)
+    with ProgressReport(console) as report:
+        results = train_all(
+            recipe,
+            _verifier_path(verifier),
+            parse_sources(data or []),
+            out,
+            texts=texts,
+            device=device.value,
+            dtype=_dtype(dtype, device),
+            checkpoint_every=checkpoint_every,
+            report=report,
+            begun=lambda name, seed: console.print(f"{name}, seed {seed}", soft_wrap=True, markup=False),
+        )
+    if as_json:
+        typer.echo(json.dumps([one.to_dict() for one in results]))
+    else:
+        typer.echo(results_table(results))
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    from redraft.errors import UsageError
+
+    words = _words(text)
+    if any(not word.isdecimal() for word in words):
+        raise UsageError(f"--seeds {text}: expected whole numbers from 0, separated by commas")
+    return tuple(map(int, words))
+
+
 @app.command()
 def text(
     verifier: Verifier,

@@ -17,6 +17,7 @@ from redraft.export import tracing
 from redraft.export.verifier import finish
 from redraft.names import TensorSpec
 from redraft.signatures import VerifierShape
+from redraft.types import NOT_REACHED
 
 _ONNX_TYPES = {"int64": "INT64", "bool": "BOOL", "float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 
@@ -78,7 +79,7 @@ def _prepare_tree() -> ir.Model:
 
 def _accept(shape: VerifierShape) -> ir.Model:
     builder = _Builder()
-    _add_acceptance(builder, builder.add("ArgMax", names.LOGITS, axis=2, keepdims=0))
+    _add_acceptance(builder, names.LOGITS, _largest(builder))
     return builder.model(names.STEP_ACCEPT, signatures.accept_inputs(shape), signatures.accept_outputs())
 
 
@@ -88,23 +89,36 @@ def _accept_sampled(shape: VerifierShape) -> ir.Model:
     add = builder.add
     warm = add("Greater", names.TEMPERATURE, builder.real(0.0))
     divisor = add("Where", warm, names.TEMPERATURE, builder.real(1.0))
-    largest = add("ReduceMax", names.LOGITS, builder.ints(2), keepdims=1)
+    largest = _largest(builder)
     scores = add("Div", add("Sub", names.LOGITS, largest), add("Unsqueeze", divisor, builder.ints(1, 2)))
     depths = add("Sub", _count(builder, names.TREE_MASK, 2), builder.ints(1))  # [B, T]
     keys = add("GatherND", names.NOISE_KEYS, add("Unsqueeze", depths, builder.ints(2)), batch_dims=1)  # [B, T, 2]
     scale = add("Cast", warm, to=onnx.TensorProto.FLOAT)
     ids = builder.count(add("Shape", names.LOGITS), 2)
     noisy = add(names.ADD_NOISE, scores, scale, keys, ids, domain=names.TREE_ATTENTION_DOMAIN)
-    _add_acceptance(builder, add("ArgMax", noisy, axis=2, keepdims=0))
+    _add_acceptance(builder, noisy, largest)
     return builder.model(
         names.STEP_ACCEPT_SAMPLED, signatures.accept_sampled_inputs(shape), signatures.accept_outputs()
     )
 
 
-def _add_acceptance(builder: _Builder, target_token_ids: str) -> None:
-    """Find the deepest accepted node: it and its ancestors each equal the target token [B, T] after their parent."""
+def _largest(builder: _Builder) -> str:
+    """Return the largest logit of every row, [B, T, 1]; infinity if one is NaN, whatever ReduceMax does with it."""
+    real = builder.add("Where", builder.add("IsNaN", names.LOGITS), builder.real(float("inf")), names.LOGITS)
+    return builder.add("ReduceMax", real, builder.ints(2), keepdims=1)
+
+
+def _add_acceptance(builder: _Builder, scores: str, largest: str) -> None:
+    """Find the deepest accepted node: it and its ancestors each equal the target token after their parent.
+
+    A node's target token has the largest of its scores [B, T, V]. It is NOT_REACHED, -1, if its largest logit is not a
+    finite number, and then no child is accepted.
+    """
     add = builder.add
     nodes = _nodes(builder)
+    finite = add("Less", add("Abs", largest), builder.real(float("inf")))
+    best = add("ArgMax", scores, axis=2, keepdims=0)
+    target_token_ids = add("Where", add("Squeeze", finite, builder.ints(2)), best, builder.ints(NOT_REACHED))
     expected = add("GatherElements", target_token_ids, add("Max", names.PARENTS, builder.ints(0)), axis=1)
     in_tree = add("Less", nodes, add("Unsqueeze", names.NODES, builder.ints(1)))
     drafted = add("And", add("Equal", names.TOKEN_IDS, expected), in_tree)

@@ -13,10 +13,11 @@ from redraft.engines.host_buffer import array_of
 from redraft.errors import UsageError
 from redraft.names import Dim, Dtype
 from redraft.runtime.device_tree import DeviceTree, TreeStore
-from redraft.runtime.sampling.sampler import OverTokens, accept
+from redraft.runtime.sampling.sampler import OverTokens, accept, at_token
+from redraft.runtime.sampling.truncation import no_numbers
 from redraft.runtime.sequence import Sequence as Request
 from redraft.runtime.tree import root_only
-from redraft.types import FloatArray, IntArray, Outcome, Tree
+from redraft.types import NOT_REACHED, FloatArray, IntArray, Outcome, Tree
 
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
@@ -95,16 +96,23 @@ class BoundStep:
         }
         self.logits = self._buffers[names.LOGITS]
 
-    def _accepted(self, nodes: Iterable[int]) -> list[Outcome]:
-        """Return the outcomes in accept_output for trees of these sizes. Call it after waiting for the device."""
+    def _accepted(self, batch: Sequence[Request], nodes: Iterable[int]) -> list[Outcome]:
+        """Return the outcomes in accept_output for trees of these sizes. Call it after waiting for the device.
+
+        If an accepted row of logits has no largest number, the outcome has an error.
+        """
         accept_output = self._accept_output.values
         first = (accept_output.shape[1] + 1) // 2
         outcomes = []
-        for row, count in zip(accept_output.tolist(), nodes, strict=True):
+        for seq, row, count in zip(batch, accept_output.tolist(), nodes, strict=True):
             targets, kept = row[first : first + count], row[0]
             path = tuple(row[2 : 1 + kept])
             tokens = (targets[0], *[targets[node] for node in path]) if path else (targets[0],)
-            outcomes.append(Outcome(targets, path, tokens[-1], tokens))
+            outcome = Outcome(targets, path, tokens[-1], tokens)
+            if tokens[-1] == NOT_REACHED:
+                number = len(seq.tokens) - seq.prompt_length + len(tokens)
+                outcome = outcome._replace(tokens=tokens[:-1], error=at_token(number, no_numbers()))
+            outcomes.append(outcome)
         return outcomes
 
     def _bind_accepting(self, over: Mapping[str, Buffer]) -> Run:
@@ -210,9 +218,9 @@ class BoundTreeStep(BoundStep):
                 self._sampled = self._accepting(self._bind_sampling({}))
             self._next = self._sampled
             self._set_temperatures(batch)
-            for keys, seq in zip(values[names.NOISE_KEYS], batch, strict=True):
-                if seq.sampler.device_temperature:
-                    keys[:] = seq.noise.keys(len(seq.tokens), self.width)
+            for keys, seq, tree in zip(values[names.NOISE_KEYS], batch, trees, strict=True):
+                if seq.sampler.device_temperature:  # no node is deeper than there are nodes
+                    keys[: len(tree)] = seq.noise.keys(len(seq.tokens), len(tree))
         lengths, counts, on_device, kv_len = self._fields
         kv_len[0] = max(cache_len) + self.width
         for slot, tree in enumerate(trees):  # one by one is faster than from a list for the few trees of a batch
@@ -240,7 +248,7 @@ class BoundTreeStep(BoundStep):
 
         Only samplers that need logits cause a copy of them.
         """
-        accepted = self._accepted(map(len, trees))
+        accepted = self._accepted(batch, map(len, trees))
         return accepted if self._latest is self._whole else self._settled(accepted, batch, trees)
 
     def _settled(self, accepted: Sequence[Outcome], batch: Sequence[Request], trees: Sequence[Tree]) -> list[Outcome]:
@@ -313,7 +321,7 @@ class BoundPrefill(BoundStep):
             return seq.sampler.verify(self._host_logits()[0], root_only(seq.tokens[-1]), seq.tokens)
         if temperature:
             self._sampled(seq)
-        return self._accepted([1])[0]
+        return self._accepted([seq], [1])[0]
 
     def _sampled(self, seq: Request) -> None:
         """Accept again, with the request's temperature and noise."""

@@ -31,7 +31,9 @@ from redraft.types import Tree
 if TYPE_CHECKING:
     from redraft.runtime.verifier import FeatureReader
 
-GRAPHS = (names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_COMPACT_KV)
+GRAPHS = (
+    names.VERIFIER, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED, names.STEP_COMPACT_KV,
+)  # fmt: skip
 MOST_STEPS = 128
 """Most step shapes in memory. The least recently used one is dropped first."""
 MOST_PREFILLS = 64

@@ -234,6 +234,7 @@ class Verifier:
                     step.fill(np.zeros(width, np.int64), 0, [[0]] * len(self._readers))
                     step.run()
                     self.device.wait()
+                    step.outcome(sampled())
 
     def _warm_trees(self, sequences: int) -> None:
         """Run a step of every width twice for greedy requests, and twice for sampled ones."""

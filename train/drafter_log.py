@@ -33,15 +33,18 @@ class DrafterLog:
         self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
         self._every = recipe.evaluate_every
         self._losses: dict[str, list[float]] = defaultdict(list)
+        self._tokens, self._seconds = 0, 0.0
         self._begun = False
 
     def __call__(self, step: StepReport) -> None:
-        """Show one step. If due, write a line: mean losses since the last line, acceptance, draft logit scale."""
+        """Show one step. If due, write a line: tokens, seconds, mean losses since the last one, and measurements."""
         if not self._begun:
             self._drop_from(step.step)
         self._report(step)
         for name, value in step.metrics.items():
             self._losses[name].append(value)
+        self._tokens += step.tokens
+        self._seconds += step.seconds
         if step.step % self._every == 0 or step.step == step.steps:
             self._measure(step.step, step.steps)
 
@@ -55,6 +58,8 @@ class DrafterLog:
         line = {
             "step": step,
             "steps": steps,
+            "tokens": self._tokens,
+            "seconds": round(self._seconds, 3),
             "losses": {name: sum(values) / len(values) for name, values in self._losses.items()},
             "acceptance": {kind: asdict(value) for kind, value in found.items()},
             "draft_logit_scale": greedy_draft_logit_scale(self._objective, chain(*self._held_out.values())),
@@ -62,6 +67,7 @@ class DrafterLog:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._losses.clear()
+        self._tokens, self._seconds = 0, 0.0
         self._report.acceptance(step, found)
 
     def _drop_from(self, step: int) -> None:

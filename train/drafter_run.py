@@ -109,6 +109,7 @@ def train_drafter(
     recipe: DrafterRecipe,
     *,
     texts: Path | None = None,
+    kept: Path | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     compile_graph: bool = False,
@@ -119,6 +120,8 @@ def train_drafter(
     """Train, or continue training, in the run folder `out`. Returns the number of steps run now.
 
     sources: documents by kind.   texts: a folder of `redraft train text`, instead of documents.
+    kept:    a folder for the texts that the verifier writes, which runs with equal `self_text` may share; by default
+             they are in the run's own.
     dtype:   of the verifier and of products; see `open_verifier`.
     Texts are written first. A run that was interrupted at its start uses its texts again. Raises UsageError, DataError,
     CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
@@ -135,10 +138,10 @@ def train_drafter(
     if texts is not None:
         material = WrittenText(texts, recipe, method.hidden_states(config))
     else:
-        material = DocumentText(out / TEXTS, found, recipe, sources, report.writing)
+        material = DocumentText(kept or out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe
     facts = RunFacts(method_name, asdict(config), found.identity, material.digest, material.settings)
-    _begin(out, facts, resume, drops_texts=texts is None)
+    _begin(out, facts, resume, drops_texts=texts is None and kept is None)
     lookahead = method.lookahead(config, recipe)
     material.check(found, lookahead)
     plan = material.plan(lookahead)

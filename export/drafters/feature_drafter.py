@@ -115,12 +115,15 @@ class FeatureDrafter(nn.Module):
 
     def inputs(self, features: torch.Tensor) -> torch.Tensor:
         """Return rows [B, T, n] of the verifier's features [B, T, feature_size], to `forward` them."""
+        features = self.normed(features)
+        return features if self.features is None else self.features(features)
+
+    def normed(self, features: torch.Tensor) -> torch.Tensor:
+        """Return features with their norms, before the product."""
         if self.feature_norms:
             parts = features.chunk(len(self.feature_norms), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], dim=-1)
-        if self.joint_norm is not None:
-            features = self.joint_norm(features)
-        return features if self.features is None else self.features(features)
+        return features if self.joint_norm is None else self.joint_norm(features)
 
     def forward(
         self, rows: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend,

@@ -41,8 +41,9 @@ from redraft.methods.feature_tree import (
     draft_outputs,
 )
 
-_CERTAIN = -(2.0**-20)
-"""Largest log probability of a candidate. Below 0, so that a parent is always likelier than its children."""
+_CERTAIN, _LESS = -(2.0**-20), 1 + 2.0**-22
+"""A child's joint log probability is at most its parent's times _LESS, plus _CERTAIN. So float32 has it below its
+parent's, however sure the drafter is."""
 _NOT_FIRST = -1e4
 """Log probability of drawn candidates after the first, of which no tree has any."""
 
@@ -68,7 +69,8 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of `drafter`. Raises CheckpointError if it does not fit the verifier or does not load."""
         settings = drafter.configure(FeatureConfig)
-        if (found := _kind(settings)) != (expected := _kind(replace(settings, **form))):
+        expected = _kind(replace(settings, **form))
+        if drafter.method != method.id and (found := _kind(settings)) != expected:
             raise CheckpointError(
                 f"{drafter.path} is no drafter of {method.id}: it has {found}, expected {expected}",
                 f"leave out method=, its own is {drafter.method}",
@@ -185,14 +187,14 @@ class _LevelTree:
         best, columns = z.topk(shape.width, -1)  # [B, R, W]
         ranks = torch.arange(1, shape.width + 1) * DRAWN_LOG_PROB
         drawn = torch.cat([ranks[:1], torch.full((shape.width - 1,), _NOT_FIRST)])
-        log_probs = (best - torch.logsumexp(z, -1, keepdim=True)).clamp(max=_CERTAIN)
+        log_probs = best - torch.logsumexp(z, -1, keepdim=True)
         log_probs = torch.where(sampling.drawn[:, None, None] > 0, drawn, log_probs)
         places, joint, scores = self._ends
         added = torch.where(sampling.drawn[:, None, None] > 0, drawn, ranks) if shape.static else log_probs
         self._tokens.append((tracing.take(self._tables[-1], columns) if self._tables else columns).flatten(1))
         self._parents.append(places[:, :, None].expand(-1, -1, shape.width).flatten(1))
-        self._joint.append((joint[:, :, None] + log_probs).flatten(1))
-        self._scores.append((scores[:, :, None] + added).flatten(1))
+        self._joint.append(_below(joint, log_probs))
+        self._scores.append(_below(scores, added))
 
     def best(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the W best candidates of the latest level. Returns the rows of their parents and their tokens, [B, W].
@@ -227,3 +229,9 @@ class _LevelTree:
             torch.cat([none, parents], dim=1),
             torch.cat([certain, joint.gather(1, order)], dim=1),
         )
+
+
+def _below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return sums of parents [B, R] and numbers of their children [B, R, W] that are below the parents, [B, R * W]."""
+    sums = parents[:, :, None] + added
+    return torch.minimum(sums, parents[:, :, None] * _LESS + _CERTAIN).flatten(1)

@@ -117,6 +117,11 @@ def draft_outputs(shape: FeatureTreeShape) -> tuple[TensorSpec, ...]:
     return (*tree_outputs(shape.nodes), chain_logits(shape), *chain_updates(shape))
 
 
+def _level_width(shape: FeatureTreeShape) -> int:
+    """Return the most nodes of a level: `width` candidates of each of `width` nodes, below the first level."""
+    return min(shape.width if shape.steps == 1 else shape.width**2, shape.nodes - 1)
+
+
 def _integers(shape: FeatureTreeShape) -> Mapping[str, tuple[int, int]]:
     return {**draft_vocabulary_integers(shape), **sampling_integers()}
 
@@ -153,7 +158,7 @@ def feature_tree_method(
         state=lambda shape: chain_state(shape, len(shape.hidden_states)),
         spare_rows=names.CATCH_UP_ROWS + MOST_ROWS,
         tables=draft_vocabulary_tables,
-        limits=lambda shape: TreeLimits(shape.steps, shape.width, shape.nodes - 1),
+        limits=lambda shape: TreeLimits(shape.steps, _level_width(shape), shape.nodes - 1),
         describe=_describe,
         build_options=FeatureTreeBuild,
     )

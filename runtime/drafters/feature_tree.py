@@ -16,9 +16,9 @@ class FeatureTreeDrafter(HiddenStateDrafter):
     """Drafts a tree in one engine call. A tree of draws is its chain of first draws, whose distributions are kept."""
 
     def draft(self, batch: Several[Sequence], budgets: Several[Budget]) -> list[Tree]:
-        """See `HiddenStateDrafter.draft`."""
+        """See `HiddenStateDrafter.draft`. The first nodes of a tree of draws are that chain."""
         chains = [
-            replace(budget, width=1, nodes=min(budget.nodes, budget.depth)) if seq.noise.drawn else budget
+            replace(budget, nodes=min(budget.nodes, budget.depth, self.shape.steps)) if seq.noise.drawn else budget
             for seq, budget in zip(batch, budgets, strict=True)
         ]
         return super().draft(batch, chains)

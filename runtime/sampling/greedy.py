@@ -20,7 +20,7 @@ class Greedy(Sampler):
     def __init__(self, record_logit_margins: bool = False) -> None:
         self._prompt_length = 0
         self.logit_margins = [] if record_logit_margins else None
-        self.device_temperature = None if record_logit_margins else 0.0
+        self.device_temperature = 0.0 if type(self) is Greedy and not record_logit_margins else None
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Accept the nodes that are their parents' likeliest tokens, and record logit margins if requested.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from redraft.errors import UsageError
-from redraft.runtime.params import COUPLED, LEAST_TEMPERATURE, SamplingParams
+from redraft.runtime.params import LEAST_TEMPERATURE, SamplingParams
 from redraft.runtime.sampling.coupled import Choose, Coupled, Likeliest
 from redraft.runtime.sampling.greedy import top_two_margins
 from redraft.runtime.sampling.logprobs import token_logprobs
@@ -34,8 +34,8 @@ class Walk(Sampler):
         self._length = self._prompt_length = 0
         self.logit_margins = [] if record_logit_margins else None
         self.logprobs = None if params.logprobs is None else []
-        whole = not (params.top_k or params.top_p < 1 or params.min_p or processors) and params.acceptance == COUPLED
-        if whole and params.temperature and self.logprobs is None and self.logit_margins is None:
+        whole = not (params.top_k or params.top_p < 1 or params.min_p or processors)
+        if type(self) is Walk and whole and params.temperature and self.logprobs is None and self.logit_margins is None:
             self.device_temperature = max(params.temperature, LEAST_TEMPERATURE)
 
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:

@@ -26,7 +26,7 @@ from redraft.errors import RedraftError, UsageError
         ("mine,method=lyanna,nodes=many", "--drafter lyanna: nodes must be a positive number, not 'many'"),
         ("mine,method=lyanna,precision=fp8", "--drafter lyanna: precision must be one of fp32, fp16, bf16"),
         ("mine,method=lyanna,token_info=fp3", "--drafter lyanna: token_info must be one of fp16, int8, fp8, lowrank"),
-        ("mine,method=eagle", "unknown drafting method 'eagle'; the methods are none, ngram, suffix, lyanna"),
+        ("mine,method=absent", "unknown drafting method 'absent'; the methods are none, ngram, suffix, lyanna"),
         ("mine,method=ngram", "the method ngram has no drafter in bundles; methods with a drafter are lyanna"),
         ("random", "random weights need a method; add method=, one of lyanna"),
         ("", "--drafter '': expected [ID=]DIR[,KEY=VALUE…]; DIR is a folder or random"),
@@ -124,6 +124,6 @@ def test_the_folder_names_the_method_and_an_option_overrides_it(tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**values, "method": "lyanna"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},steps=2"])
     assert (found.id, found.method, found.options) == ("lyanna", "lyanna", {"steps": 2})
-    (tmp_path / "config.json").write_text(json.dumps({**values, "method": "eagle"}))
+    (tmp_path / "config.json").write_text(json.dumps({**values, "method": "absent"}))
     (found,) = choose_drafters(BuildConfig(), [f"{tmp_path},method=lyanna"])
     assert found.method == "lyanna"

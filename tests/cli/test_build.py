@@ -54,7 +54,7 @@ def test_second_build_is_a_no_op(redraft: Redraft, checkpoint: Path, bundle: Pat
 
 def test_bundle_holds_graphs_tokenizer_template_and_digests(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
-    step = {"step.prepare_tree", "step.accept", "step.compact_kv", "step.copy_slot"}
+    step = {"step.prepare_tree", "step.accept", "step.accept_sampled", "step.compact_kv", "step.copy_slot"}
     assert set(manifest["graphs"]) == {"verifier", "verifier.batch", "verifier.single", "verifier.fast", *step}
     assert {"tokenizer.json", "chat_template.jinja", "verifier.onnx"} <= set(manifest["files"])
     assert (manifest["bos_token_id"], manifest["eos_token_ids"]) == (1, [2])

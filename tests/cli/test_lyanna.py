@@ -184,7 +184,7 @@ def test_a_flipped_byte_of_the_table(refused: Refused, checkpoint: Path, drafter
         (lambda m: own(m)["shape"].pop("rank"), "drafter lyanna: shape of lyanna"),
         (lambda m: own(m)["shape"].update(rank="8"), "shape of lyanna: rank must be a positive number, not '8'"),
         (lambda m: own(m)["shape"].update(colour=1), "drafter lyanna: shape of lyanna: unknown key colour"),
-        (lambda m: own(m).update(method="eagle"), "drafter lyanna: unknown drafting method 'eagle'"),
+        (lambda m: own(m).update(method="absent"), "drafter lyanna: unknown drafting method 'absent'"),
         (lambda m: own(m).update(verifier_digest="0" * 64), "drafter lyanna belongs to another verifier: expected"),
         (lambda m: own(m).update(hidden_states=["last", "3"]), "drafter lyanna: expected hidden states ('last',)"),
         (lambda m: m["drafters"].update({"a.b": own(m)}), "expected ids of drafters, found lyanna, a.b"),
@@ -211,7 +211,7 @@ def test_a_bundle_without_a_drafter(refused: Refused, bundle: Path) -> None:
 
 
 def test_a_method_that_is_no_drafter_of_the_bundle(refused: Refused, drafted: Path) -> None:
-    for method in ("eagle", "ngram+eagle", "lyanna+ngram", "ngram+", "ngram+none", "ngram+ngram"):
+    for method in ("absent", "ngram+absent", "lyanna+ngram", "ngram+", "ngram+none", "ngram+ngram"):
         line = refused("generate", "--engines", drafted, "--prompt", "a", "--method", method, status=2)
         assert "choose one of none, ngram, suffix, lyanna, ngram+lyanna, suffix+lyanna" in line
 
@@ -255,9 +255,9 @@ def test_another_model_of_the_same_shape(refused: Refused, drafter: Path, tmp_pa
 
 
 def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: Path, other: Path) -> None:
-    change_config(other, lambda values: values.update(method="eagle"))
+    change_config(other, lambda values: values.update(method="absent"))
     line = refused("build", checkpoint, "--drafter", other, "--eval-text", "none", status=2)
-    assert "unknown drafting method 'eagle'; the methods are none, ngram, suffix, lyanna" in line
+    assert "unknown drafting method 'absent'; the methods are none, ngram, suffix, lyanna" in line
 
 
 def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

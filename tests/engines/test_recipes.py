@@ -148,7 +148,7 @@ OWN = '[build.drafters.a]\nmethod = "lyanna"\n'
             f'source = "x"\n{OWN}resample_nodes = 0\n',
             "resample_nodes must be a positive",
         ),
-        ('source = "x"\n[build.drafters.a]\nmethod = "eagle"\n', "unknown drafting method 'eagle'; the methods are"),
+        ('source = "x"\n[build.drafters.a]\nmethod = "absent"\n', "unknown drafting method 'absent'; the methods are"),
         ('source = "x"\n[build.drafters.a]\nmethod = 3\n', "build.drafters.a: method must be text, not 3"),
         ('source = "x"\n[build.drafters.none]\nsource = "y"\n', "no drafter can have the id 'none'"),
         ("[build]\n", "missing key source"),

@@ -152,6 +152,44 @@ def test_sampled_acceptance_is_the_coupled_samplers(folder: Path, nodes: int) ->
     assert differ > 30
 
 
+@pytest.mark.parametrize("graph", [names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED])
+def test_rows_without_a_largest_number_are_not_reached(folder: Path, graph: str) -> None:
+    """A chain of four, whose rows agree with it: rows of NaN, infinities, and -inf alone end it. One -inf does not."""
+    tokens, parents = np.zeros(4, np.int64), np.arange(-1, 3)
+    logits = np.zeros((5, 4, 9), np.float32)
+    logits[:, :, 0] = 5.0
+    logits[0, 1, 3] = np.nan
+    logits[1, 0, 8] = np.inf
+    logits[2, 2] = -np.inf
+    logits[3, 1, 7] = -np.inf
+    inputs = accepting([(tokens, parents)] * 5, logits, np.full(5, 4))
+    if graph == names.STEP_ACCEPT_SAMPLED:
+        inputs |= {names.NOISE_KEYS: np.ones((5, 4, 2), np.int64), names.TEMPERATURE: np.zeros(5, np.float32)}
+    found = run(folder, graph, inputs)[names.ACCEPT_OUTPUT]
+    assert found[:, 0].tolist() == [2, 1, 3, 4, 4]
+    assert found[:, 5:].tolist() == [[0, -1, 0, 0], [-1, 0, 0, 0], [0, 0, -1, 0], [0] * 4, [0] * 4]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_large_vocabulary_is_sampled_as_the_host_samples_it(tmp_path: Path, temperature: float) -> None:
+    """The host computes the noise of likely tokens first, and of others only if they can win."""
+    shape = VerifierShape(layers=1, kv_heads=1, head_dim=8, hidden=8, vocabulary=50_000, max_positions=64)
+    export_step_graphs(shape, tmp_path, gathers=False)
+    rng, nodes = np.random.default_rng(3), 3
+    tokens, parents = np.zeros(nodes, np.int64), np.array([-1, 0, 0])
+    for seed in range(8):
+        logits = (rng.standard_normal((1, nodes, 50_000)) * 3).astype(np.float32)
+        params = SamplingParams(temperature=temperature, seed=seed)
+        keys = np.array([draft_noise(params).keys(7, nodes)], np.int64)
+        inputs = accepting([(tokens, parents)], logits, np.array([nodes]))
+        found = run(tmp_path, names.STEP_ACCEPT_SAMPLED, {
+            **inputs, names.NOISE_KEYS: keys, names.TEMPERATURE: np.array([temperature], np.float32),
+        })  # fmt: skip
+        tree = DraftTree(tokens, parents, np.zeros(nodes, np.float32))
+        outcome = make_sampler(params).verify(logits[0], tree, [5] * 7)
+        assert found[names.ACCEPT_OUTPUT][0, 1 + nodes] == outcome.tokens[0]
+
+
 def test_rows_of_the_path_are_kept(folder: Path) -> None:
     rng = np.random.default_rng(3)
     shape = (2, SHAPE.kv_heads, 30, SHAPE.head_dim)

@@ -16,14 +16,14 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt_device import TensorRtDevice
 from redraft.runtime import Runtime, api
-from tests.engines.drafters import LYANNA_DRAFT, LYANNA_RESAMPLE
 from tests.standins.cuda import FakeCuda
 from tests.standins.tensorrt import FakeTensorRt, Profile, write_engine
 
-UPDATING = (names.VERIFIER, LYANNA_DRAFT, names.STEP_COMPACT_KV)
-GRAPHS = (
-    *UPDATING, LYANNA_RESAMPLE, names.STEP_PREPARE_TREE, names.STEP_ACCEPT,
-    names.STEP_ACCEPT_SAMPLED, names.STEP_GATHER_FEATURES, names.STEP_STORE_TREES,
+UPDATING = (names.VERIFIER, names.STEP_COMPACT_KV)
+"""Graphs of a step that update buffers in place; drafts do too."""
+STEP = (
+    *UPDATING, names.STEP_PREPARE_TREE, names.STEP_ACCEPT, names.STEP_ACCEPT_SAMPLED, names.STEP_GATHER_FEATURES,
+    names.STEP_STORE_TREES,
 )  # fmt: skip
 
 
@@ -40,12 +40,14 @@ def write_engines(
     bundle: Bundle, out: Path, profiles: Mapping[str, list[Profile]], host: tuple[str, ...]
 ) -> dict[str, Path]:
     """Write an engine for every graph of a step in the bundle. host: inputs that the verifier reads on the host."""
+    roles = (names.DRAFT, names.RESAMPLE)
+    drafts = [names.drafter_graph(drafter, role) for drafter in bundle.manifest.drafters for role in roles]
     return {
         graph: write_engine(
             out / f"{graph}.engine", (bundle.path / bundle.graph(graph).file).resolve(), profiles.get(graph, [{}]),
-            host if graph == names.VERIFIER else (), graph in UPDATING,
+            host if graph == names.VERIFIER else (), graph in UPDATING or graph.endswith(f".{names.DRAFT}"),
         )
-        for graph in GRAPHS
+        for graph in (*STEP, *drafts)
         if graph in bundle.manifest.all_graphs
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,8 @@ import pytest
 from redraft.assembly.bundle import build_bundle
 from redraft.assembly.models import Model
 from redraft.config import BuildConfig, DrafterBuild
+from redraft.engines import open_bundle
+from redraft.engines.device import Device
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters.checkpoint import Identity, save_drafter
 from redraft.export.drafters.feature_drafter import FeatureConfig
@@ -20,11 +22,14 @@ from redraft.runtime import Generation, Runtime, SamplingParams, SpeculationPara
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.drafters.proposals import ChainProposal
 from redraft.runtime.sequence import Sequence
+from redraft.runtime.verifier import Verifier
 from redraft.types import Budget, Costs, Tree
 from tests.cli.conftest import write_tokenizer
+from tests.engines.fake_onnxruntime import onnxruntime_cuda
 from tests.export.drafters.test_feature_graphs import SIZES, random_module
 from tests.export.drafters.tiny import token_data, write_verifier
 
+from .devices import cpu_device, open_over, tensorrt_device
 from .fakes import CURVE
 from .lyanna_bundle import CONTEXT, VOCABULARY
 from .test_rejection_drafts import FAR, chi_square
@@ -160,3 +165,50 @@ def test_drawn_drafts_are_chains_next_to_trees(three: Runtime, monkeypatch: pyte
     assert {chain for drawn, chain, _ in seen if drawn} == {True}
     assert max(nodes for drawn, _, nodes in seen if drawn) == STEPS
     assert (False, False, TREES.nodes) in seen
+
+
+@pytest.fixture(params=["cpu", "tensorrt", "onnxruntime on a GPU"])
+def opened(
+    request: pytest.FixtureRequest, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Runtime]:
+    """A function that opens the bundle on a device, for a number of slots."""
+    monkeypatch.setattr(Verifier, "warm", lambda self: None)  # so that requests prepare shapes while they run
+    opened = open_bundle(bundle, verify=False)
+    make: dict[str, Callable[[], Device]] = {
+        "cpu": lambda: cpu_device(opened),
+        "tensorrt": lambda: tensorrt_device(opened, tmp_path).device,
+        "onnxruntime on a GPU": lambda: onnxruntime_cuda(opened, monkeypatch),
+    }
+    return lambda max_num_seqs: open_over(make[request.param](), bundle, max_num_seqs)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_texts_and_trees_on_a_device_are_the_hosts(
+    opened: Callable[..., Runtime], plain: dict[float, list[list[int]]], one: Runtime, max_num_seqs: int
+) -> None:
+    """Several hidden states, static and dynamic trees, chains, and budgets less wide than a tree's levels."""
+    with opened(max_num_seqs) as runtime:
+        for drafter in ("eagle", "eagle3", "griffin", CHAIN):
+            for temperature in (0.0, 1.0):
+                for budget in (TREES, Budget(12, STEPS, 3), None):
+                    how = SpeculationParams(drafter, budget=budget)
+                    found = runtime.generate(PROMPTS, params(temperature, 3), how)
+                    assert texts(found) == plain[temperature], (drafter, temperature, budget)
+                    if budget is not None:
+                        host = one.generate(PROMPTS, params(temperature, 3), how)
+                        steps = [[g.metrics.num_spec_steps for g in texts_of] for texts_of in (found, host)]
+                        assert steps[0] == steps[1], (drafter, temperature, budget)
+
+
+def test_draws_on_a_device_are_chains_without_a_copy(opened: Callable[..., Runtime]) -> None:
+    """Their nodes are the first ones of the drafted tree, so that a cut at the end leaves the chain."""
+    with opened(1) as runtime:
+        asked: list[Tree] = []
+        verify = runtime.verifier.verify
+        runtime.verifier.verify = lambda batch, trees, made=(): asked.extend(trees) or verify(batch, trees, made)  # type: ignore[assignment, func-returns-value]
+        drawn = replace(params(1.0, 3), acceptance="rejection")
+        runtime.generate(PROMPTS, drawn, SpeculationParams("eagle2", budget=Budget(12, STEPS, 9)))
+        sizes = [len(tree) for tree in asked]
+        assert max(sizes) == STEPS + 1
+        device = runtime.verifier.device
+        assert any(tree.on_device for tree in asked) == device.step_graphs

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Predicted
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch, gather_places
@@ -78,8 +79,16 @@ class FeatureObjective(Distillation):
         self, verifier: Any, config: FeatureConfig, settings: LossSettings = LossSettings(),
         vocabulary: DraftColumns | None = None, compile_graph: bool = False,
     ) -> None:  # fmt: skip
-        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another."""
+        """vocabulary: of the drafter's logits; all tokens by default. Raises ValueError if its size is another.
+
+        Raises UsageError for a loss of features that the drafter cannot have.
+        """
         super().__init__(FeatureDrafter(config), config, verifier, vocabulary)
+        if settings.feature_loss != "none" and config.outputs == "normed":
+            raise UsageError(
+                "a drafter that feeds back its feature without the norm cannot learn the verifier's normed feature",
+                "set drafter.feature_loss = 'none'",
+            )
         self._settings = settings
         self.hidden_states = hidden_states_of(config)
         self.lookahead = self.lookahead_of(settings.passes)

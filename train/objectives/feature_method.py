@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+from math import inf
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch import nn
 
 from redraft.errors import UsageError
-from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Outputs
 from redraft.export.drafters.feature_graphs import configuration_of
 from redraft.export.drafters.layer import renamed
 from redraft.methods.base import Method as Specification
@@ -21,6 +22,7 @@ from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import fit_projections
 from redraft.train.method import Method
 from redraft.train.objectives.feature_drafter import FeatureLoss, FeatureObjective, LossSettings, hidden_states_of
+from redraft.train.states import TOP_LOGITS
 from redraft.train.verifier_model import VerifierModel
 
 HiddenStates = Callable[[int], tuple[str, ...]]
@@ -28,7 +30,7 @@ HiddenStates = Callable[[int], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class FeatureTable(LayerTable):
-    """Shape and loss: see LossSettings and FeatureConfig.
+    """Shape and loss: see LossSettings and FeatureConfig. An empty fusion or outputs is the method's own.
 
     init: `features` begins with the products of the verifier's last layer, outputs that add nothing to their inputs,
           and a projection fitted to the next feature.
@@ -47,17 +49,19 @@ class FeatureTable(LayerTable):
     aligned: int = 0
     noise: float = 0.0
     fusion_size: int = 0
+    fusion: Literal["", Fusion] = ""
+    outputs: Literal["", Outputs] = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.passes <= 16:
             raise UsageError(f"drafter.passes must be a number from 1 to 16, not {self.passes}")
         weights = (self.features, self.soft, self.hard, self.greedy, self.top_weight, self.noise)
-        if not all(weight >= 0 for weight in weights) or not self.step_weight > 0:
+        if not all(0 <= weight < inf for weight in weights) or not 0 < self.step_weight < inf:
             raise UsageError(
                 "drafter.features, soft, hard, greedy, top_weight and noise must be 0 or more, step_weight above 0"
             )
-        if min(self.top, self.aligned, self.fusion_size) < 0:
-            raise UsageError("drafter.top, aligned and fusion_size must be 0 or more")
+        if min(self.top, self.aligned, self.fusion_size) < 0 or self.top > TOP_LOGITS:
+            raise UsageError(f"drafter.top, aligned and fusion_size must be 0 or more, top at most {TOP_LOGITS}")
         if not self.soft + self.hard + self.greedy + self.top * self.top_weight > 0:
             raise UsageError("drafter: no loss of tokens", "set soft, hard, greedy, or top and top_weight")
 
@@ -90,7 +94,8 @@ def method_of(
         return configuration_of(
             verifier.config, verifier.vocab_size, intermediate_size=table.intermediate_size, heads=table.heads,
             kv_heads=table.kv_heads, head_dim=table.head_dim, fusion_size=table.fusion_size,
-            draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers), **form,
+            draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers),
+            **{**form, **{name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}},
         )  # fmt: skip
 
     return Method(
@@ -113,7 +118,7 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
 
     The layer has the products of the verifier's last layer, but adds nothing to its input at first. Products of other
     shapes stay random. A drafter without a fusion predicts the feature before the final norm, from its hidden states
-    alone: tokens enter by its layer. Raises UsageError if it has only one hidden state, and so no product.
+    alone: tokens enter by its layer. Raises UsageError for a drafter without such a product, or with two.
     """
     config, state = drafter.config, drafter.state_dict()
     last = verifier.model.get_decoder().layers[-1].state_dict()
@@ -127,8 +132,8 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
         if name in state:
             state[name] = torch.eye(len(state[name]))
     projection: nn.Linear | None = getattr(drafter.fusion, "projection", drafter.features)
-    if projection is None:
-        raise UsageError("drafter.init = 'features' needs a product of the feature", "set init = 'random'")
+    if projection is None or (drafter.features is not None and projection is not drafter.features):
+        raise UsageError("drafter.init = 'features' needs one product of the feature", "set init = 'random'")
     if projection.bias is not None:
         state["fusion.projection.bias"] = torch.zeros_like(projection.bias)
     target = LAST_HIDDEN_STATE
@@ -142,7 +147,7 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
     def inputs(hidden: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
         rows = torch.cat([hidden[name] for name in config.hidden_states], dim=-1)
         if projection is drafter.features:
-            return rows
+            return drafter.normed(rows)
         return torch.cat([drafter.inputs(rows), embed(tokens).float()], dim=-1)
 
     fit_projections([(projection, inputs)], verifier.model, batches, target, config.hidden_states)

@@ -29,7 +29,12 @@ FORMS = {
     "linear": {},
     "gated": {"fusion": "gated", "outputs": "two"},
     "token guided": {"fusion": "token_guided", "outputs": "two", "input_norm": False},
-    "attention": {"fusion": "attention", "outputs": "normed", "hidden_states": ("last", "0"), "feature_norms": True},
+    "attention": {
+        "fusion": "attention",
+        "outputs": "normed_back",
+        "hidden_states": ("last", "0"),
+        "feature_norms": True,
+    },
     "normed back": {"outputs": "normed_back"},
 }
 
@@ -278,7 +283,7 @@ def test_the_start_is_a_linear_prediction(verifier, name):
     "values",
     [
         {"passes": 0}, {"passes": 17}, {"soft": -1.0}, {"noise": float("nan")}, {"step_weight": 0.0}, {"aligned": -1},
-        {"soft": 0.0}, {"soft": 0.0, "top": 5},
+        {"soft": 0.0}, {"soft": 0.0, "top": 5}, {"top": 65}, {"noise": float("inf")},
     ],
 )  # fmt: skip
 def test_impossible_tables_are_refused(values):
@@ -295,3 +300,26 @@ def test_a_shared_recipe_leaves_each_method_its_own_loss(name, shared):
     assert replace(found.drafter, init=own.drafter.init, draft_vocabulary=0) == own.drafter
     losses = {other: find_method(other).recipe().drafter for other in FAMILY}
     assert sum(table == own.drafter for table in losses.values()) <= 2  # EAGLE's and FSPAD's are the same
+
+
+def test_a_loss_of_features_needs_a_feature_with_the_norm(verifier):
+    with pytest.raises(UsageError, match="cannot learn the verifier's normed feature"):
+        objective_of(verifier, LossSettings(), fusion="attention", outputs="normed")
+    objective_of(verifier, LossSettings(feature_loss="none"), fusion="attention", outputs="normed")
+
+
+def test_the_start_reads_normed_states(verifier):
+    """As the drafter does, if it has norms before the product of its hidden states."""
+    torch.manual_seed(0)
+    form = {"fusion": "attention", "outputs": "normed", "hidden_states": ("0", "1"), "joint_norm": True}
+    drafter = find_method("eagle3").module(config(**form))
+    tokens = torch.randint(0, VOCABULARY, (8, 60), generator=torch.Generator().manual_seed(4))
+    find_method("eagle3").starts["features"](drafter, verifier, [Batch.whole(tokens, ("a",) * 8, MEASURED)] * 30)
+    target = str(verifier.layers - 1)
+    with torch.no_grad():
+        hidden, _ = run_verifier(verifier.model, tokens, ("0", "1", target))
+        rows = torch.cat([hidden["0"], hidden["1"]], -1)[:, :-1]
+        wanted = hidden[target][:, 1:]
+        error = F.mse_loss(drafter.inputs(rows), wanted).item()
+        least = F.mse_loss(wanted.mean((0, 1)).expand_as(wanted), wanted).item()
+    assert error < 0.9 * least

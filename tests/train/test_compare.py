@@ -1,0 +1,178 @@
+"""`redraft train all`: runs share texts and protocol, an interruption costs nothing, and figures are the runs'."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from redraft.cli.train import app
+from redraft.errors import TrainingError, UsageError
+from redraft.train import compare, drafter_run
+from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results_table, train_all
+from redraft.train.drafter_log import read_progress
+from redraft.train.drafter_run import PROGRESS, TEXTS
+from redraft.train.objectives.feature_drafter import MEASURED
+
+SCHEDULE = """
+steps = 4
+batch_tokens = 128
+seq_len = 16
+decay_seq_len = 16
+warmup_steps = 2
+optimizer = "adam"
+lr = 0.003
+held_out_every = 3
+evaluate_every = 2
+
+[self_text]
+rows = 12
+prompt_tokens = 6
+new_tokens = 20
+held_out_rows = 3
+"""
+RUNS = """
+schedule = "SCHEDULE"
+seeds = [0, 1]
+drafter = { draft_vocabulary = 300 }
+
+[runs.first]
+method = "eagle"
+
+[runs."second, k = 2"]
+method = "griffin"
+drafter = { aligned = 2, passes = 2 }
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "schedule.toml").write_text(SCHEDULE)
+    (tmp_path / "runs.toml").write_text(RUNS.replace("SCHEDULE", str(tmp_path / "schedule.toml")))
+    return str(tmp_path / "runs.toml")
+
+
+@pytest.fixture
+def prose(sources):
+    return {"prose": sources["prose"]}
+
+
+def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, config, tmp_path, monkeypatch):
+    written, asked = [], drafter_run.DocumentText
+    monkeypatch.setattr(
+        drafter_run, "DocumentText", lambda folder, *args: written.append(folder) or asked(folder, *args)
+    )
+    recipe, out = CompareRecipe.load(config), tmp_path / "out"
+    begun = []
+    results = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: begun.append(run))
+    names = ["first", "second, k = 2"]
+    assert begun == [(name, seed) for seed in (0, 1) for name in names]
+    assert [(one.name, one.seed) for one in results] == begun
+    assert set(written) == {out / TEXTS}
+    files = {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")}
+    assert files
+    for one in results:
+        lines = read_progress(out / f"{one.name}.{one.seed}" / PROGRESS)
+        assert [line["step"] for line in lines] == [2, 4]
+        assert one.tokens == 4 * 8 * (16 + MEASURED)  # steps, rows, and tokens of a row with those to predict
+        assert one.seconds == pytest.approx(sum(line["seconds"] for line in lines))
+        shares = lines[-1]["acceptance"]["prose"]["top"]
+        joint = [shares[0], shares[0] * shares[1], shares[0] * shares[1] * shares[2]]
+        joint += [joint[2] * shares[3], joint[2] * shares[3] * shares[4]]
+        assert one.chain_tokens == {"prose": pytest.approx(1 + sum(joint))}
+        facts = json.loads((out / f"{one.name}.{one.seed}" / "run.json").read_text())
+        assert facts["config"]["draft_vocab_size"] == 300
+    assert results[0].parameters < results[1].parameters
+    assert ("aligned 2" in read_progress(out / "second, k = 2.0" / PROGRESS)[0]["losses"]) is True
+    assert json.loads((out / RESULTS).read_text()) == json.loads(json.dumps([one.to_dict() for one in results]))
+    table = results_table(results).splitlines()
+    assert [line.split("  ")[0] for line in table[1:3]] == names
+    assert f"{results[0].parameters:,}" in table[1]
+
+    again = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: pytest.fail("it was finished"))
+    assert again == results
+    assert {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")} == files
+
+
+def test_an_interrupted_comparison_continues(verifier_folder, prose, config, tmp_path, monkeypatch):
+    recipe, whole, out = CompareRecipe.load(config), tmp_path / "whole", tmp_path / "out"
+    expected = train_all(recipe, verifier_folder, prose, whole)
+    started, run = [], compare.train_drafter
+
+    def interrupted(*args, **options):
+        started.append(options["resume"])
+        if len(started) == 2:
+            train = drafter_run.train
+
+            def killed(*given, report, **more):
+                def until_three(step):
+                    report(step)
+                    if step.step == 3:
+                        raise KeyboardInterrupt
+
+                return train(*given, report=until_three, **more)
+
+            monkeypatch.setattr(drafter_run, "train", killed)
+        return run(*args, **options)
+
+    monkeypatch.setattr(compare, "train_drafter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_all(recipe, verifier_folder, prose, out, checkpoint_every=2)
+    monkeypatch.undo()
+    begun = []
+    found = train_all(recipe, verifier_folder, prose, out, checkpoint_every=2, begun=lambda *one: begun.append(one))
+    assert begun == [("second, k = 2", 0), ("first", 1), ("second, k = 2", 1)]
+    assert [(one.acceptance, one.tokens) for one in found] == [(one.acceptance, one.tokens) for one in expected]
+
+
+def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_folder, prose):
+    recipe, out = CompareRecipe.load(config), tmp_path / "out"
+    out.mkdir()
+    (out / FACTS).write_text(json.dumps(compare.asdict(recipe)))
+    other = compare.replace(recipe, steps=3)
+    with pytest.raises(TrainingError, match="has a comparison with another steps; give another --out"):
+        train_all(other, verifier_folder, prose, out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("seeds = [0, 1]", "seeds = [0, 0]"), "seeds that are all different"),
+        (("seeds = [0, 1]", "seeds = []"), "a comparison needs runs, and seeds"),
+        (('method = "eagle"', 'method = "absent"'), "unknown drafting method"),
+        (("aligned = 2", "aligned = -2"), "aligned"),
+        (("aligned = 2", "alined = 2"), "unknown key drafter.alined"),
+        (("[runs.first]", '[runs."../first"]'), "cannot be the name of a run's folder"),
+        (("seeds = [0, 1]", "steps = -1"), "steps must be 0 or more"),
+    ],
+)
+def test_damaged_comparisons_are_refused(config, tmp_path, change, message):
+    path = tmp_path / "runs.toml"
+    path.write_text(path.read_text().replace(*change))
+    with pytest.raises(Exception, match=message) as error:
+        CompareRecipe.load(config)
+    assert hasattr(error.value, "hint")
+
+
+def test_some_runs_and_seeds_may_be_chosen(config):
+    recipe = CompareRecipe.load(config)
+    assert list(chosen(recipe, ("first",), (7,)).runs) == ["first"]
+    assert chosen(recipe, (), ()) == recipe
+    with pytest.raises(UsageError, match="the comparison has no run 'third'; its runs are first; second"):
+        chosen(recipe, ("third",), ())
+
+
+@pytest.mark.parametrize("name", ["compare", "compare-tiny", "compare-smollm2"])
+def test_our_comparisons_are_valid(name):
+    assert len(CompareRecipe.load(name).runs) >= 5
+
+
+def test_the_command(verifier_folder, prose, config, tmp_path):
+    options = ["all", "--verifier", str(verifier_folder), "--data", f"prose={prose['prose']}", "--config", config]
+    options += ["--out", str(tmp_path / "out"), "--runs", "first", "--seeds", "3", "--json"]
+    found = CliRunner().invoke(app, options)
+    assert found.exit_code == 0, found.output
+    (result,) = json.loads(found.stdout.splitlines()[-1])
+    assert (result["name"], result["seed"]) == ("first", 3)
+    assert set(result["chain_tokens"]) == {"prose"}

@@ -1,0 +1,215 @@
+"""Several drafters of one verifier under one protocol: the same texts, order, start, vocabulary and number of tokens.
+
+A comparison's folder has the texts, a run's folder for each drafter and seed, and results.json. An interrupted
+comparison continues where it stopped; finished runs are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+import torch
+
+from redraft.errors import TrainingError, UsageError
+from redraft.records import from_plain
+from redraft.train import checkpoint
+from redraft.train.config import read_recipe
+from redraft.train.drafter_config import DrafterRecipe
+from redraft.train.drafter_log import read_progress
+from redraft.train.drafter_run import PROGRESS, TEXTS, train_drafter
+from redraft.train.objectives import find_method
+from redraft.train.progress import ProgressReport
+
+FACTS, RESULTS = "compare.json", "results.json"
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """One drafter of a comparison. drafter: settings of its recipe's table that are not the method's own."""
+
+    method: str
+    drafter: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CompareRecipe:
+    """A comparison.
+
+    schedule: recipe of all runs.   steps: instead of the schedule's; 0 keeps them.   seeds: of every run.
+    drafter:  settings of every run's table.   runs: by name.
+    """
+
+    runs: Mapping[str, RunTable]
+    schedule: str = "features"
+    steps: int = 0
+    seeds: tuple[int, ...] = (0,)
+    drafter: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.runs or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise UsageError("a comparison needs runs, and seeds that are all different")
+        if self.steps < 0:
+            raise UsageError(f"steps must be 0 or more, not {self.steps}")
+        for name in self.runs:
+            if not name or "/" in name or name.startswith("."):
+                raise UsageError(f"{name!r} cannot be the name of a run's folder")
+
+    @classmethod
+    def load(cls, name_or_path: str) -> Self:
+        """Read a TOML recipe. Raises UsageError for an unknown key, method or setting."""
+        values, source = read_recipe(name_or_path)
+        found = from_plain(cls, values, source)
+        for name in found.runs:
+            found.recipe_of(name, found.seeds[0])
+        return found
+
+    def recipe_of(self, name: str, seed: int) -> DrafterRecipe:
+        """Return the recipe of a run."""
+        run = self.runs[name]
+        values, source = read_recipe(self.schedule)
+        table = {**values.get("drafter", {}), **self.drafter, **run.drafter}
+        recipe: DrafterRecipe = find_method(run.method).recipe.from_dict({**values, "drafter": table}, source)
+        if recipe.method != run.method:
+            raise UsageError(f"the schedule {self.schedule} is for {recipe.method}, not {run.method}")
+        return recipe.with_options(self.steps or None, seed)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's figures.
+
+    parameters: trained ones.   tokens, seconds: of its training.
+    acceptance: by kind and depth, the share of drafts whose likeliest token is the verifier's, given the ones before.
+    chain_tokens: by kind, mean tokens of a step with chains of as many drafted tokens: 1 + Σ_d Π_{i ≤ d} acceptance_i.
+    """
+
+    name: str
+    seed: int
+    method: str
+    parameters: int
+    tokens: int
+    seconds: float
+    acceptance: Mapping[str, Sequence[float]]
+    chain_tokens: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return asdict(self)
+
+    @property
+    def mean_tokens(self) -> float:
+        """The mean of `chain_tokens` over kinds."""
+        return fmean(self.chain_tokens.values())
+
+
+def train_all(
+    recipe: CompareRecipe,
+    verifier: Path,
+    sources: Mapping[str, str],
+    out: Path,
+    *,
+    texts: Path | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    checkpoint_every: int = 100,
+    report: ProgressReport | None = None,
+    begun: Callable[[str, int], None] = lambda name, seed: None,
+) -> list[Result]:
+    """Run every run of a comparison that is not finished. Returns the results of all.
+
+    sources, texts: see `train_drafter`.   begun: called with a run's name and seed.
+    Raises TrainingError if the folder has another comparison, and as `train_drafter`.
+    """
+    _check_same(recipe, out)
+    results = []
+    for seed in recipe.seeds:
+        for name, run in recipe.runs.items():
+            folder, own = out / f"{name}.{seed}", recipe.recipe_of(name, seed)
+            if not _finished(folder):
+                begun(name, seed)
+                train_drafter(
+                    run.method, verifier, sources, folder, own, texts=texts, kept=out / TEXTS, device=device,
+                    dtype=dtype, resume=(folder / checkpoint.NAME).exists(), checkpoint_every=checkpoint_every,
+                    report=report,
+                )  # fmt: skip
+            results.append(_result(name, seed, run.method, folder))
+            plain = [one.to_dict() for one in results]
+            (out / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+def _check_same(recipe: CompareRecipe, out: Path) -> None:
+    """Note the comparison in its folder. More runs and seeds may be added; the others must stay as they were."""
+    out.mkdir(parents=True, exist_ok=True)
+    path, now = out / FACTS, json.loads(json.dumps(asdict(recipe)))
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        same = {name: run for name, run in before["runs"].items() if name in now["runs"]}
+        changed = [key for key in ("schedule", "steps", "drafter") if before[key] != now[key]]
+        changed += [f"run {name}" for name, run in same.items() if run != now["runs"][name]]
+        if changed:
+            raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")
+        now["runs"] = {**before["runs"], **now["runs"]}
+    path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+
+
+def _finished(folder: Path) -> bool:
+    lines = read_progress(folder / PROGRESS)
+    return bool(lines) and lines[-1]["step"] == lines[-1]["steps"] and (folder / checkpoint.NAME).exists()
+
+
+def _result(name: str, seed: int, method: str, folder: Path) -> Result:
+    lines, state = read_progress(folder / PROGRESS), checkpoint.load_checkpoint(folder)
+    acceptance = {kind: found["top"] for kind, found in lines[-1]["acceptance"].items()}
+    return Result(
+        name,
+        seed,
+        method,
+        sum(tensor.numel() for tensor in state["objective"].values()),
+        sum(line["tokens"] for line in lines),
+        sum(line["seconds"] for line in lines),
+        acceptance,
+        {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in acceptance.items()},
+    )
+
+
+def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) -> CompareRecipe:
+    """Return the recipe with these runs and seeds alone; none means all. Raises UsageError for an unknown run."""
+    if unknown := [name for name in names if name not in recipe.runs]:
+        raise UsageError(f"the comparison has no run {unknown[0]!r}", f"its runs are {'; '.join(recipe.runs)}")
+    runs = {name: run for name, run in recipe.runs.items() if not names or name in names}
+    return replace(recipe, runs=runs, seeds=tuple(seeds) or recipe.seeds)
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """Return a table of the mean over seeds of every run: size, cost, first token's acceptance, tokens of a step."""
+    by_name: dict[str, list[Result]] = {}
+    for one in results:
+        by_name.setdefault(one.name, []).append(one)
+    kinds = list(results[0].chain_tokens)
+    rows = [("run", "seeds", "parameters", "tokens", "seconds", "first", *kinds, "mean", "least", "most")]
+    for name, runs in by_name.items():
+        means = [one.mean_tokens for one in runs]
+        first = fmean(shares[0] for one in runs for shares in one.acceptance.values())
+        tokens = [f"{fmean(one.chain_tokens[kind] for one in runs):.3f}" for kind in kinds]
+        rows.append((
+            name, str(len(runs)), f"{runs[0].parameters:,}", f"{fmean(one.tokens for one in runs):,.0f}",
+            f"{fmean(one.seconds for one in runs):,.0f}", f"{first:.3f}", *tokens, f"{fmean(means):.3f}",
+            f"{min(means):.3f}", f"{max(means):.3f}",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return "\n".join([
+        *lines, "first: acceptance of the first drafted token. Kinds and mean: tokens a step of drafted chains.",
+        "least, most: of the seeds' means.",
+    ])  # fmt: skip
