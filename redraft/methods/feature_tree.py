@@ -6,7 +6,7 @@ the best of all candidates. What is best depends on `static`:
 
 - False: the joint probability (Li et al. 2024, EAGLE-2, section 4: dynamic trees).
 - True: the ranks of a node and its ancestors alone (EAGLE: static trees), by `methods.chains.DRAWN_LOG_PROB`. So every
-  tree has the same form.
+  drafted tree has the same form. A smaller budget takes its likeliest nodes.
 
 A width of 1 drafts chains.
 

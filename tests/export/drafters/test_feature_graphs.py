@@ -25,7 +25,7 @@ from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.draft_graph import Sampling as DraftSampling
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Outputs
-from redraft.export.drafters.feature_graphs import _Draft, exporter_of
+from redraft.export.drafters.feature_graphs import _Draft, _LevelTree, exporter_of
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.eagle2 import METHOD
 from redraft.methods.feature_tree import FeatureTreeBuild, FeatureTreeShape, draft_inputs, draft_outputs
@@ -511,9 +511,32 @@ def test_a_drafter_of_another_form_is_refused(
     case = replace(Case("linear", "one"), **changes)
     config, identity = case.configuration, Identity.of(little_verifier.checkpoint)
     data = token_data(config)
-    save_drafter(tmp_path / "drafter", METHOD.id, config, identity, random_module(config), data.counts, {})
+    save_drafter(tmp_path / "drafter", "eagle", config, identity, random_module(config), data.counts, {})
     opened = DrafterCheckpoint.open(tmp_path / "drafter")
     with pytest.raises(CheckpointError, match=message):
         exporter_of(METHOD, {"fusion": "linear"}).trained(
             "f", opened, little_verifier.export, identity, tmp_path, case.options
         )
+
+
+def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
+    """Joint log probabilities of -18 and more, whose children have a probability of 1 in float32."""
+    shape = FeatureTreeShape(HIDDEN, VOCABULARY, SIZES["kv_heads"], SIZES["head_dim"], 4, 3, 13, VOCABULARY)
+    sampling = DraftSampling.example(4)
+    tree = _LevelTree(shape, sampling, [], torch.zeros(2, 1, dtype=torch.long))
+    generator = torch.Generator().manual_seed(0)
+    rows = 1
+    for level in range(4):
+        logits = torch.full((2, rows, VOCABULARY), -40.0)
+        best = torch.randint(0, VOCABULARY, (2, rows, 1), generator=generator)
+        logits.scatter_(2, best, 0.0).scatter_(2, (best + 1) % VOCABULARY, -18.0)
+        tree.grow(logits)
+        if level < 3:
+            tree.best()
+            rows = 3
+    _, parents, log_probs = tree.whole()
+    for slot in range(2):
+        for node, parent in enumerate(parents[slot].tolist()):
+            assert parent < node
+            assert node == 0 or log_probs[slot, node] < log_probs[slot, parent]
+    assert int((log_probs < -16).sum()) > 6
