@@ -68,6 +68,11 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
         options: FeatureTreeBuild, progress: Progress = no_progress,
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of `drafter`. Raises CheckpointError if it does not fit the verifier or does not load."""
+        if "fusion" not in drafter.config:
+            raise CheckpointError(
+                f"{drafter.path} is a drafter of {drafter.method}, which {method.id} cannot use",
+                f"leave out method={method.id}",
+            )
         settings = drafter.configure(FeatureConfig)
         expected = _kind(replace(settings, **form))
         if drafter.method != method.id and (found := _kind(settings)) != expected:

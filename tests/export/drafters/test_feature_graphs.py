@@ -540,3 +540,10 @@ def test_a_parent_is_above_its_children_however_sure_the_drafter_is() -> None:
             assert parent < node
             assert node == 0 or log_probs[slot, node] < log_probs[slot, parent]
     assert int((log_probs < -16).sum()) > 6
+
+
+def test_a_drafter_of_another_family_is_refused(little_verifier: Verifier, tmp_path: Path) -> None:
+    identity = Identity.of(little_verifier.checkpoint)
+    drafter = DrafterCheckpoint(tmp_path, "mtp", {"hidden_size": HIDDEN}, identity)
+    with pytest.raises(CheckpointError, match="is a drafter of mtp, which eagle2 cannot use; leave out method=eagle2"):
+        exporter_of(METHOD, {}).trained("f", drafter, little_verifier.export, identity, tmp_path, FeatureTreeBuild())
