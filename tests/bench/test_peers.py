@@ -13,7 +13,7 @@ from tests.runtime.fakes import make_runtime
 from tests.standins import peers
 
 from redraft.bench.peers import command, turns
-from redraft.bench.peers.base import NGRAM, PLAIN, Decoded, PeerError
+from redraft.bench.peers.base import DRAFT, NGRAM, PLAIN, Decoded, PeerError
 from redraft.bench.peers.figures import figures
 from redraft.bench.peers.ours import NAME
 from redraft.bench.peers.table import markdown
@@ -248,3 +248,19 @@ def test_a_missing_checkpoint_is_named(measure: Measure, tmp_path: Path) -> None
     (tmp_path / "checkpoint").rmdir()
     with pytest.raises(UsageError, match="no checkpoint folder"):
         measure()
+
+
+def test_the_same_mode_is_compared_where_both_have_a_second_model() -> None:
+    """Ours takes 1, 2 and 4 seconds, a peer's drafts 2, 6 and 8: 2, 3 and 2 times. Its best mode is another one."""
+    ours = {PLAIN: [turn(9.0)] * 3, DRAFT: [turn(1.0), turn(2.0), turn(4.0)]}
+    theirs = {PLAIN: [turn(3.0)] * 3, DRAFT: [turn(2.0), turn(6.0), turn(8.0)]}
+    results = Results({OURS: ours, THEIRS: theirs}, {})
+    opened = dict.fromkeys((OURS, THEIRS), OPENED)
+    found = figures(results, QUESTIONS, opened)["ratios"]["fp32"]["peer"]
+    assert found["best_mode"] == PLAIN
+    assert found["same_mode"][DRAFT]["all"]["median"] == 2.0
+    assert found["same_mode"][DRAFT]["kinds"]["y"]["median"] == 3.0
+    for modes in (ours, theirs):
+        left = {**results.turns, (OURS if modes is ours else THEIRS): {PLAIN: modes[PLAIN]}}
+        alone = figures(Results(left, {}), QUESTIONS, opened)["ratios"]["fp32"]["peer"]
+        assert alone["same_mode"] == {}
