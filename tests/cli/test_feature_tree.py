@@ -1,0 +1,87 @@
+"""Drafters that predict features by the command line: trained, published, built, used; and drafters that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.little import write_checkpoint
+
+from redraft.cli import main
+
+RECIPE = """
+steps = 3
+batch_tokens = 64
+seq_len = 16
+decay_seq_len = 16
+warmup_steps = 1
+optimizer = "adam"
+lr = 0.003
+held_out_every = 3
+evaluate_every = 3
+
+[self_text]
+rows = 4
+prompt_tokens = 4
+new_tokens = 20
+held_out_rows = 2
+"""
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("family") / "verifier")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command with --json in this process. Returns its object."""
+
+    def command(*words: object) -> dict[str, Any]:
+        assert main.run([*map(str, words), "--json"]) == 0, capsys.readouterr().err
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return command
+
+
+def test_a_drafter_from_training_to_text(verifier: Path, run: Run, tmp_path: Path) -> None:
+    """Two methods use one drafter in one bundle, and a request picks one."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    text = tmp_path / "text.txt"
+    animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
+    text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
+    trained, drafter, engines = tmp_path / "run", tmp_path / "drafter", tmp_path / "engines"
+    options = ("--data", f"prose={text}", "--config", tmp_path / "recipe.toml", "--threads", "1")
+    assert run("train", "eagle", "--verifier", verifier, "--out", trained, *options)["steps_run"] == 3
+    run("train", "publish", trained, "--out", drafter)
+    both = ("--drafter", f"{drafter},precision=fp32", "--drafter", f"eagle2={drafter},method=eagle2,precision=fp32")
+    built = run("build", verifier, "-o", engines, *both, "--skip-check")["drafters"]
+    assert built["eagle"]["summary"] == "4 steps, static trees 3 wide of 12 nodes"
+    assert built["eagle2"]["summary"] == "4 steps, trees 3 wide of 12 nodes"
+    ways = ("none", "eagle", "eagle2", "ngram+eagle2")
+    for temperature in (0, 1):
+        sampled = ("--temperature", temperature, "--seed", 3, "--max-new-tokens", 24, "--ignore-eos", "--threads", "1")
+        texts = {
+            way: run("generate", "--engines", engines, "--prompt", "abc", "--method", way, "--no-verify", *sampled)
+            for way in ways
+        }
+        assert len({str(found["token_ids"]) for found in texts.values()}) == 1
+        assert texts["eagle2"]["metrics"]["num_spec_steps"] > 0
+
+
+def test_drafters_that_do_not_fit(verifier: Path, refused: Callable[..., str], tmp_path: Path) -> None:
+    def line(drafter: str) -> str:
+        return refused("build", verifier, "-o", tmp_path / "out", "--drafter", drafter, "--skip-check", status=1)
+
+    def usage(drafter: str) -> str:
+        return refused("build", verifier, "-o", tmp_path / "out", "--drafter", drafter, "--skip-check", status=2)
+
+    assert "is not a drafter: config.json cannot be read" in line(f"eagle3={tmp_path}")
+    assert "width must be a number from 1 to 10, not 11" in usage("e=random,method=griffin,width=11")
+    assert "a tree of 10 levels of 10 nodes computes 90 rows" in usage("e=random,method=hass,width=10,steps=10")
+    assert "nodes must be a positive number, not 0" in usage("e=random,method=fspad,nodes=0")
