@@ -127,7 +127,8 @@ def train_all(
     sources, texts: see `train_drafter`.   begun: called with a run's name and seed.
     Raises TrainingError if the folder has another comparison, and as `train_drafter`.
     """
-    _check_same(recipe, out)
+    given = {"verifier": str(verifier), "data": dict(sources), "texts": texts and str(texts)}
+    _check_same(recipe, out, given)
     results = []
     for seed in recipe.seeds:
         for name, run in recipe.runs.items():
@@ -145,14 +146,19 @@ def train_all(
     return results
 
 
-def _check_same(recipe: CompareRecipe, out: Path) -> None:
-    """Note the comparison in its folder. More runs and seeds may be added; the others must stay as they were."""
+def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> None:
+    """Note the comparison in its folder. More runs and seeds may be added; the others must stay as they were.
+
+    given: verifier and texts, as the caller named them.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    path, now = out / FACTS, json.loads(json.dumps(asdict(recipe)))
+    path, now = out / FACTS, json.loads(json.dumps({**asdict(recipe), **given}))
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         same = {name: run for name, run in before["runs"].items() if name in now["runs"]}
-        changed = [key for key in ("schedule", "steps", "drafter") if before[key] != now[key]]
+        changed = [
+            key for key in ("verifier", "data", "texts", "schedule", "steps", "drafter") if before.get(key) != now[key]
+        ]
         changed += [f"run {name}" for name, run in same.items() if run != now["runs"][name]]
         if changed:
             raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")

@@ -129,10 +129,15 @@ def test_an_interrupted_comparison_continues(verifier_folder, prose, config, tmp
 def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_folder, prose):
     recipe, out = CompareRecipe.load(config), tmp_path / "out"
     out.mkdir()
-    (out / FACTS).write_text(json.dumps(compare.asdict(recipe)))
+    facts = compare.asdict(recipe) | {"verifier": str(verifier_folder), "data": prose, "texts": None}
+    (out / FACTS).write_text(json.dumps(facts))
     other = compare.replace(recipe, steps=3)
     with pytest.raises(TrainingError, match="has a comparison with another steps; give another --out"):
         train_all(other, verifier_folder, prose, out)
+    with pytest.raises(TrainingError, match="has a comparison with another verifier"):
+        train_all(recipe, tmp_path / "other", prose, out)
+    with pytest.raises(TrainingError, match="has a comparison with another data"):
+        train_all(recipe, verifier_folder, {}, out)
 
 
 @pytest.mark.parametrize(
