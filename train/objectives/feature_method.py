@@ -21,7 +21,7 @@ from redraft.train.draft_columns import DraftColumns
 from redraft.train.drafter_config import DrafterRecipe, LayerTable
 from redraft.train.fitted_projections import fit_projections
 from redraft.train.method import Method
-from redraft.train.objectives.feature_drafter import FeatureLoss, FeatureObjective, LossSettings, hidden_states_of
+from redraft.train.objectives.feature_drafter import FeatureObjective, LossSettings, hidden_states_of
 from redraft.train.states import TOP_LOGITS
 from redraft.train.verifier_model import VerifierModel
 
@@ -29,25 +29,13 @@ HiddenStates = Callable[[int], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class FeatureTable(LayerTable):
-    """Shape and loss: see LossSettings and FeatureConfig. An empty fusion or outputs is the method's own.
+class FeatureTable(LossSettings, LayerTable):
+    """Shape and loss: the fields of both, and of FeatureConfig. An empty fusion or outputs is the method's own.
 
     init: `features` begins with the products of the verifier's last layer, outputs that add nothing to their inputs,
           and a projection fitted to the next feature.
     """
 
-    passes: int = 1
-    step_weight: float = 1.0
-    detach: bool = False
-    feature_loss: FeatureLoss = "smooth_l1"
-    features: float = 1.0
-    soft: float = 0.1
-    hard: float = 0.0
-    greedy: float = 0.0
-    top: int = 0
-    top_weight: float = 0.0
-    aligned: int = 0
-    noise: float = 0.0
     fusion_size: int = 0
     fusion: Literal["", Fusion] = ""
     outputs: Literal["", Outputs] = ""
