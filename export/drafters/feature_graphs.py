@@ -28,7 +28,7 @@ from redraft.export.drafters.draft_graph import (
 )
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.layer import verifier_sizes
+from redraft.export.drafters.layer import with_sizes
 from redraft.export.sources import AnySource
 from redraft.export.verifier import VerifierExport
 from redraft.export.weight_files import Progress, no_progress
@@ -46,15 +46,6 @@ _CERTAIN, _LESS = -(2.0**-20), 1 + 2.0**-22
 parent's, however sure the drafter is."""
 _NOT_FIRST = -1e4
 """Log probability of drawn candidates after the first, of which no tree has any."""
-
-
-def configuration_of(verifier: Any, vocabulary: int, **own: Any) -> FeatureConfig:
-    """Return a drafter's configuration: the sizes of a verifier of this transformers configuration, and `own`.
-
-    A size of 0 in `own` is the verifier's.
-    """
-    sizes = verifier_sizes(verifier, vocabulary)
-    return FeatureConfig(**{**sizes, **{name: value or sizes.get(name, value) for name, value in own.items()}})
 
 
 def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], static: bool = False) -> Exporter:
@@ -90,9 +81,8 @@ def exporter_of(method: Method[FeatureTreeShape], form: Mapping[str, Any], stati
         progress: Progress = no_progress,
     ) -> ExportedDrafter:  # fmt: skip
         """Write the graph of a drafter with random weights for a verifier of this transformers configuration."""
-        settings = configuration_of(
-            configuration, verifier.shape.vocabulary, hidden_states=method.hidden_states, **form
-        )
+        vocabulary, states = verifier.shape.vocabulary, method.hidden_states
+        settings = with_sizes(FeatureConfig, configuration, vocabulary, hidden_states=states, **form)
         module = empty_module(lambda: FeatureDrafter(settings), verifier.shape.dtype)
         source = random_source(name, module, drafter_precision(options.precision, verifier), out)
         tokens = TokenData(torch.ones(verifier.shape.vocabulary, dtype=torch.long))

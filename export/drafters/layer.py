@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,18 @@ def verifier_sizes(verifier: Any, vocab_size: int) -> dict[str, Any]:
         rms_norm_eps=support.norm_eps(verifier),
         logit_scale=support.logit_scale(verifier),
     )
+
+
+L = TypeVar("L", bound=LayerConfig)
+
+
+def with_sizes(cls: type[L], verifier: Any, vocab_size: int, **own: Any) -> L:
+    """Return a drafter's configuration: the sizes of a verifier of this transformers configuration, and `own`.
+
+    A size of 0 in `own` is the verifier's.
+    """
+    sizes = verifier_sizes(verifier, vocab_size)
+    return cls(**{**sizes, **{name: value or sizes.get(name, value) for name, value in own.items()}})
 
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm", "self_attn.": "", "mlp.": ""}

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from redraft.errors import CheckpointError
-from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, verifier_sizes
+from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows, with_sizes
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,8 @@ class LyannaConfig(LayerConfig):
 
 
 def configuration_of(verifier: Any, vocab_size: int, **own: Any) -> LyannaConfig:
-    """Return a drafter's configuration: the sizes of a verifier of this transformers configuration, and `own`.
-
-    A size of 0 in `own` is the verifier's.
-    """
-    sizes = verifier_sizes(verifier, vocab_size)
-    return LyannaConfig(**{**sizes, **{name: value or sizes.get(name, value) for name, value in own.items()}})
+    """Return a drafter's configuration: see `with_sizes`."""
+    return with_sizes(LyannaConfig, verifier, vocab_size, **own)
 
 
 class TokenInfo(nn.Module):

@@ -12,8 +12,7 @@ from torch import nn
 
 from redraft.errors import UsageError
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Outputs
-from redraft.export.drafters.feature_graphs import configuration_of
-from redraft.export.drafters.layer import renamed
+from redraft.export.drafters.layer import renamed, with_sizes
 from redraft.methods.base import Method as Specification
 from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.batches import Batch
@@ -79,8 +78,9 @@ def method_of(
     def configure(recipe: Any, verifier: VerifierModel) -> FeatureConfig:
         """Return the drafter's configuration. Sizes of 0 in the recipe become the verifier's."""
         table = recipe.drafter
-        return configuration_of(
-            verifier.config, verifier.vocab_size, intermediate_size=table.intermediate_size, heads=table.heads,
+        return with_sizes(
+            FeatureConfig, verifier.config, verifier.vocab_size,
+            intermediate_size=table.intermediate_size, heads=table.heads,
             kv_heads=table.kv_heads, head_dim=table.head_dim, fusion_size=table.fusion_size,
             draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers),
             **{**form, **{name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}},
