@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,19 @@ from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.records import from_plain
+from redraft.train.batches import Batch, Plan
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import DrafterLog
 from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
+from redraft.train.kept_states import KeptStates
 from redraft.train.loop import train
-from redraft.train.method import Method, Start
+from redraft.train.method import DrafterObjective, Method, Start
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
 from redraft.train.run import DATA, refuse_run
-from redraft.train.verifier_model import check_device, open_verifier
+from redraft.train.states import States
+from redraft.train.verifier_model import autocast_of, check_device, open_verifier
 
 RUN = "run.json"
 TEXTS = "texts"
@@ -120,8 +123,8 @@ def train_drafter(
     """Train, or continue training, in the run folder `out`. Returns the number of steps run now.
 
     sources: documents by kind.   texts: a folder of `redraft train text`, instead of documents.
-    kept:    a folder for the texts that the verifier writes, which runs with equal `self_text` may share; by default
-             they are in the run's own.
+    kept:    a folder for the texts that the verifier writes and its states of the documents, which runs with equal
+             `self_text` may share; by default texts are in the run's own, and states are computed at every step.
     dtype:   of the verifier and of products; see `open_verifier`.
     Texts are written first. A run that was interrupted at its start uses its texts again. Raises UsageError, DataError,
     CheckpointError, UnsupportedModelError or TrainingError, each naming the problem.
@@ -152,6 +155,8 @@ def train_drafter(
     torch.manual_seed(recipe.seed)
     objective = method.objective(found.model, config, recipe, vocabulary, compile_graph)
     recipe = recipe.for_epoch(material.batches)
+    if kept is not None and texts is None:
+        plan = _with_states(plan, kept, recipe.seed, facts, objective, method.hidden_states(config))
     if start and not resume:
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
         start(objective.drafter, found, batches)
@@ -163,6 +168,20 @@ def train_drafter(
     )  # fmt: skip
     log.finish(recipe.steps)
     return ran
+
+
+def _with_states(
+    plan: Plan, kept: Path, seed: int, facts: RunFacts, objective: DrafterObjective, hidden_states: Sequence[str]
+) -> KeptStates:
+    """Return the plan's batches with the verifier's states, kept in a folder of this order and these hidden states."""
+    verifier = objective.verifier
+
+    def compute(batch: Batch) -> States:
+        with autocast_of(verifier):
+            return objective.states(batch.to(verifier.device))
+
+    about = {"verifier": asdict(facts.verifier), "products": str(verifier.dtype), "documents": facts.data}
+    return KeptStates(plan, kept / f"states.{seed}.{'-'.join(hidden_states)}", about, hidden_states, compute)
 
 
 def _start(method: Method, recipe: DrafterRecipe) -> Start | None:

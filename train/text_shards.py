@@ -98,6 +98,10 @@ class Shards:
         self._shards.mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(self._shards).free > bytes_needed + _SPARE_BYTES
 
+    def get(self, index: int) -> Shard | None:
+        """Return a shard, None if it is not written."""
+        return Shard(self._path(index)) if index in self else None
+
     def add(self, index: int, arrays: Arrays) -> None:
         """Write a shard."""
         target = self._path(index)

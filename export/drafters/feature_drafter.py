@@ -12,7 +12,9 @@ fusion      `linear`        W [F ; E(x)] + b. EAGLE; HASS.
             `gated`         linear + D (σ(G E(x)) ⊙ U F): the token selects from the feature in a wide space. FSPAD (Gui
                             et al. 2024, arXiv 2408.15562), whose text names no formula.
             `token_guided`  h = W [F ; E(x)] + b, z = U [N(h) ; N(E(x))] + b', D σ(z) + b'' + h. GRIFFIN (Hu et al.),
-                            equations 5 to 7.
+                            equations 5 to 7. `guides` names the inputs of U; without h among them, the last sum
+                            has no h either.
+            `token_guided_narrow`  D [N(h) ; N(E(x))] + b'' + h: without U and σ (table 6, ablation 1).
             `attention`     no fusion: the layer's attention reads [N(E(x)) ; N(F)], and F is its residual. EAGLE-3
                             (Li et al. 2025), section 3.1.
 outputs     `one`           P = R, the layer's output. EAGLE; HASS.
@@ -39,7 +41,8 @@ from redraft.errors import CheckpointError
 from redraft.export.drafters.layer import Attend, DrafterLayer, Keep, LayerConfig, all_rows
 from redraft.names import LAST_HIDDEN_STATE
 
-Fusion = Literal["linear", "gated", "token_guided", "attention"]
+Fusion = Literal["linear", "gated", "token_guided", "token_guided_narrow", "attention"]
+Guide = Literal["fused", "token", "feature"]
 Outputs = Literal["one", "two", "normed", "normed_back"]
 
 
@@ -48,6 +51,7 @@ class FeatureConfig(LayerConfig):
     """Configuration of a drafter: the layer's shape, and the choices of this module's documentation.
 
     fusion_size:   width of a fusion's wide space; 0 is the layer's `intermediate_size`.
+    guides:        inputs of a token-guided fusion's wide space: h, E(x) or F, each with its norm.
     hidden_states: the verifier's hidden states of a feature.
     feature_norms, joint_norm: a norm of each hidden state, and one of all together, before the product.
     own_head:      True if the head is the drafter's, not rows of the verifier's.
@@ -58,6 +62,7 @@ class FeatureConfig(LayerConfig):
     outputs: Outputs = "one"
     input_norm: bool = True
     fusion_size: int = 0
+    guides: tuple[Guide, ...] = ("fused", "token")
     hidden_states: tuple[str, ...] = (LAST_HIDDEN_STATE,)
     feature_norms: bool = False
     joint_norm: bool = False
@@ -70,6 +75,8 @@ class FeatureConfig(LayerConfig):
             if getattr(self, name) not in get_args(kinds):
                 known = ", ".join(get_args(kinds))
                 raise CheckpointError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
+        if not self.guides or not set(self.guides) <= set(get_args(Guide)):
+            raise CheckpointError(f"guides must be some of {', '.join(get_args(Guide))}, not {self.guides}")
         if not self.hidden_states or len(set(self.hidden_states)) < len(self.hidden_states):
             raise CheckpointError(f"hidden_states must be different names, at least one, not {self.hidden_states}")
         if self.fusion_size < 0:
@@ -175,15 +182,20 @@ class _TokenGuided(_Linear):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__(config)
         n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
-        self.fused_norm = _norm(config)
-        self.embedding_norm = _norm(config)
-        self.up = nn.Linear(2 * n, wide)
-        self.down = nn.Linear(wide, n)
+        self.guides = config.guides
+        self.norms = nn.ModuleDict({name: _norm(config) for name in dict.fromkeys(self.guides)})
+        read = n * len(self.guides)
+        narrow = config.fusion == "token_guided_narrow"
+        self.up = None if narrow else nn.Linear(read, wide)
+        self.down = nn.Linear(read if narrow else wide, n)
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
-        first, _ = super().forward(rows, embeddings)
-        z = self.up(torch.cat([self.fused_norm(first), self.embedding_norm(embeddings)], dim=-1))
-        fused = self.down(F.silu(z)) + first
+        inputs = {"feature": rows, "token": embeddings}
+        if "fused" in self.guides:
+            inputs["fused"], _ = super().forward(rows, embeddings)
+        z = torch.cat([self.norms[name](inputs[name]) for name in self.guides], dim=-1)
+        fused = self.down(z if self.up is None else F.silu(self.up(z)))
+        fused = fused + inputs["fused"] if "fused" in inputs else fused
         return fused, fused
 
 
@@ -199,4 +211,7 @@ class _Beside(nn.Module):
         return torch.cat([self.embedding_norm(embeddings), normed], dim=-1), normed if self.normed_residual else rows
 
 
-_FUSIONS = {"linear": _Linear, "gated": _Gated, "token_guided": _TokenGuided, "attention": _Beside}
+_FUSIONS = {
+    "linear": _Linear, "gated": _Gated, "token_guided": _TokenGuided, "token_guided_narrow": _TokenGuided,
+    "attention": _Beside,
+}  # fmt: skip

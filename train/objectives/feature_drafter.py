@@ -146,8 +146,8 @@ class FeatureObjective(Distillation):
     def _passes(self, batch: Batch, states: States, passes: int, noise: float) -> Iterator[Predicted]:
         """Yield the outputs of every pass of every draft, [B, S, n] each."""
         embed, starts = self.verifier.get_input_embeddings(), batch.starts.clamp(min=0)
-        features = torch.cat([states.hidden[name] for name in self.drafter.config.hidden_states], dim=-1)
-        features = features.to(embed.weight.dtype)
+        kept = (states.hidden[name].to(embed.weight.dtype) for name in self.drafter.config.hidden_states)
+        features = torch.cat(list(kept), dim=-1)
         if noise:
             features = features + (torch.rand_like(features) * 2 - 1) * noise
         attend = ChainAttention(self.drafter.config, starts)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from redraft.errors import UsageError
-from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Outputs
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
 from redraft.export.drafters.layer import renamed, with_sizes
 from redraft.methods.base import Method as Specification
 from redraft.names import LAST_HIDDEN_STATE
@@ -38,6 +38,7 @@ class FeatureTable(LossSettings, LayerTable):
     fusion_size: int = 0
     fusion: Literal["", Fusion] = ""
     outputs: Literal["", Outputs] = ""
+    guides: tuple[Guide, ...] = ("fused", "token")
 
     def __post_init__(self) -> None:
         if not 1 <= self.passes <= 16:
@@ -82,7 +83,7 @@ def method_of(
             FeatureConfig, verifier.config, verifier.vocab_size,
             intermediate_size=table.intermediate_size, heads=table.heads,
             kv_heads=table.kv_heads, head_dim=table.head_dim, fusion_size=table.fusion_size,
-            draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers),
+            guides=table.guides, draft_vocab_size=table.draft_vocabulary, hidden_states=hidden_states(verifier.layers),
             **{**form, **{name: value for name in ("fusion", "outputs") if (value := getattr(table, name))}},
         )  # fmt: skip
 
