@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import pstdev
 from typing import Any
 
-from redraft.errors import UsageError
+from redraft.bench.plots import figure, saved
 from redraft.runtime import Runtime, SamplingParams, SpeculationParams
 from redraft.runtime.tree import depths_of
 
@@ -38,7 +38,7 @@ def steps_of(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, ho
 
 def draw_throughput(result: Mapping[str, Any], title: str, folder: Path) -> list[Path]:
     """Draw Figure 1: mean tokens a second of each controller, with the deviation over the first lengths."""
-    figure, axes = _figure(7, 4)
+    drawn, axes = figure(7, 4)
     names = list(result["controllers"])
     rates = [[one["tokens_per_second"] for one in result["controllers"][name]["lengths"].values()] for name in names]
     means = [sum(each) / len(each) for each in rates]
@@ -47,12 +47,12 @@ def draw_throughput(result: Mapping[str, Any], title: str, folder: Path) -> list
     axes.set(ylabel="tokens a second", title=title, ylim=(0, None))
     axes.tick_params(axis="x", labelrotation=20)
     axes.legend()
-    return _saved(figure, folder, "throughput")
+    return saved(drawn, folder, "throughput")
 
 
 def draw_steps(steps: Mapping[str, Sequence[Step]], title: str, folder: Path) -> list[Path]:
     """Draw Figure 2a: accepted tokens at each step of one text. One row a controller, with the draft's length."""
-    figure, rows = _figure(9, 1.2 + 1.6 * len(steps), len(steps))
+    drawn, rows = figure(9, 1.2 + 1.6 * len(steps), len(steps))
     for axes, (name, each) in zip(rows if len(steps) > 1 else [rows], steps.items(), strict=True):
         numbers = range(1, len(each) + 1)
         axes.bar(numbers, [step.accepted for step in each], width=1.0, color="#80b1d3", label="accepted")
@@ -60,40 +60,7 @@ def draw_steps(steps: Mapping[str, Sequence[Step]], title: str, folder: Path) ->
         axes.set(ylabel="tokens", ylim=(0, None))
         axes.set_title(name, fontsize=9, loc="left")
         axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.axes[0].legend(fontsize=8, ncols=2)
-    figure.axes[-1].set_xlabel("step")
-    figure.suptitle(title)
-    return _saved(figure, folder, "steps")
-
-
-def check_plots() -> None:
-    """Raise UsageError if plots cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("plots need matplotlib", "install redraft[bench], or leave --plots out") from None
-
-
-def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, figsize=(width, height), layout="constrained")
-
-
-def _saved(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and as SVG. Raises UsageError if that fails."""
-    from matplotlib import pyplot
-
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise UsageError(f"cannot write plots to {folder}: {error.strerror}", "give another folder") from None
-    finally:
-        pyplot.close(figure)
-    return paths
+    drawn.axes[0].legend(fontsize=8, ncols=2)
+    drawn.axes[-1].set_xlabel("step")
+    drawn.suptitle(title)
+    return saved(drawn, folder, "steps")

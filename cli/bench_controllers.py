@@ -23,8 +23,8 @@ def parse_ways(controllers: str | None, lengths: str | None, plots: Path | None,
     for options that do not go together.
     """
     from redraft.bench.command import sizes
-    from redraft.bench.controller_plots import check_plots
     from redraft.bench.controllers import PAPER_LENGTHS, ways_of
+    from redraft.bench.plots import check_plots
     from redraft.runtime.controllers import split_controllers
 
     if controllers is None:

@@ -30,13 +30,17 @@ class LinearLoss:
 
 @dataclass(frozen=True)
 class Alignment:
-    """A row counts only if the column `truth` [M] is among its `k` largest logits. No row with truth -1 does."""
+    """A row is aligned if the column `truth` [M] is among its `k` largest logits. No row with truth -1 is.
+
+    alone: True if only aligned rows count.
+    """
 
     truth: torch.Tensor
     k: int
+    alone: bool = True
 
     def of(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return which of these rows count, bool [R], by their logits [R, H]."""
+        """Return which of these rows are aligned, bool [R], by their logits [R, H]."""
         truth = self.truth[rows]
         found = logits.gather(1, truth.clamp(min=0)[:, None])
         return (truth >= 0) & ((logits > found).sum(-1) < self.k)
@@ -77,6 +81,7 @@ class _LinearLoss(torch.autograd.Function):
             counted, of_rows = weights[rows], totals[rows]
             if alignment is not None:
                 aligned[rows] = alignment.of(logits, rows)
+            if alignment is not None and alignment.alone:
                 counted, of_rows = counted * aligned[rows, None], of_rows * aligned[rows]
             log_probs = F.log_softmax(logits, -1)
             log_sum[rows] = logits[:, 0] - log_probs[:, 0]
@@ -87,7 +92,8 @@ class _LinearLoss(torch.autograd.Function):
                 if own is not None:
                     own.add(rows, gradient)
         ctx.save_for_backward(gradients, *(() if own is None else own.gradients()))
-        loss = (totals * log_sum - (weights * chosen).sum(-1))[aligned].sum()
+        of_rows = totals * log_sum - (weights * chosen).sum(-1)
+        loss = (of_rows[aligned] if alignment is not None and alignment.alone else of_rows).sum()
         ctx.mark_non_differentiable(log_sum, chosen, largest, aligned)
         return loss, log_sum, chosen, largest, aligned
 

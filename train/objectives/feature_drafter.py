@@ -47,7 +47,8 @@ class LossSettings:
     soft, hard, greedy: weights of the CE with the verifier's distribution, with the text's token, and with the
               verifier's likeliest token.
     top, top_weight: number and weight of the verifier's likeliest tokens that count once more (HASS).
-    aligned:  k of GRIFFIN's masks; 0 counts all tokens.
+    aligned:  k of GRIFFIN's masks; 0 counts all tokens.   own_mask: True if a pass drops tokens by its own mask too
+              (equation 3), False if only by those of the passes before, as its authors' program does.
     noise:    features get a uniform number from -noise to noise each.
     """
 
@@ -62,6 +63,7 @@ class LossSettings:
     top: int = 0
     top_weight: float = 0.0
     aligned: int = 0
+    own_mask: bool = True
     noise: float = 0.0
 
 
@@ -118,8 +120,9 @@ class FeatureObjective(Distillation):
             counts = counts & real
             found, shares = self._tokens(batch, states, predicted.token, places, counts)
             aligned = found.aligned
-            total = aligned.sum().clamp(min=1)
-            distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[aligned]
+            counted = aligned if settings.own_mask else torch.ones_like(aligned)
+            total = counted.sum().clamp(min=1)
+            distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[counted]
             losses.append((found.loss + settings.features * distance.sum()) / total)
             ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
             hits = (found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)
@@ -186,7 +189,7 @@ class FeatureObjective(Distillation):
             columns = torch.cat([columns, truth[:, None]], dim=1)
             targets = torch.cat([targets, settings.hard * (truth >= 0)[:, None]], dim=1)
             shares = F.pad(shares, (0, 1))
-        alignment = Alignment(truth, settings.aligned) if settings.aligned else None
+        alignment = Alignment(truth, settings.aligned, settings.own_mask) if settings.aligned else None
         found = linear_cross_entropy(
             self.scaled(hidden[counts]), self.head, None, None, columns.clamp(min=0), targets, alignment
         )
