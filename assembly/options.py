@@ -11,14 +11,15 @@ from redraft.config import RANDOM, BuildConfig, DrafterBuild
 from redraft.errors import UsageError
 from redraft.methods import built_methods, find_method
 
-NO_DRAFTER = "none"
+NO_DRAFTER, ALL_DRAFTERS = "none", "all"
 DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 
 
 def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
     """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
-    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone. An option overrides a recipe's settings for
+    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone, or `all`, which means every drafter that the
+    recipe has a folder for, those too that are not built by default. An option overrides a recipe's settings for
     the same id. Raises UsageError.
     """
     if not drafters:
@@ -27,7 +28,9 @@ def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[Draft
         if len(drafters) > 1:
             raise UsageError("--drafter none cannot be used with other --drafter options", "give only one of them")
         return ()
-    chosen = tuple(parse_drafter(text, config.drafters) for text in drafters)
+    every = [drafter.id for drafter in config.drafters if drafter.source is not None]
+    named = [text for option in drafters for text in (every if option == ALL_DRAFTERS else [option])]
+    chosen = tuple(parse_drafter(text, config.drafters) for text in named)
     return replace(config, drafters=chosen).drafters
 
 
@@ -68,13 +71,14 @@ def option_flag(name: str) -> str:
 
 
 def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
-    """Return the recipe's drafters, with random weights if the verifier's are random.
+    """Return the drafters that the recipe builds by default, with random weights if the verifier's are random.
 
     A recipe may have settings without a folder, which the user gives later.
     """
+    drafters = [drafter for drafter in recipe.drafters if not drafter.extra]
     if recipe.random_weights:
-        return tuple(replace(drafter, source=RANDOM) for drafter in recipe.drafters)
-    return tuple(drafter for drafter in recipe.drafters if drafter.source is not None)
+        return tuple(replace(drafter, source=RANDOM) for drafter in drafters)
+    return tuple(drafter for drafter in drafters if drafter.source is not None)
 
 
 def _method_of(text: str, source: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
+from redraft.cli.bench_report import drafting_methods, parse_report, write_report
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
@@ -65,7 +67,8 @@ def bench(
         str | None,
         typer.Option(
             help="Methods to compare, separated by commas; by default ngram, the bundle's default method and "
-            "`inexact`. `inexact` is plain decoding with --inexact, by a second set of engines."
+            "`inexact`. `inexact` is plain decoding with --inexact, by a second set of engines. `all` is ngram "
+            "and every drafter of the bundle."
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts of each kind.")] = None,
@@ -97,6 +100,18 @@ def bench(
     plots: Annotated[
         Path | None, typer.Option(help="With --controllers: a folder for the plots, as PNG and SVG.")
     ] = None,
+    report_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="Write a report into this folder: one HTML page, its figures as JSON, its plots as PNG and SVG. It "
+            "measures temperatures 0 and 1; by default all methods.",
+        ),
+    ] = None,
+    trained: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --report: a folder of `redraft train all`, whose comparison the page has too."),
+    ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
@@ -119,12 +134,15 @@ def bench(
     size, forced = parse_budget(budget, *listed), parse_acceptance(synthetic_acceptance, *listed)
 
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
+    sampled = any(each is not None for each in (temperature, sampling, forced))
+    comparisons = parse_report(report_to, trained, sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.controllers import speculations
     from redraft.bench.prompts import load_prompts
     from redraft.bench.summary import summarise
     from redraft.cli.opening import open_runtime
+    from redraft.engines.manifest import load_manifest
     from redraft.runtime import SpeculationParams
 
     SpeculationParams(budget=size, controller=controller)  # refuses an invalid controller before engines are opened
@@ -144,7 +162,8 @@ def bench(
                 )
             )
             settings = Settings(sampling_params(runtime, sampling, **given), size, forced, chat, system, controller)
-            chosen = listed or default_methods(runtime, engines)
+            chosen = drafting_methods(listed or (["all"] if report_to else []), runtime, load_manifest(engines))
+            chosen = chosen or default_methods(runtime, engines)
             if ways:
                 settings = replace(settings, ways=speculations(ways, method_of(runtime, listed), size))
                 chosen = list(settings.ways)
@@ -152,8 +171,16 @@ def bench(
             if INEXACT in chosen:
                 _check_inexact(runtime, engines)
                 fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
-            runs = compare(runtime, loaded, chosen, settings, report, fast)
             result = conditions(runtime, settings, engines, threads)
+            if report_to:
+                finder = partial(margin_finder, runtime)
+                result = write_report(
+                    runtime, load_manifest(engines), loaded, chosen, settings, result, comparisons, report_to, finder,
+                    report,
+                )  # fmt: skip
+                print_json(result) if as_json else print_paths(result["files"])
+                return
+            runs = compare(runtime, loaded, chosen, settings, report, fast)
             if ways:
                 result |= compare_controllers(runtime, runs, settings, ways, result, plots)
             else:
@@ -225,6 +252,12 @@ def margin_finder(runtime: Runtime, settings: Settings) -> Callable[[Run, int], 
         return again.logit_margins[token] if again.logit_margins and token < len(again.logit_margins) else None
 
     return margin_of
+
+
+def print_paths(paths: list[str]) -> None:
+    """Print the files that were written, one a line."""
+    for path in paths:
+        typer.echo(path)
 
 
 def print_table(result: dict[str, Any]) -> None:

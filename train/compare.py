@@ -39,11 +39,22 @@ class RunTable:
 
 
 @dataclass(frozen=True)
+class ReportTable:
+    """A table of a comparison's report: its runs, of which the first is the one to compare with.
+
+    curve: True if the runs differ in a number that grows by one, so that a picture shows them as a line.
+    """
+
+    runs: tuple[str, ...]
+    curve: bool = False
+
+
+@dataclass(frozen=True)
 class CompareRecipe:
     """A comparison.
 
     schedule: recipe of all runs.   steps: instead of the schedule's; 0 keeps them.   seeds: of every run.
-    drafter:  settings of every run's table.   runs: by name.
+    drafter:  settings of every run's table.   runs: by name.   tables: of a report, by title.
     """
 
     runs: Mapping[str, RunTable]
@@ -51,8 +62,12 @@ class CompareRecipe:
     steps: int = 0
     seeds: tuple[int, ...] = (0,)
     drafter: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, ReportTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for title, table in self.tables.items():
+            if missing := [name for name in table.runs if name not in self.runs]:
+                raise UsageError(f"the table {title!r} names a run that the comparison does not have: {missing[0]!r}")
         if not self.runs or not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UsageError("a comparison needs runs, and seeds that are all different")
         if self.steps < 0:
@@ -163,6 +178,7 @@ def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> N
         if changed:
             raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")
         now["runs"] = {**before["runs"], **now["runs"]}
+        now["tables"] = now["tables"] or before.get("tables", {})
     path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
 
 
@@ -191,7 +207,7 @@ def chosen(recipe: CompareRecipe, names: Sequence[str], seeds: Sequence[int]) ->
     if unknown := [name for name in names if name not in recipe.runs]:
         raise UsageError(f"the comparison has no run {unknown[0]!r}", f"its runs are {'; '.join(recipe.runs)}")
     runs = {name: run for name, run in recipe.runs.items() if not names or name in names}
-    return replace(recipe, runs=runs, seeds=tuple(seeds) or recipe.seeds)
+    return replace(recipe, runs=runs, seeds=tuple(seeds) or recipe.seeds, tables={} if names else recipe.tables)
 
 
 def results_table(results: Sequence[Result]) -> str:

@@ -101,7 +101,7 @@ def _drafters(tables: Any, path: Path) -> tuple[DrafterBuild, ...]:
 
 def _drafter(name: str, options: dict[str, Any], path: Path) -> DrafterBuild:
     where = f"{path}: build.drafters.{name}"
-    own = {key: options.pop(key) for key in ("source", "method") if key in options}
+    own = {key: options.pop(key) for key in ("source", "method", "extra") if key in options}
     drafter = from_plain(DrafterBuild, {"id": name, "options": options, **own}, where)
     if drafter.method is not None:  # else the folder names it
         find_method(drafter.method).parse_build(options, where)

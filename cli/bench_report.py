@@ -1,0 +1,91 @@
+"""The part of `redraft bench` that writes a report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redraft.errors import UsageError
+
+if TYPE_CHECKING:
+    from redraft.bench.compare import Run, Settings
+    from redraft.bench.prompts import Prompt
+    from redraft.engines.manifest import Manifest
+    from redraft.runtime import Runtime
+
+
+def parse_report(folder: Path | None, trained: list[Path] | None, contradicting: object) -> list[dict[str, Any]]:
+    """Return the comparisons that `--trained` names, before anything is measured.
+
+    contradicting: any option that a report cannot have. Raises UsageError for options that do not go together, for
+    missing libraries, and for a folder that cannot be written.
+    """
+    if folder is None:
+        if trained:
+            raise UsageError("--trained belongs to --report", "give --report DIR, or leave it out")
+        return []
+    if contradicting:
+        raise UsageError(
+            "--report measures temperatures 0 and 1, and takes no --temperature, --sampling, --controllers, "
+            "--synthetic-acceptance or --inexact",
+            "leave them out",
+        )
+    from redraft.bench.report import check_report
+    from redraft.bench.report import trained as read_trained
+
+    check_report()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}", "give another folder") from None
+    return read_trained(trained or [])
+
+
+def drafting_methods(listed: Sequence[str], runtime: Runtime, manifest: Manifest) -> list[str]:
+    """Return the methods to compare: `all` means every drafter of the bundle, with n-grams but no pairs."""
+    if list(listed) != ["all"]:
+        return list(listed)
+    return [name for name in runtime.methods if name in manifest.drafters or name == "ngram"]
+
+
+def write_report(
+    runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
+    about: dict[str, Any], trained: list[dict[str, Any]], folder: Path,
+    margin_finder: Callable[[Settings], Callable[[Run, int], float | None]], report: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Measure, and write report.json, the pictures and report.html. Returns the figures with the files' paths.
+
+    about: the environment and settings, as `redraft bench --json` has them.
+    """
+    from redraft.bench.report import measure
+    from redraft.bench.report_page import FIGURES, write_page
+    from redraft.bench.report_plots import draw
+
+    drafting = [name for name in methods if name != "none"]
+    if not drafting:
+        raise UsageError("a report needs a drafting method", "give --methods all, or drafters of the bundle")
+    found = {
+        **about,
+        "command": shlex.join(["redraft", *_shown(sys.argv[1:])]),
+        "prompts": len(prompts),
+        "controller": settings.controller or ("fixed" if settings.budget else "adaptive"),
+        "budget": asdict(settings.budget) if settings.budget else None,
+        **measure(runtime, manifest, prompts, drafting, settings, margin_finder, report),
+        "trained": trained,
+    }
+    model = about["environment"]["model"]
+    pictures = draw(found, f"{model['name']} {model['precision']}", folder)
+    page = write_page(found, pictures, folder)
+    figures = folder / FIGURES
+    figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return {**found, "files": list(map(str, [page, figures, *(path for some in pictures.values() for path in some)]))}
+
+
+def _shown(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with files by their names alone: a report may be published, folders of a machine should not."""
+    return [Path(one).name if Path(one).is_absolute() else one for one in arguments]
