@@ -238,7 +238,7 @@ def _sizes(manifest: Manifest, methods: Sequence[str]) -> dict[str, Any]:
         record = manifest.drafters.get(name)
         if record is None:
             continue
-        weights = {(ref.file, ref.offset): ref for ref in record.weights if f"drafters/{name}/" in ref.file}
+        weights = {(ref.file, ref.offset): ref for ref in record.weights if Path(ref.file).stem == name}
         found[name] = {
             "method": record.method, "bytes": sum(ref.length for ref in weights.values()),
             "hidden_states": list(record.hidden_states), "nodes": record.limits.nodes, "depth": record.limits.depth,

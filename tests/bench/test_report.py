@@ -1,0 +1,159 @@
+"""A report's figures worked by hand, and a page that needs no other file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.bench import report
+from redraft.bench.compare import Run
+from redraft.bench.prompts import Prompt
+from redraft.bench.report import by_depth, over_seeds, pairs, trained
+from redraft.bench.report_page import write_page
+from redraft.bench.report_plots import draw
+from redraft.errors import UsageError
+from redraft.runtime import Generation
+from redraft.runtime.metrics import Metrics
+
+TOKENS = tuple(range(13))
+LOOP = (1, 2) * 40
+
+
+def generation(accepted: int, rate: float, tokens: tuple[int, ...] = TOKENS) -> Generation:
+    """Twelve tokens after the first, in six steps."""
+    stage_ms = {"draft": 1.0, "resample": 0.0, "verify": 1.0, "host": 0.0}
+    metrics = Metrics(6, 6, 12, accepted, 1.0, 0.0, (), rate, 1.0, 0.1, stage_ms)
+    return Generation("", tokens, "length", 3, metrics)
+
+
+def run(number: int, first: Generation, second: Generation, tokens: tuple[int, ...] = TOKENS) -> Run:
+    plain = generation(0, 100, tokens)
+    return Run(Prompt(str(number), "a", ""), [1], {"none": plain, "first": first, "second": second})
+
+
+def test_differences_are_of_the_same_prompts() -> None:
+    """τ is 1 + 12 / 6 and 1 + 6 / 6; prompts differ much, the two methods always by one token a step."""
+    runs = [run(n, generation(6 + n, 100 + n), generation(12 + n, 200 + 2 * n)) for n in range(8)]
+    (pair,) = pairs(runs, ["first", "second"])
+    assert (pair["method"], pair["than"]) == ("second", "first")
+    assert pair["tau"] == pytest.approx(1)
+    assert pair["tau_interval"] == pytest.approx((1, 1))
+    assert (pair["speed"], pair["separate"]) == (pytest.approx(2), True)
+
+
+def test_methods_that_win_by_turns_are_not_separate() -> None:
+    high, low = generation(12, 200), generation(6, 100)
+    runs = [run(n, *((high, low) if n % 2 else (low, high))) for n in range(8)]
+    (pair,) = pairs(runs, ["first", "second"])
+    assert pair["tau"] == pytest.approx(0)
+    assert pair["separate"] is False
+
+
+def test_looping_outputs_take_no_part() -> None:
+    looping = run(0, generation(60, 900, LOOP), generation(0, 1, LOOP), LOOP)
+    runs = [looping, *(run(n, generation(6, 100), generation(6, 100)) for n in range(1, 7))]
+    assert pairs(runs, ["first", "second"])[0]["tau"] == pytest.approx(0)
+    assert report._tokens_a_step(runs, "first")["all"] == {"tau": 2.0, "interval": (2.0, 2.0), "prompts": 6}
+
+
+def test_acceptance_and_misaligned_tokens_by_depth_worked_by_hand() -> None:
+    """Two drafts in the text 10 11 12 …: one is right, wrong, right by chance; the other is right and ends."""
+    text = [9, 10, 11, 12, 13, 14]
+    lines = [
+        json.dumps({"request": 0, "prompt": [9], "first": 10}),
+        json.dumps({"position": 1, "tokens": [10, 11, 99, 13]}),
+        json.dumps({"table_ms": []}),
+        json.dumps({"position": 2, "tokens": [11, 12]}),
+    ]
+    found = by_depth(lines, [text])
+    assert found["drafts"][:4] == [2, 1, 1, 0]
+    assert found["conditional"] == [1.0, 0.0]
+    assert found["misaligned"] == [0.0, 1.0, 0.0]
+
+
+def test_drafts_beyond_the_end_of_the_text_do_not_count() -> None:
+    lines = [json.dumps({"prompt": [9], "first": 10}), json.dumps({"position": 1, "tokens": [10, 11, 12]})]
+    assert by_depth(lines, [[9, 10, 11]])["drafts"][:2] == [1, 0]
+
+
+def test_intervals_over_seeds_are_students() -> None:
+    """The mean of 1, 2 and 3 has a standard error of 0.577, and t is 4.303 at two degrees of freedom."""
+    found = over_seeds([1.0, 2.0, 3.0])
+    assert found["interval"] == pytest.approx((2 - 4.3027 * 0.57735, 2 + 4.3027 * 0.57735), abs=1e-3)
+    assert over_seeds([1.0])["interval"] is None
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Path:
+    """Two runs, one of them with two seeds; a table names a third, which has not run."""
+    folder = tmp_path / "comparison"
+    folder.mkdir()
+
+    def result(name: str, seed: int, tau: float) -> dict[str, Any]:
+        return {"name": name, "seed": seed, "method": "m", "parameters": 7, "tokens": 8, "seconds": 9.0,
+                "acceptance": {"a": [0.5]}, "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
+
+    table = {"runs": ["one", "two", "three"], "curve": True}
+    about = {"verifier": "v", "schedule": "s", "tables": {"A table": table}}
+    (folder / "compare.json").write_text(json.dumps(about))
+    results = [result("one", 0, 2.0), result("one", 1, 2.2), result("two", 0, 2.5)]
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+def test_a_comparisons_table_has_its_finished_runs(comparison: Path) -> None:
+    (found,) = trained([comparison])
+    first, second = found["tables"][0]["rows"]
+    assert (first["run"], first["tau"]["all"]["mean"], first["tau"]["all"]["seeds"]) == ("one", pytest.approx(2.6), 2)
+    assert (second["run"], second["difference"]["mean"]) == ("two", pytest.approx(0.5))  # of the seed that both have
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '[{"name": "one"}]'])
+def test_a_folder_without_results(comparison: Path, damage: str) -> None:
+    (comparison / "results.json").write_text(damage)
+    if damage == "[]":
+        assert trained([comparison])[0]["runs"] == {}
+        return
+    with pytest.raises(UsageError, match="has no comparison"):
+        trained([comparison])
+
+
+def figures(comparison: Path) -> dict[str, Any]:
+    part = {"speedup": 1.5, "speedup_interval": [1.4, 1.6], "prompts": 8}
+    own = {"not_looping": part, "kinds": {"a": {"not_looping": part}}, "differing_outputs": 0, "outputs": 8,
+           "lossless": True}  # fmt: skip
+    tau = {"tau": 2.25, "interval": (2.0, 2.5), "prompts": 8}
+    runs = [run(n, generation(6, 100), generation(12, 200)) for n in range(8)]
+    temperature = {
+        "methods": {"first": own, "second": own}, "tokens_a_step": dict.fromkeys(["first", "second"], {"a": tau, "all": tau}),
+        "pairs": pairs(runs, ["first", "second"]),
+    }  # fmt: skip
+    depths = {"conditional": [0.75, 0.5], "misaligned": [0.25, 0.625], "drafts": [4, 4, 0, 0, 0]}
+    model = {"name": "<odd & name>", "precision": "fp32", "caveats": ["a caveat"]}
+    libraries = {"redraft": "1", "onnxruntime": "2"}
+    return {
+        "environment": {"model": model, "cpu": "a CPU", "threads": 2, "device": "host", "libraries": libraries},
+        "prompts": 8, "chat": True, "max_new_tokens": 16, "command": "redraft bench", "controller": "adaptive",
+        "budget": None, "methods": ["first", "second"], "temperatures": {"0": temperature, "1": temperature},
+        "depths": {"first": depths, "second": depths},
+        "costs": {"kv_len": 256, "verify_ms": {"1": 2.0, "4": 3.0}, "draft_ms": {"first": 0.5, "second": 0.25}},
+        "sizes": {"first": {"bytes": 2_500_000, "hidden_states": ["last"], "nodes": 12, "depth": 4}},
+        "trained": trained([comparison]),
+    }  # fmt: skip
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
+    found = figures(comparison)
+    pictures = draw(found, "a title", tmp_path)
+    text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?!#)|url\((?!#)|<script|@import', text.replace("xlink:", ""))
+    assert text.count("<svg") == len(pictures) == 5  # with the curve of the comparison's table
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    for shown in ("&lt;odd &amp; name&gt;", "1.40 to 1.60", "2.00 to 2.50", "2.5 MB", "a caveat", "A table", "2.100"):
+        assert shown in text
+    assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)
