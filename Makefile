@@ -16,7 +16,7 @@ CMAKE := $(abspath $(BIN))/cmake
 CONFIGURE := $(CMAKE) -S plugins -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --log-level=NOTICE
 NATIVE := plugins/*/*.cpp plugins/*/*.h plugins/*/*.cu plugins/*/*.cuh tests/plugins/*.cpp
 
-.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter smollm2-student lint format typecheck check-types check-imports \
+.PHONY: install demo engines plugins kernels-cpu test test-fast test-gpu smollm2-drafter smollm2-student smollm2-features lint format typecheck check-types check-imports \
   typed-tree clean
 
 install: $(STAMP)
@@ -59,6 +59,13 @@ smollm2-student: install
 	$(BIN)/redraft train student --verifier smollm2-135m --texts $(TRAINED)/text --config student-smollm2 \
 	  --out $(TRAINED)/student-run $(RESUME)
 	$(BIN)/redraft train publish $(TRAINED)/student-run --out $(TRAINED)/student
+
+# Trains SmolLM2-135M-Instruct's drafters that predict features, all by one protocol, from the same texts.
+smollm2-features: install
+	$(BIN)/redraft train states assets/smollm2/text --verifier smollm2-135m --hidden-states last,1,14,26 \
+	  --out $(TRAINED)/features-text
+	$(BIN)/redraft train all --verifier smollm2-135m --texts $(TRAINED)/features-text --config compare-smollm2 \
+	  --out $(TRAINED)/features
 
 # Builds the kernels for CUDA and TensorRT that this machine has the tools for; the last lines list the libraries.
 # ARCHITECTURES="80 90" builds for these compute capabilities only, `native` for those of this machine's GPUs. Variables that

@@ -18,9 +18,9 @@ DRAFTER_FORM = "[ID=]DIR[,KEY=VALUE…]"
 def choose_drafters(config: BuildConfig, drafters: Sequence[str]) -> tuple[DrafterBuild, ...]:
     """Return the drafters that `--drafter` options name, else the recipe's; random ones with random weights.
 
-    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone, or `all`, which means every drafter that the
-    recipe has a folder for, those too that are not built by default. An option overrides a recipe's settings for
-    the same id. Raises UsageError.
+    Each option is [ID=]DIR[,KEY=VALUE…] (`parse_drafter`), or `none` alone, or `all`: every drafter that the recipe has
+    a folder for, those too that are not built by default. An option overrides a recipe's settings for the same id.
+    Raises UsageError.
     """
     if not drafters:
         return _implied(config)

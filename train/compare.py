@@ -6,6 +6,7 @@ comparison continues where it stopped; finished runs are not repeated.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -137,17 +138,17 @@ def train_all(
     report: ProgressReport | None = None,
     begun: Callable[[str, int], None] = lambda name, seed: None,
 ) -> list[Result]:
-    """Run every run of a comparison that is not finished. Returns the results of all.
+    """Run every run of a comparison that is not finished. Returns their results; results.json has all of the folder.
 
     sources, texts: see `train_drafter`.   begun: called with a run's name and seed.
     Raises TrainingError if the folder has another comparison, and as `train_drafter`.
     """
     given = {"verifier": str(verifier), "data": dict(sources), "texts": texts and str(texts)}
-    _check_same(recipe, out, given)
+    everything = _check_same(recipe, out, given)
     results = []
     for seed in recipe.seeds:
         for name, run in recipe.runs.items():
-            folder, own = out / f"{name}.{seed}", recipe.recipe_of(name, seed)
+            folder, own = _folder(out, name, seed), recipe.recipe_of(name, seed)
             if not _finished(folder):
                 begun(name, seed)
                 train_drafter(
@@ -156,14 +157,31 @@ def train_all(
                     report=report,
                 )  # fmt: skip
             results.append(_result(name, seed, run.method, folder))
-            plain = [one.to_dict() for one in results]
-            (out / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+            _note_results(out, everything)
     return results
 
 
-def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> None:
-    """Note the comparison in its folder. More runs and seeds may be added; the others must stay as they were.
+def _folder(out: Path, name: str, seed: int) -> Path:
+    return out / f"{name}.{seed}"
 
+
+def _note_results(out: Path, methods: Mapping[str, str]) -> None:
+    """Write the results of all finished runs of the folder: by seed, then in the order of `methods`."""
+    found = []
+    for name, method in methods.items():
+        seeds = sorted(
+            int(seed) for path in out.glob(f"{glob.escape(name)}.*") if (seed := path.suffix[1:]).isdecimal()
+        )
+        folders = {seed: _folder(out, name, seed) for seed in seeds}
+        found += [_result(name, seed, method, folder) for seed, folder in folders.items() if _finished(folder)]
+    plain = [one.to_dict() for one in sorted(found, key=lambda one: one.seed)]
+    (out / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> dict[str, str]:
+    """Note the comparison in its folder. Returns the methods of all its runs by name.
+
+    More runs and seeds may be added; the others must stay as they were.
     given: verifier and texts, as the caller named them.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -180,6 +198,7 @@ def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> N
         now["runs"] = {**before["runs"], **now["runs"]}
         now["tables"] = now["tables"] or before.get("tables", {})
     path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    return {name: run["method"] for name, run in now["runs"].items()}
 
 
 def _finished(folder: Path) -> bool:

@@ -112,6 +112,16 @@ def test_the_command_line_overrides_the_recipes_drafter() -> None:
         choose_drafters(settings, ["lyanna"])
 
 
+def test_extra_drafters_are_built_if_the_command_line_names_them() -> None:
+    own, absent = replace(drafter_of("more", "b", steps=2), extra=True), replace(drafter_of(None, "c"), extra=True)
+    recipe = replace(RECIPE, drafters=(*RECIPE.drafters, own, absent))
+    assert choose_drafters(recipe, []) == RECIPE.drafters
+    assert [drafter.id for drafter in choose_drafters(replace(recipe, random_weights=True), [])] == ["lyanna"]
+    assert choose_drafters(recipe, ["b"]) == (drafter_of("more", "b", steps=2),)
+    chosen = choose_drafters(recipe, ["all", "d=mine,method=lyanna"])
+    assert [drafter.id for drafter in chosen] == ["lyanna", "b", "d"]
+
+
 def test_a_recipes_drafter_is_random_with_random_weights() -> None:
     recipe = replace(RECIPE, random_weights=True)
     assert choose_drafters(recipe, []) == (drafter_of("random", steps=3, nodes=12),)

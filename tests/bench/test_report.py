@@ -129,7 +129,8 @@ def figures(comparison: Path) -> dict[str, Any]:
     tau = {"tau": 2.25, "interval": (2.0, 2.5), "prompts": 8}
     runs = [run(n, generation(6, 100), generation(12, 200)) for n in range(8)]
     temperature = {
-        "methods": {"first": own, "second": own}, "tokens_a_step": dict.fromkeys(["first", "second"], {"a": tau, "all": tau}),
+        "methods": {"first": own, "second": own},
+        "tokens_a_step": {name: {"a": tau, "all": tau} for name in ("first", "second")},
         "pairs": pairs(runs, ["first", "second"]),
     }  # fmt: skip
     depths = {"conditional": [0.75, 0.5], "misaligned": [0.25, 0.625], "drafts": [4, 4, 0, 0, 0]}

@@ -194,6 +194,19 @@ def test_controllers_are_compared_from_each_first_length(
     assert (tmp_path / "plots/throughput.png").stat().st_size > 1000
 
 
+def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--json")
+    found = json.loads(redraft("bench", "--engines", bundle, "--prompts", prompts, *given).stdout)
+    assert found["methods"] == ["ngram"]
+    assert list(found["temperatures"]) == ["0", "1"]
+    for temperature in found["temperatures"].values():
+        assert temperature["methods"]["ngram"]["identical_to_plain"] is True
+    assert str(tmp_path) not in found["command"]
+    assert {Path(file).suffix for file in found["files"]} == {".html", ".json", ".png", ".svg"}
+    assert all(Path(file).stat().st_size for file in found["files"])
+    assert json.loads((tmp_path / "page/report.json").read_text())["depths"].keys() == {"ngram"}
+
+
 def test_one_controller_for_all_methods(redraft: Redraft, bundle: Path, prompts: Path) -> None:
     """With drafts of one token, no step brings more than two."""
     given = ("bench", "--engines", bundle, "--prompts", prompts, "--max-new-tokens", "16", "--ignore-eos", "--json")
@@ -314,6 +327,11 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--controllers", "fixed", "--controller", "adaptive"], "--controllers takes neither --controller nor"),
         (["--controllers", "fixed", "--methods", "ngram,none"], "--controllers compares one drafting method"),
         (["--plots", "plots"], "belong to --controllers"),
+        (["--trained", "runs"], "--trained belongs to --report"),
+        (["--report", "page", "--temperature", "1"], "--report measures temperatures 0 and 1"),
+        (["--report", "page", "--methods", "none"], "a report needs a drafting method"),
+        (["--report", "page", "--trained", "nowhere"], "nowhere has no comparison"),
+        (["--report", "/dev/null/page"], "cannot write to /dev/null/page"),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, prompts: Path, arguments: list[str], word: str) -> None:

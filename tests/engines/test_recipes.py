@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +23,13 @@ def test_packaged_recipes_load():
     assert "tiny" in recipe_names()
     tiny = load_recipe("tiny")
     assert tiny.source.endswith("assets/tiny")
-    (drafter,) = tiny.build.drafters
+    drafter, *extra = tiny.build.drafters
     assert drafter.source is not None
     assert drafter.source.endswith("assets/tiny/lyanna")
-    assert tiny.build == BuildConfig(hidden_states=("last",), drafters=(drafter,))
+    assert not drafter.extra
+    assert all(one.extra and one.source and Path(one.source).is_dir() for one in extra)
+    assert len(extra) == 6
+    assert tiny.build == BuildConfig(hidden_states=("last",), drafters=(drafter, *extra))
 
 
 def test_a_users_recipe_finds_the_model_next_to_it(tmp_path):
@@ -96,7 +100,7 @@ def test_smollm2_comes_with_a_package_and_starts_as_a_cpu_model():
     recipe = load_recipe("smollm2-135m")
     assert recipe.package is not None
     assert (recipe.build.backend, recipe.build.precision, recipe.build.max_model_len) == ("onnxruntime", "fp32", None)
-    assert {drafter.id: drafter.options for drafter in recipe.build.drafters} == {
+    assert {drafter.id: drafter.options for drafter in recipe.build.drafters if not drafter.extra} == {
         "lyanna": {"steps": 3, "nodes": 12},
         "student": {},
     }

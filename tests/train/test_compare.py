@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from redraft.cli.train import app
 from redraft.errors import TrainingError, UsageError
-from redraft.train import compare, drafter_run
+from redraft.train import compare, drafter_run, kept_states
 from redraft.train.compare import FACTS, RESULTS, CompareRecipe, chosen, results_table, train_all
 from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_run import PROGRESS, TEXTS
@@ -93,6 +94,8 @@ def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, 
     again = train_all(recipe, verifier_folder, prose, out, begun=lambda *run: pytest.fail("it was finished"))
     assert again == results
     assert {path: path.stat().st_mtime_ns for path in (out / TEXTS).rglob("*.npy")} == files
+    train_all(chosen(recipe, names[:1], [1]), verifier_folder, prose, out)
+    assert len(json.loads((out / RESULTS).read_text())) == len(results)  # the folder's, not this call's
 
 
 def test_an_interrupted_comparison_continues(verifier_folder, prose, config, tmp_path, monkeypatch):
@@ -181,3 +184,21 @@ def test_the_command(verifier_folder, prose, config, tmp_path):
     (result,) = json.loads(found.stdout.splitlines()[-1])
     assert (result["name"], result["seed"]) == ("first", 3)
     assert set(result["chain_tokens"]) == {"prose"}
+
+
+def test_runs_of_a_seed_compute_the_verifiers_states_once(verifier_folder, prose, config, tmp_path, monkeypatch):
+    computed, ask = [], kept_states.KeptStates.__init__
+
+    def counting(self, plan, folder, facts, hidden_states, compute):
+        ask(self, plan, folder, facts, hidden_states, lambda batch: computed.append(folder.name) or compute(batch))
+
+    monkeypatch.setattr(kept_states.KeptStates, "__init__", counting)
+    train_all(CompareRecipe.load(config), verifier_folder, prose, tmp_path / "out")
+    assert computed == ["states.0.last"] * 4 + ["states.1.last"] * 4
+
+
+def test_a_table_names_runs_of_its_comparison(config, tmp_path):
+    path = tmp_path / "tables.toml"
+    path.write_text(Path(config).read_text() + '\n[tables."A table"]\nruns = ["first", "third"]\n')
+    with pytest.raises(UsageError, match=r"the table 'A table' names a run that the comparison does not have: 'third'"):
+        CompareRecipe.load(str(path))

@@ -24,7 +24,7 @@ from redraft.errors import CheckpointError, UsageError
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
 from redraft.export.drafters.draft_graph import Sampling as DraftSampling
-from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Outputs
+from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter, Fusion, Guide, Outputs
 from redraft.export.drafters.feature_graphs import _Draft, _LevelTree, exporter_of
 from redraft.methods.chains import DRAWN_LOG_PROB
 from redraft.methods.eagle2 import METHOD
@@ -65,6 +65,7 @@ class Case:
     joint_norm: bool = False
     own_head: bool = False
     states: tuple[str, ...] = ("last",)
+    guides: tuple[Guide, ...] = ("fused", "token")
 
     @property
     def configuration(self) -> FeatureConfig:
@@ -72,7 +73,7 @@ class Case:
             **SIZES, fusion=self.fusion, outputs=self.outputs, input_norm=self.input_norm,
             fusion_size=self.fusion_size, draft_vocab_size=self.trained, feature_norms=self.feature_norms,
             joint_norm=self.joint_norm,
-            own_head=self.own_head, hidden_states=self.states,
+            own_head=self.own_head, hidden_states=self.states, guides=self.guides,
         )  # fmt: skip
 
     @property
@@ -90,6 +91,8 @@ CASES = [
     Case("linear", "normed_back", static=True, drafted=8, nodes=17),
     Case("gated", "two", drafted=7, trained=9, nodes=15, input_norm=False),
     Case("token_guided", "one", width=1, static=True, fusion_size=24),
+    Case("token_guided", "two", guides=("fused", "feature")),
+    Case("token_guided", "two", guides=("token",)),
     Case("attention", "normed", drafted=20, nodes=21),
     Case("attention", "two", steps=2, drafted=8),
     Case(
@@ -435,11 +438,20 @@ def test_each_form_drafts_its_modules_paths(
     assert all(len(draft.ranks) == width + (STEPS - 1) * width**2 for draft in drafts)
 
 
-@pytest.mark.parametrize("outputs", get_args(Outputs))
-@pytest.mark.parametrize("fusion", get_args(Fusion))
-def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs) -> None:
+GUIDES: tuple[tuple[Guide, ...], ...] = (("fused", "feature"), ("fused", "fused"), ("fused",), ("token",))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "outputs", "guides"),
+    [
+        *((fusion, outputs, ("fused", "token")) for fusion in get_args(Fusion) for outputs in get_args(Outputs)),
+        *((fusion, "two", guides) for fusion in ("token_guided", "token_guided_narrow") for guides in GUIDES),
+    ],
+)
+def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides: tuple[Guide, ...]) -> None:
     """A row's fusion and its outputs, around the layer that all drafters share."""
-    module = random_module(Case(fusion, outputs, feature_norms=True, fusion_size=24).configuration)
+    case = Case(fusion, outputs, feature_norms=True, fusion_size=24)
+    module = random_module(replace(case, guides=guides).configuration)
     w = {name: parameter for name, parameter in module.named_parameters() if not name.startswith("layer.")}
     features, embeddings = torch.randn(2, 1, 5, HIDDEN, generator=torch.Generator().manual_seed(6))
 
@@ -458,10 +470,11 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs) -> Non
         if fusion == "gated":
             gate, up = silu(embeddings @ w["fusion.gate.weight"].T), rows @ w["fusion.up.weight"].T
             read = read + (gate * up) @ w["fusion.down.weight"].T
-        if fusion == "token_guided":
-            parts = (read, w["fusion.fused_norm.weight"]), (embeddings, w["fusion.embedding_norm.weight"])
-            z = torch.cat([norm(*part) for part in parts], dim=-1) @ w["fusion.up.weight"].T + w["fusion.up.bias"]
-            read = silu(z) @ w["fusion.down.weight"].T + w["fusion.down.bias"] + read
+        if fusion.startswith("token_guided"):
+            inputs = {"fused": read, "token": embeddings, "feature": rows}
+            z = torch.cat([norm(inputs[name], w[f"fusion.norms.{name}.weight"]) for name in guides], dim=-1)
+            z = silu(z @ w["fusion.up.weight"].T + w["fusion.up.bias"]) if fusion == "token_guided" else z
+            read = z @ w["fusion.down.weight"].T + w["fusion.down.bias"] + (read if "fused" in guides else 0)
         residual = read
     positions = torch.arange(5)[None]
     out = module.layer(read, positions, causal, residual=residual)
@@ -474,6 +487,12 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs) -> Non
     found = module(module.inputs(features), embeddings, positions, causal)
     for made, value in zip(found, expected, strict=True):
         torch.testing.assert_close(made, value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("guides", [(), ("fused", "layer")])
+def test_unknown_guides_are_refused(guides: Any) -> None:
+    with pytest.raises(CheckpointError, match="guides must be some of fused, token, feature"):
+        replace(Case("token_guided", "two").configuration, guides=guides)
 
 
 def test_a_tree_is_no_wider_than_the_draft_vocabulary(little_verifier: Verifier, tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ def loop(objective, batch, settings, some):
                 found = torch.full((VOCABULARY,), float("-inf"))
                 found[some] = head[some] @ token
                 truth = int(tokens[place + 1])
-                if settings.aligned and truth not in found.topk(settings.aligned).indices.tolist():
+                aligned = not settings.aligned or truth in found.topk(settings.aligned).indices.tolist()
+                if settings.own_mask and not aligned:
                     break  # the rest of the draft is masked too
-                counted[step] += 1
+                counted[step] += aligned
                 log_probs = found.log_softmax(-1).masked_fill(found == float("-inf"), 0.0)
                 shares = logits[row, place].softmax(-1)
                 best = logits[row, place].argsort(descending=True)
@@ -120,6 +121,8 @@ def loop(objective, batch, settings, some):
                 sums[step] += settings.features * distance[settings.feature_loss](feature, wanted)
                 sums[step] -= (weights * log_probs).sum()
                 totals[step] += 1
+                if not aligned:
+                    break
     return sums / totals.clamp(min=1), seen, counted
 
 
@@ -127,6 +130,7 @@ SETTINGS = {
     "soft and smooth": LossSettings(PASSES, 0.7, features=0.5, soft=0.3),
     "all tokens' losses": LossSettings(PASSES, feature_loss="l1", hard=0.4, greedy=0.2, top=5, top_weight=0.6),
     "masks": LossSettings(PASSES, 0.5, feature_loss="l1", hard=0.1, aligned=120),
+    "later masks": LossSettings(PASSES, 0.5, feature_loss="l1", hard=0.1, aligned=120, own_mask=False),
     "no features": LossSettings(PASSES, 0.8, feature_loss="none", soft=1.0),
 }
 
