@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from redraft.bench.compare import PLAIN, Run, Settings, compare
 from redraft.bench.prompts import Prompt
@@ -60,7 +61,7 @@ def measure(
     found: dict[str, Any] = {"methods": [name for name in methods if name != PLAIN], "temperatures": {}}
     for temperature in TEMPERATURES:
         now = replace(settings, params=replace(settings.params, temperature=temperature))
-        runs = compare(runtime, prompts, methods, now, lambda text, t=temperature: report(f"temperature {t:g}: {text}"))
+        runs = compare(runtime, prompts, methods, now, _prefixed(report, f"temperature {temperature:g}"))
         found["temperatures"][f"{temperature:g}"] = {
             "methods": summarise(runs, margin_finder(now)),
             "tokens_a_step": {name: _tokens_a_step(runs, name) for name in found["methods"]},
@@ -73,17 +74,18 @@ def measure(
     return {**found, "sizes": _sizes(manifest, found["methods"])}
 
 
-def interval(statistic: Callable[..., Any], *columns: Sequence[float]) -> Interval:
+def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
     """Return the 95 % percentile bootstrap interval of a statistic of paired columns; None for under 6 values.
 
     statistic: takes the columns and an axis.
     """
     from scipy import stats
 
-    if len(columns[0]) < FEWEST_VALUES:
+    values = [np.asarray(column, float) for column in columns]
+    if len(values[0]) < FEWEST_VALUES:
         return None
     found = stats.bootstrap(
-        [np.asarray(column, float) for column in columns], statistic, paired=True, vectorized=True,
+        values, statistic, paired=True, vectorized=True,
         n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=np.random.default_rng(0),
     )  # fmt: skip
     low, high = map(float, found.confidence_interval)
@@ -147,8 +149,9 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
     """
     sums, found = _sums(runs, methods), []
 
-    def difference(a: Any, b: Any, c: Any, d: Any, axis: int = -1) -> Any:
-        return _tau(a, b, axis) - _tau(c, d, axis)
+    def difference(*sums: Any, axis: int = -1) -> Any:
+        accepted, steps, of_accepted, of_steps = sums
+        return _tau(accepted, steps, axis) - _tau(of_accepted, of_steps, axis)
 
     for first, second in combinations(methods, 2):
         columns = [np.array(column) for name in (second, first) for column in _columns(sums[name])]
@@ -162,6 +165,10 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
             "separate": tau is not None and not tau[0] <= 0 <= tau[1],
         })  # fmt: skip
     return found
+
+
+def _prefixed(report: Report, prefix: str) -> Report:
+    return lambda text: report(f"{prefix}: {text}")
 
 
 def _depths(
