@@ -267,7 +267,9 @@ def trained(folders: Sequence[Path]) -> list[dict[str, Any]]:
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{folder} has no comparison ({error})", "give a folder of `redraft train all`") from None
-        found.append({"verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables})
+        # A report may be published, folders of a machine should not.
+        verifier, schedule = Path(about["verifier"]).name, Path(about["schedule"]).name
+        found.append({"verifier": verifier, "schedule": schedule, "runs": runs, "tables": tables})
     return found
 
 

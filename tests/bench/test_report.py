@@ -98,7 +98,7 @@ def comparison(tmp_path: Path) -> Path:
                 "acceptance": {"a": [0.5]}, "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
 
     table = {"runs": ["one", "two", "three"], "curve": True}
-    about = {"verifier": "v", "schedule": "s", "tables": {"A table": table}}
+    about = {"verifier": "/machine/model", "schedule": "s", "tables": {"A table": table}}
     (folder / "compare.json").write_text(json.dumps(about))
     results = [result("one", 0, 2.0), result("one", 1, 2.2), result("two", 0, 2.5)]
     (folder / "results.json").write_text(json.dumps(results))
@@ -107,6 +107,7 @@ def comparison(tmp_path: Path) -> Path:
 
 def test_a_comparisons_table_has_its_finished_runs(comparison: Path) -> None:
     (found,) = trained([comparison])
+    assert (found["verifier"], found["schedule"]) == ("model", "s")
     first, second = found["tables"][0]["rows"]
     assert (first["run"], first["tau"]["all"]["mean"], first["tau"]["all"]["seeds"]) == ("one", pytest.approx(2.6), 2)
     assert (second["run"], second["difference"]["mean"]) == ("two", pytest.approx(0.5))  # of the seed that both have
