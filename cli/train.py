@@ -257,6 +257,7 @@ def states(
     verifier: Verifier,
     out: Annotated[Path, typer.Option(help="Folder of texts with states; an interrupted one is continued.")],
     hidden_states: Annotated[str, typer.Option(help="Hidden states to keep: `last`, or numbers of layers.")] = "last",
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only so many texts, the first ones.")] = None,
     device: DeviceOption = Device.cpu,
     dtype: Dtype = Products.auto,
     threads: Threads = None,
@@ -267,7 +268,8 @@ def states(
 
     _use_threads(threads)
     kept = tuple(hidden_states.split(","))
-    compute_states(_open_verifier(verifier, device, dtype), texts, out, kept, progress=_batches(as_json))
+    model = _open_verifier(verifier, device, dtype)
+    compute_states(model, texts, out, kept, progress=_batches(as_json), limit=limit)
     _report({"out": str(out), "hidden_states": list(kept)}, f"wrote {out}", as_json)
 
 

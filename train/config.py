@@ -28,8 +28,9 @@ class Recipe:
     with another length. Rows have `seq_len` tokens, and `decay_seq_len` in the decay; a batch always has
     `batch_tokens`.
 
-    optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`), `adam` (all at `lr`), or
-    `adamw` (the same with `weight_decay`). The last two have `betas`.   grad_clip: largest norm of all gradients, or
+    optimizer: `muon` (Muon for matrices at `matrix_lr`, AdamW for the rest at `embedding_lr`), `adam` (all at `lr`),
+    `adamw` (the same with `weight_decay`), or `scaled_adam` (Adam, with steps that allow for the size of inputs). The
+    last three have `betas`.   grad_clip: largest norm of all gradients, or
     largest absolute value of each one if `clip_by` is `value`.
     """
 
@@ -41,7 +42,7 @@ class Recipe:
     decay_seq_len: int = 256
     warmup_steps: int = 40
     decay_share: float = 0.25
-    optimizer: Literal["muon", "adam", "adamw"] = "muon"
+    optimizer: Literal["muon", "adam", "adamw", "scaled_adam"] = "muon"
     matrix_lr: float = 0.02
     embedding_lr: float = 0.005
     lr: float = 3e-5

@@ -8,6 +8,7 @@ needs the next feature itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as Names
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def fit_projections(
     """Fill the weights of projections that predict a hidden state at a position from what is known before it.
 
     target: the hidden state.   known: those of the position before that the inputs read.
-    The verifier computes `batches`, as many as needed.
+    As many of `batches` as needed are read. The verifier computes those without kept hidden states.
     """
     needed = max(projection.in_features for projection, _ in projections) * _ROWS_A_COLUMN
     sums = [_Sums(projection) for projection, _ in projections]
@@ -43,7 +44,7 @@ def fit_projections(
         if rows >= needed:
             break
         batch = batch.to(verifier.device)
-        hidden, _ = run_verifier(verifier, batch.tokens, tuple({*known, target}))
+        hidden = _hidden_states(verifier, batch, {*known, target})
         for row, end in enumerate(batch.ends.tolist()):
             before = {name: hidden[name][row, : end - 1].float() for name in known}
             targets = hidden[target][row, 1:end].float()
@@ -52,6 +53,13 @@ def fit_projections(
             rows += end - 1
     for own, (projection, _) in zip(sums, projections, strict=True):
         projection.weight.copy_(own.solve())
+
+
+def _hidden_states(verifier: Any, batch: Batch, names: Names[str]) -> Mapping[str, torch.Tensor]:
+    """Return hidden states [B, L, n] by name: those that are kept with the batch, if it has all."""
+    if batch.states is not None and names <= batch.states.hidden.keys():
+        return batch.states.hidden
+    return run_verifier(verifier, batch.tokens, tuple(sorted(names)))[0]
 
 
 class _Sums:

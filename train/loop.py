@@ -51,12 +51,12 @@ def train(
         first, optimizers = _resume(objective, recipe, out, identity)
     else:
         objective.prepare(0)
-        first, optimizers = 0, optimizers_for(objective.named_parameters(), recipe)
+        first, optimizers = 0, optimizers_for(objective.named_parameters(), recipe, objective.modules())
 
     for step in range(first, recipe.steps):
         started = time.perf_counter()
         if objective.prepare(step):
-            optimizers = optimizers_for(objective.named_parameters(), recipe)
+            optimizers = optimizers_for(objective.named_parameters(), recipe, objective.modules())
         batch = plan.batch(step, recipe)
         loss, metrics = objective.loss(batch)
         if not torch.isfinite(loss):
@@ -96,7 +96,7 @@ def _resume(objective: Objective, recipe: Recipe, out: Path, identity: str) -> t
     _check_same_course(before, recipe, step, out)
     objective.prepare(step - 1)  # the saved shape
     objective.load_state_dict(state["objective"])
-    optimizers = optimizers_for(objective.named_parameters(), recipe)
+    optimizers = optimizers_for(objective.named_parameters(), recipe, objective.modules())
     optimizers.load_state_dict(state["optimizers"])
     torch.set_rng_state(state["rng"])
     return step, optimizers

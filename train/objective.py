@@ -21,6 +21,9 @@ class Objective(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters to train."""
 
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules that compute with them."""
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return everything that a checkpoint must hold."""
 

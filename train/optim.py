@@ -1,4 +1,4 @@
-"""Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or Adam or AdamW for all.
+"""Optimisers: Muon for hidden matrices with AdamW for embeddings and gains, or Adam in one of three forms for all.
 
 Muon (Jordan et al., 2024) replaces each matrix's momentum by its nearest orthogonal matrix, which a quintic
 Newton-Schulz iteration finds. torch's Muon iterates matrix by matrix in bf16. This one uses fp32 and one batched
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,57 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(state["momentum"], momentum)  # Nesterov
 
 
+_CALLS = 50
+"""Calls of a linear map over which the mean square of its inputs is averaged."""
+_LEAST_RMS = 1e-3
+
+
+class InputScaledAdam(torch.optim.Adam):
+    """Adam whose step of a linear map's weight [R, C] is divided, column by column, by the rms of the input.
+
+    Adam moves all weights alike, so an input that is 200 times as large as the others moves the output 200 times as far,
+    and small inputs learn nothing meanwhile. Here all inputs move the output alike. Biases and gains step as in Adam.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float], modules: Iterable[nn.Module]
+    ) -> None:
+        """modules: those that compute with `params`; inputs of the linear maps among them are measured from now on."""
+        super().__init__(list(params), lr, betas)
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        self._maps = [one for one in modules if isinstance(one, nn.Linear) and id(one.weight) in own]
+        self._squares = [torch.ones(one.in_features, device=one.weight.device) for one in self._maps]
+        self._calls = [0] * len(self._maps)
+        for index, one in enumerate(self._maps):
+            one.register_forward_pre_hook(partial(self._measure, index))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient once."""
+        before = [one.weight.clone() for one in self._maps]
+        super().step()
+        for one, old, squares in zip(self._maps, before, self._squares, strict=True):
+            one.weight.copy_(torch.addcdiv(old, one.weight - old, squares.sqrt().clamp(min=_LEAST_RMS)))
+
+    def _measure(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._calls[index] = min(self._calls[index] + 1, _CALLS)
+        rows = inputs[0].detach().flatten(0, -2).float()
+        self._squares[index].lerp_(rows.square().mean(0), 1 / self._calls[index])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Adam's state and the measured inputs."""
+        return {**super().state_dict(), "squares": list(self._squares), "calls": list(self._calls)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        for own, kept in zip(self._squares, state_dict["squares"], strict=True):
+            own.copy_(kept)
+        self._calls = list(state_dict["calls"])
+
+
 class Optimizers:
     """Optimisers behind one `step`."""
 
@@ -103,13 +155,15 @@ class Optimizers:
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def optimizers_for(named: Named, recipe: Recipe) -> Optimizers:
-    """Return the recipe's optimisers over parameters with their names."""
+def optimizers_for(named: Named, recipe: Recipe, modules: Iterable[nn.Module] = ()) -> Optimizers:
+    """Return the recipe's optimisers over parameters with their names. modules: those that compute with them."""
     if recipe.optimizer == "muon":
         return _muon(named, recipe)
     parameters, betas = [parameter for _, parameter in named], (recipe.betas[0], recipe.betas[1])
-    if recipe.optimizer == "adam":
-        adam: torch.optim.Optimizer = torch.optim.Adam(parameters, recipe.lr, betas)
+    if recipe.optimizer == "scaled_adam":
+        adam: torch.optim.Optimizer = InputScaledAdam(parameters, recipe.lr, betas, modules)
+    elif recipe.optimizer == "adam":
+        adam = torch.optim.Adam(parameters, recipe.lr, betas)
     else:
         adam = torch.optim.AdamW(parameters, recipe.lr, betas, weight_decay=recipe.weight_decay)
     return Optimizers([(adam, recipe.lr)], parameters, recipe)

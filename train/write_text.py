@@ -226,18 +226,19 @@ def _asked_by_itself(
 @torch.inference_mode()
 def compute_states(
     verifier: VerifierModel, texts: Path, out: Path, hidden_states: tuple[str, ...], rows: int = 256,
-    progress: Progress = lambda stage, done, of, tokens: None,
+    progress: Progress = lambda stage, done, of, tokens: None, limit: int | None = None,
 ) -> None:  # fmt: skip
     """Write the texts of a packed folder with their states into `out`, or continue to. Nothing is written again.
 
+    limit: number of texts to take, the first ones; None takes all.
     Raises UsageError if `texts` is not such a folder or a hidden state is unknown. Raises TrainingError if `out` holds
     the states of other texts or of another verifier, or if the disk is full.
     """
     packed = Shards(texts).packed()
     support.check_hidden_states(hidden_states, verifier.layers)
-    tokens = split(packed.array("lengths"), packed.array("tokens"))
+    tokens = split(packed.array("lengths"), packed.array("tokens"))[:limit]
     check_written_by(texts, verifier)
-    _begin(out, {**load_facts(texts), "hidden_states": list(hidden_states)})
+    _begin(out, {**load_facts(texts), "texts": len(tokens), "hidden_states": list(hidden_states)})
     shards = Shards(out)
     parts = [slice(i, i + rows) for i in range(0, len(tokens), rows)]
     for index, some in enumerate(parts):
@@ -246,7 +247,7 @@ def compute_states(
         total = sum(map(len, tokens[some]))
         if not shards.fits(_bytes_of(total, len(hidden_states), verifier.hidden_size)):
             raise TrainingError(f"the disk of {out} is full", "free some space and give the same command again")
-        about = {name: packed.array(name)[some] for name in ("lengths", "prompts", "kinds", "temperatures")}
+        about = {name: packed.array(name)[:limit][some] for name in ("lengths", "prompts", "kinds", "temperatures")}
         states = _states_of_texts(verifier.model, tokens[some], hidden_states)
         flat = np.concatenate(tokens[some]).astype(np.uint32)
         shards.add(index, {"tokens": flat, **about, **states})

@@ -10,7 +10,7 @@ from torch import nn
 from redraft.train import fitted_projections
 from redraft.train.batches import Batch
 from redraft.train.fitted_projections import fit_projections
-from redraft.train.states import run_verifier
+from redraft.train.states import run_verifier, states_of
 from redraft.train.verifier_model import open_verifier
 
 LENGTH = 20
@@ -80,6 +80,29 @@ def test_only_as_many_texts_are_computed_as_the_fit_needs(verifier, monkeypatch)
         layer_input(verifier),
     )
     assert len(calls) == 11  # of 8 * 19 rows, for 50 * 32
+
+
+def test_kept_hidden_states_are_read_and_not_computed_again(verifier, monkeypatch):
+    """The fit is that of the kept numbers, here twice the verifier's. A batch without the wanted one is computed."""
+    names = ("last", layer_input(verifier))
+
+    def kept(batch, factor, names):
+        hidden, logits = run_verifier(verifier.model, batch.tokens, names)
+        found = states_of({name: factor * tensor for name, tensor in hidden.items()}, logits)
+        return Batch(batch.tokens, batch.kinds, batch.starts, batch.ends, found)
+
+    def fitted(batches):
+        projection = nn.Linear(32, 32, bias=False)
+        fit_projections([(projection, lambda hidden, _: hidden["last"])], verifier.model, batches, names[1])
+        return projection.weight.detach()
+
+    plain = fitted(texts(11, 0))
+    assert torch.allclose(fitted([kept(batch, 1, ("last",)) for batch in texts(11, 0)]), plain, atol=1e-6)
+    twice = [kept(batch, torch.tensor(2.0), names) for batch in texts(11, 0)]
+    for batch in twice:
+        batch.states.hidden[names[1]].mul_(2)  # the target alone is four times as large
+    monkeypatch.setattr(fitted_projections, "run_verifier", None)
+    assert torch.allclose(fitted(twice), 2 * plain, atol=1e-5)
 
 
 def test_padding_is_not_fitted(verifier):

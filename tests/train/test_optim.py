@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -82,3 +84,37 @@ def test_adamw_has_the_recipes_betas_and_decay_and_clips_by_value():
 def test_impossible_settings_are_refused(values):
     with pytest.raises(UsageError, match=next(iter(values))):
         Recipe(**values)
+
+
+def scaled(model, lr=0.01):
+    recipe = Recipe(optimizer="scaled_adam", lr=lr, grad_clip=1e9)
+    return optimizers_for(model.named_parameters(), recipe, model.modules())
+
+
+def test_a_step_of_a_column_is_divided_by_the_size_of_its_input():
+    """So every input moves the output alike. A bias steps as in Adam."""
+    model = nn.Linear(3, 2)
+    before, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizers = scaled(model)
+    inputs = torch.tensor([[100.0, 1.0, 0.1], [-100.0, 1.0, -0.1]])
+    model(inputs).square().sum().backward()
+    signs = model.weight.grad.sign()
+    with torch.no_grad():
+        model(torch.full((1, 3), 1e6))  # a measurement without gradients is none of training
+    optimizers.step(1.0)
+    assert torch.allclose(before - model.weight, 0.01 * signs / torch.tensor([100.0, 1.0, 0.1]), rtol=1e-3)
+    assert torch.allclose((bias - model.bias).abs(), torch.full((2,), 0.01), rtol=1e-3)
+
+
+def test_a_resumed_optimizer_has_the_sizes_of_inputs():
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 1.0, 0.2])
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [scaled(model) for model in models]
+    models[0](inputs).square().sum().backward()
+    optimizers[0].step(1.0)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
+    for model, each in zip(models, optimizers, strict=True):
+        model(inputs * 2).square().sum().backward()
+        each.step(1.0)
+    assert torch.equal(models[0].weight, models[1].weight)

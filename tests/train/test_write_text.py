@@ -162,6 +162,19 @@ def test_states_of_packed_texts_are_computed_without_writing_again(asked, verifi
         compute_states(verifier, tmp_path / "packed", tmp_path / "states", ("2",), rows=5)
 
 
+def test_states_of_the_first_texts_alone(asked, verifier, tmp_path):
+    pack(asked, tmp_path / "packed")
+    compute_states(verifier, tmp_path / "packed", tmp_path / "few", ("last",), rows=5, limit=7)
+    shards = list(Shards(tmp_path / "few"))
+    assert [len(shard.array("lengths")) for shard in shards] == [5, 2]
+    assert all(len(shard.array("kinds")) == len(shard.array("lengths")) for shard in shards)
+    Shards(tmp_path / "few").check_complete()
+    tokens = np.concatenate([shard.array("tokens") for shard in shards])
+    assert tokens.tolist() == np.concatenate([s.array("tokens") for s in Shards(asked)])[: len(tokens)].tolist()
+    with pytest.raises(TrainingError, match="another texts"):
+        compute_states(verifier, tmp_path / "packed", tmp_path / "few", ("last",), rows=5, limit=8)
+
+
 def test_states_that_cannot_be_computed_are_refused_before_anything_is_written(asked, verifier, tmp_path, monkeypatch):
     pack(asked, tmp_path / "packed")
     with pytest.raises(UsageError, match=r"has no texts\.npz"):
