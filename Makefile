@@ -62,7 +62,7 @@ smollm2-student: install
 
 # Trains SmolLM2-135M-Instruct's drafters that predict features, all by one protocol, from the same texts.
 smollm2-features: install
-	$(BIN)/redraft train states assets/smollm2/text --verifier smollm2-135m --hidden-states last,1,14,26 --limit 4352 \
+	$(BIN)/redraft train states assets/smollm2/text --verifier smollm2-135m --hidden-states last,1,14,26 --limit 2304 \
 	  --out $(TRAINED)/features-text
 	$(BIN)/redraft train all --verifier smollm2-135m --texts $(TRAINED)/features-text --config compare-smollm2 \
 	  --out $(TRAINED)/features

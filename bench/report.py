@@ -2,7 +2,7 @@
 
 Speed and acceptance of every method and kind at temperatures 0 and 1 (GRIFFIN, table 1), differences between methods,
 acceptance and misaligned tokens by depth (its Figure 1c), costs, sizes, and the trained comparisons with their seeds
-(its tables 2 to 8, Figure 1b). Intervals are SciPy's bootstrap over prompts, and Student's t over seeds.
+(its tables 2 to 8, Figure 1b). Intervals are SciPy's percentile bootstrap over prompts, and Student's t over seeds.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ def check_report() -> None:
 
 def measure(
     runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
-    margin_finder: Callable[[Settings], MarginOf], report: Report,
+    margin_finder: Callable[[Settings], MarginOf], report: Report, chains: Runtime | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the figures of a report, without those of trained comparisons.
 
     settings: its temperature is replaced by each of TEMPERATURES.   margin_finder: see `summarise`.
+    chains: engines of the same model whose drafters draft chains, for the figures by depth; None takes `runtime`.
     """
     found: dict[str, Any] = {"methods": [name for name in methods if name != PLAIN], "temperatures": {}}
     for temperature in TEMPERATURES:
@@ -64,11 +65,14 @@ def measure(
         runs = compare(runtime, prompts, methods, now, _prefixed(report, f"temperature {temperature:g}"))
         found["temperatures"][f"{temperature:g}"] = {
             "methods": summarise(runs, margin_finder(now)),
+            "speeds": {name: speeds(runs, name) for name in found["methods"]},
             "tokens_a_step": {name: _tokens_a_step(runs, name) for name in found["methods"]},
             "pairs": pairs(runs, found["methods"]),
         }
         if not temperature:
-            found["depths"] = _depths(runtime, runs, found["methods"], now, report)
+            measured = runtime if chains is None else chains
+            there = [name for name in found["methods"] if name in measured.methods]
+            found["depths"] = _depths(measured, runs, there, now, report)
             report("costs")
             found["costs"] = _costs(runtime, runs, found["methods"])
     return {**found, "sizes": _sizes(manifest, found["methods"])}
@@ -94,11 +98,17 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of one prompt and method: steps, accepted drafted tokens, and seconds of decoding."""
+    """Of one prompt and method: steps, accepted drafted tokens, timed tokens, and seconds of decoding them."""
 
     steps: int
     accepted: int
+    tokens: int
     seconds: float
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds a token."""
+        return self.seconds / self.tokens
 
 
 def _sums(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, list[_Sums]]:
@@ -118,7 +128,24 @@ def _sums(runs: Sequence[Run], methods: Sequence[str]) -> dict[str, list[_Sums]]
             tokens = [len(run.generations[name].token_ids) - 1 for run in turns]
             seconds = sum(n / m.decode_tokens_per_second for n, m in zip(tokens, metrics, strict=True))
             steps, accepted = sum(m.num_steps for m in metrics), sum(m.num_accepted_draft_tokens for m in metrics)
-            found[name].append(_Sums(steps, accepted, seconds))
+            found[name].append(_Sums(steps, accepted, sum(tokens), seconds))
+    return found
+
+
+def _by_kind(runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
+    """Return all runs, and those of each kind of prompt."""
+    kinds = sorted({run.prompt.kind for run in runs})
+    return {ALL: runs, **{kind: [run for run in runs if run.prompt.kind == kind] for kind in kinds}}
+
+
+def speeds(runs: Sequence[Run], method: str) -> dict[str, Any]:
+    """Return the median over prompts of speed over plain decoding, with its interval, by kind and over all."""
+    found = {}
+    for kind, some in _by_kind(runs).items():
+        sums = _sums(some, [PLAIN, method])
+        ratios = [a.token_seconds / b.token_seconds for a, b in zip(sums[PLAIN], sums[method], strict=True)]
+        if ratios:
+            found[kind] = {"speed": median(ratios), "interval": interval(np.median, ratios), "prompts": len(ratios)}
     return found
 
 
@@ -132,9 +159,8 @@ def _columns(sums: Sequence[_Sums]) -> tuple[list[float], list[float]]:
 
 def _tokens_a_step(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Return τ with its interval, by kind and over all: the tokens of a step, the verifier's own included."""
-    kinds = sorted({run.prompt.kind for run in runs})
     found = {}
-    for kind, some in {ALL: runs, **{kind: [r for r in runs if r.prompt.kind == kind] for kind in kinds}}.items():
+    for kind, some in _by_kind(runs).items():
         accepted, steps = _columns(_sums(some, [method])[method])
         if accepted:
             tau = float(_tau(np.array(accepted), np.array(steps)))
@@ -157,7 +183,7 @@ def pairs(runs: Sequence[Run], methods: Sequence[str]) -> list[dict[str, Any]]:
         columns = [np.array(column) for name in (second, first) for column in _columns(sums[name])]
         if not columns[0].size:
             continue
-        ratios = [a.seconds / b.seconds for a, b in zip(sums[first], sums[second], strict=True)]
+        ratios = [a.token_seconds / b.token_seconds for a, b in zip(sums[first], sums[second], strict=True)]
         tau = interval(difference, *columns)
         found.append({
             "method": second, "than": first, "tau": float(difference(*columns)), "tau_interval": tau,
@@ -174,7 +200,11 @@ def _prefixed(report: Report, prefix: str) -> Report:
 def _depths(
     runtime: Runtime, runs: Sequence[Run], methods: Sequence[str], settings: Settings, report: Report
 ) -> dict[str, Any]:
-    """Return acceptance by depth of every drafter's chains of CHAIN tokens, over texts that do not loop."""
+    """Return acceptance by depth of every drafter's chains of at most CHAIN tokens, over texts that do not loop.
+
+    A drafter of trees drafts a deep chain only if it is sure of it, so its figures are those of its surest drafts. Give
+    engines whose drafters draft chains to have the same drafts of all methods.
+    """
     found, chain = {}, Budget(CHAIN, CHAIN, 1)
     some = [run for run in runs if not run.loops]
     for name in methods:
@@ -239,7 +269,7 @@ def _costs(runtime: Runtime, runs: Sequence[Run], methods: Sequence[str]) -> dic
 
 
 def _sizes(manifest: Manifest, methods: Sequence[str]) -> dict[str, Any]:
-    """Return parameters and bytes of every drafter's own weights, and its largest tree."""
+    """Return the bytes of every drafter's own weights, the hidden states that it reads, and its largest tree."""
     found = {}
     for name in methods:
         record = manifest.drafters.get(name)
@@ -260,6 +290,8 @@ def trained(folders: Sequence[Path]) -> list[dict[str, Any]]:
         try:
             about = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
             results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+            if not results:
+                raise ValueError("no run is finished")
             runs = _by_run(results)
             tables = [
                 {**table, "title": title, "rows": _rows(runs, table["runs"])}
@@ -267,9 +299,7 @@ def trained(folders: Sequence[Path]) -> list[dict[str, Any]]:
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{folder} has no comparison ({error})", "give a folder of `redraft train all`") from None
-        # A report may be published, folders of a machine should not.
-        verifier, schedule = Path(about["verifier"]).name, Path(about["schedule"]).name
-        found.append({"verifier": verifier, "schedule": schedule, "runs": runs, "tables": tables})
+        found.append({"verifier": about["verifier"], "schedule": about["schedule"], "runs": runs, "tables": tables})
     return found
 
 
@@ -280,14 +310,22 @@ def _by_run(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         run = found.setdefault(one["name"], {"method": one["method"], "seeds": {}})
         run |= {"parameters": one["parameters"], "tokens": one["tokens"]}
         run["seeds"][str(one["seed"])] = {
-            "seconds": one["seconds"], "acceptance": one["acceptance"],
+            "seconds": one["seconds"], "acceptance": one["acceptance"], "wide": one["wide"],
             "tau": {**one["chain_tokens"], ALL: fmean(one["chain_tokens"].values())},
         }  # fmt: skip
     for run in found.values():
         run["seconds"] = fmean(seed["seconds"] for seed in run["seeds"].values())
         kinds = next(iter(run["seeds"].values()))["tau"]
         run["tau"] = {kind: over_seeds([seed["tau"][kind] for seed in run["seeds"].values()]) for kind in kinds}
+        run["depths"], run["wide"] = _over_kinds(run, "acceptance"), _over_kinds(run, "wide")
     return found
+
+
+def _over_kinds(run: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return shares by depth: for each seed the mean over kinds, then mean and interval over seeds."""
+    seeds = [list(seed[name].values()) for seed in run["seeds"].values()]
+    by_seed = [[fmean(shares) for shares in zip(*kinds, strict=False)] for kinds in seeds]
+    return [over_seeds(shares) for shares in zip(*by_seed, strict=False)]
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
@@ -302,11 +340,14 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _rows(runs: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a table's finished runs: τ, and its difference to the first run by seed."""
-    there = [name for name in names if name in runs]
+    """Return a table's finished runs with their place in it from 1: tokens a step, and its difference to the first run
+    by seed, if that is finished."""
     rows = []
-    for name in there:
-        first, own = runs[there[0]]["seeds"], runs[name]["seeds"]
+    for place, name in enumerate(names, 1):
+        if name not in runs:
+            continue
+        first, own = runs.get(names[0], {}).get("seeds", {}), runs[name]["seeds"]
         both = [own[seed]["tau"][ALL] - first[seed]["tau"][ALL] for seed in own if seed in first]
-        rows.append({"run": name, "tau": runs[name]["tau"], "difference": over_seeds(both) if both else None})
+        shared = {key: runs[name][key] for key in ("tau", "parameters", "depths", "wide")}
+        rows.append({"run": name, "place": place, **shared, "difference": over_seeds(both) if both else None})
     return rows

@@ -29,12 +29,18 @@ def draw(report: Mapping[str, Any], title: str, folder: Path) -> dict[str, list[
     }  # fmt: skip
     for number, one in enumerate(report["trained"]):
         curves = {
-            table["title"]: [(row["tau"][ALL]["mean"], row["tau"][ALL]["interval"]) for row in table["rows"]]
+            table["title"]: [(row["place"], row["tau"][ALL]) for row in table["rows"]]
             for table in one["tables"]
             if table.get("curve")
         }
         if curves:
             made[f"passes{number or ''}"] = _curves(curves, title, folder, f"passes{number or ''}")
+        name = f"trained{number or ''}"
+        rows = {row["run"]: row for row in one["tables"][0]["rows"]} if one["tables"] else one["runs"]
+        made[name] = _lines(
+            {run: [share["mean"] for share in row["depths"]] for run, row in rows.items()},
+            "acceptance, given the tokens before", f"{title}, held-out texts", folder, name,
+        )  # fmt: skip
     return made
 
 
@@ -43,10 +49,9 @@ def _speed(report: Mapping[str, Any], title: str, folder: Path) -> list[Path]:
     drawn, axes = figure(8, 4)
     names, width = report["methods"], 0.8 / len(report["temperatures"])
     for offset, (temperature, found) in enumerate(report["temperatures"].items()):
-        cells = [found["methods"][name]["not_looping"] for name in names]
-        there = [(place, cell) for place, cell in enumerate(cells) if cell["prompts"]]
-        places, speeds = [place + offset * width for place, _ in there], [cell["speedup"] for _, cell in there]
-        bounds = [cell["speedup_interval"] or (cell["speedup"],) * 2 for _, cell in there]
+        there = [(place, cell) for place, name in enumerate(names) if (cell := found["speeds"][name].get(ALL))]
+        places, speeds = [place + offset * width for place, _ in there], [cell["speed"] for _, cell in there]
+        bounds = [cell["interval"] or (cell["speed"],) * 2 for _, cell in there]
         errors = _errors(speeds, bounds)
         axes.bar(
             places, speeds, width, yerr=errors, capsize=3, color=COLOURS[offset], label=f"temperature {temperature}"
@@ -93,15 +98,16 @@ def _costs(costs: Mapping[str, Any], title: str, folder: Path) -> list[Path]:
     return saved(drawn, folder, "costs")
 
 
-def _curves(curves: Mapping[str, Sequence[tuple[float, Any]]], title: str, folder: Path, name: str) -> list[Path]:
-    """Draw tokens a step by the number of a table's row, a line a table: Figure 1b, by passes of training."""
+def _curves(
+    curves: Mapping[str, Sequence[tuple[int, Mapping[str, Any]]]], title: str, folder: Path, name: str
+) -> list[Path]:
+    """Draw tokens a step by the place of a run in its table, a line a table: Figure 1b, by passes of training."""
     drawn, axes = figure(7, 4)
     for (label, points), colour, marker in zip(curves.items(), cycle(COLOURS), cycle(_MARKERS), strict=False):
-        values = [value for value, _ in points]
-        errors = _errors(values, [bounds or (value, value) for value, bounds in points])
-        axes.errorbar(
-            range(1, len(values) + 1), values, yerr=errors, capsize=3, color=colour, marker=marker, label=label
-        )
+        values = [each["mean"] for _, each in points]
+        errors = _errors(values, [each["interval"] or (each["mean"],) * 2 for _, each in points])
+        places = [place for place, _ in points]
+        axes.errorbar(places, values, yerr=errors, capsize=3, color=colour, marker=marker, label=label)
     axes.set(xlabel="passes of training", ylabel="tokens a step, chains", title=title)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redraft.cli.bench_controllers import compare_controllers, method_of, parse_ways, print_figures
-from redraft.cli.bench_report import drafting_methods, parse_report, write_report
+from redraft.cli.bench_report import check_same_model, drafting_methods, parse_report, write_report
 from redraft.cli.console import print_json, progress
 from redraft.cli.options import (
     BudgetText,
@@ -112,6 +112,12 @@ def bench(
         list[Path] | None,
         typer.Option(help="With --report: a folder of `redraft train all`, whose comparison the page has too."),
     ] = None,
+    chains: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --report: engines of the same model whose drafters have width=1, for the figures by depth."
+        ),
+    ] = None,
     synthetic_acceptance: Annotated[
         str | None,
         typer.Option(help="Force acceptance by depth, such as 0.9,0.8,0.7: speeds are real, texts are meaningless."),
@@ -135,7 +141,7 @@ def bench(
 
     ways = parse_ways(controllers, initial_lengths, plots, forced or controller)
     sampled = any(each is not None for each in (temperature, sampling, forced))
-    comparisons = parse_report(report_to, trained, sampled or ways or inexact)
+    comparisons = parse_report(report_to, trained, chains, sampled or ways or inexact)
 
     from redraft.bench.compare import INEXACT, Settings, compare
     from redraft.bench.controllers import speculations
@@ -173,11 +179,13 @@ def bench(
                 fast = stack.enter_context(open_runtime(engines, threads=threads, exact=False, verify=False))
             result = conditions(runtime, settings, engines, threads)
             if report_to:
-                finder = partial(margin_finder, runtime)
+                finder, manifest, deep = partial(margin_finder, runtime), load_manifest(engines), None
+                if chains:
+                    check_same_model(manifest, load_manifest(chains))
+                    deep = stack.enter_context(open_runtime(chains, threads=threads, verify=False))
                 result = write_report(
-                    runtime, load_manifest(engines), loaded, chosen, settings, result, comparisons, report_to, finder,
-                    report,
-                )  # fmt: skip
+                    runtime, manifest, loaded, chosen, settings, result, comparisons, report_to, finder, report, deep
+                )
                 print_json(result) if as_json else print_paths(result["files"])
                 return
             runs = compare(runtime, loaded, chosen, settings, report, fast)

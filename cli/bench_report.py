@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from redraft.runtime import Runtime
 
 
-def parse_report(folder: Path | None, trained: list[Path] | None, contradicting: object) -> list[dict[str, Any]]:
+def parse_report(
+    folder: Path | None, trained: list[Path] | None, chains: Path | None, contradicting: object
+) -> list[dict[str, Any]]:
     """Return the comparisons that `--trained` names, before anything is measured.
 
     contradicting: any option that a report cannot have. Raises UsageError for options that do not go together, for
     missing libraries, and for a folder that cannot be written.
     """
     if folder is None:
-        if trained:
-            raise UsageError("--trained belongs to --report", "give --report DIR, or leave it out")
+        if trained or chains:
+            option = "--trained" if trained else "--chains"
+            raise UsageError(f"{option} belongs to --report", "give --report DIR, or leave it out")
         return []
     if contradicting:
         raise UsageError(
@@ -53,14 +56,25 @@ def drafting_methods(listed: Sequence[str], runtime: Runtime, manifest: Manifest
     return [name for name in runtime.methods if name in manifest.drafters or name == "ngram"]
 
 
+def check_same_model(engines: Manifest, chains: Manifest) -> None:
+    """Raise UsageError if the engines for the figures by depth are of another model than those that are measured."""
+    if engines.model.weights != chains.model.weights or engines.precision != chains.precision:
+        raise UsageError(
+            f"--chains has engines of another model or precision: {chains.name} in {chains.precision}, expected "
+            f"{engines.name} in {engines.precision}",
+            "build the same model with drafters of width=1",
+        )
+
+
 def write_report(
     runtime: Runtime, manifest: Manifest, prompts: Sequence[Prompt], methods: Sequence[str], settings: Settings,
     about: dict[str, Any], trained: list[dict[str, Any]], folder: Path,
     margin_finder: Callable[[Settings], Callable[[Run, int], float | None]], report: Callable[[str], None],
+    chains: Runtime | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure, and write report.json, the pictures and report.html. Returns the figures with the files' paths.
 
-    about: the environment and settings, as `redraft bench --json` has them.
+    about: the environment and settings, as `redraft bench --json` has them.   chains: see `measure`.
     """
     from redraft.bench.report import measure
     from redraft.bench.report_page import FIGURES, write_page
@@ -69,20 +83,20 @@ def write_report(
     drafting = [name for name in methods if name != "none"]
     if not drafting:
         raise UsageError("a report needs a drafting method", "give --methods all, or drafters of the bundle")
+    model = about["environment"]["model"]
     found = {
         **about,
         "command": shlex.join(["redraft", *_shown(sys.argv[1:])]),
         "prompts": len(prompts),
         "controller": settings.controller or ("fixed" if settings.budget else "adaptive"),
         "budget": asdict(settings.budget) if settings.budget else None,
-        **measure(runtime, manifest, prompts, drafting, settings, margin_finder, report),
+        **measure(runtime, manifest, prompts, drafting, settings, margin_finder, report, chains),
         "trained": trained,
     }
-    model = about["environment"]["model"]
+    figures = folder / FIGURES
+    figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")  # first, since measuring takes long
     pictures = draw(found, f"{model['name']} {model['precision']}", folder)
     page = write_page(found, pictures, folder)
-    figures = folder / FIGURES
-    figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return {**found, "files": list(map(str, [page, figures, *(path for some in pictures.values() for path in some)]))}
 
 

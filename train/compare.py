@@ -19,14 +19,19 @@ from typing import Any, Self
 import torch
 
 from redraft.errors import TrainingError, UsageError
+from redraft.export.drafters.checkpoint import Identity
+from redraft.export.gguf_checkpoint import open_checkpoint
 from redraft.records import from_plain
 from redraft.train import checkpoint
 from redraft.train.config import read_recipe
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.drafter_log import read_progress
 from redraft.train.drafter_run import PROGRESS, TEXTS, train_drafter
+from redraft.train.drafter_text import with_weights
 from redraft.train.objectives import find_method
 from redraft.train.progress import ProgressReport
+from redraft.train.run import data_digest, load_corpora
+from redraft.train.text_batches import TextSet
 
 FACTS, RESULTS = "compare.json", "results.json"
 
@@ -103,6 +108,7 @@ class Result:
 
     parameters: trained ones.   tokens, seconds: of its training.
     acceptance: by kind and depth, the share of drafts whose likeliest token is the verifier's, given the ones before.
+    wide: the share with the verifier's token among the likeliest of a level (`train.acceptance.WIDTH`).
     chain_tokens: by kind, mean tokens of a step with chains of as many drafted tokens: 1 + Σ_d Π_{i ≤ d} acceptance_i.
     """
 
@@ -113,6 +119,7 @@ class Result:
     tokens: int
     seconds: float
     acceptance: Mapping[str, Sequence[float]]
+    wide: Mapping[str, Sequence[float]]
     chain_tokens: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,8 +150,8 @@ def train_all(
     sources, texts: see `train_drafter`.   begun: called with a run's name and seed.
     Raises TrainingError if the folder has another comparison, and as `train_drafter`.
     """
-    given = {"verifier": str(verifier), "data": dict(sources), "texts": texts and str(texts)}
-    everything = _check_same(recipe, out, given)
+    everything = _check_same(recipe, out, _facts(recipe, verifier, sources, texts))
+    known: dict[tuple[str, int], Result] = {}
     results = []
     for seed in recipe.seeds:
         for name, run in recipe.runs.items():
@@ -156,8 +163,8 @@ def train_all(
                     dtype=dtype, resume=(folder / checkpoint.NAME).exists(), checkpoint_every=checkpoint_every,
                     report=report,
                 )  # fmt: skip
-            results.append(_result(name, seed, run.method, folder))
-            _note_results(out, everything)
+            _note_results(out, everything, known)
+            results.append(known[name, seed])
     return results
 
 
@@ -165,37 +172,59 @@ def _folder(out: Path, name: str, seed: int) -> Path:
     return out / f"{name}.{seed}"
 
 
-def _note_results(out: Path, methods: Mapping[str, str]) -> None:
-    """Write the results of all finished runs of the folder: by seed, then in the order of `methods`."""
-    found = []
+def _note_results(out: Path, methods: Mapping[str, str], known: dict[tuple[str, int], Result]) -> None:
+    """Write the results of all finished runs of the folder: by seed, then in the order of `methods`.
+
+    known: results that were read before, to which those of other runs are added.
+    """
     for name, method in methods.items():
-        seeds = sorted(
-            int(seed) for path in out.glob(f"{glob.escape(name)}.*") if (seed := path.suffix[1:]).isdecimal()
-        )
-        folders = {seed: _folder(out, name, seed) for seed in seeds}
-        found += [_result(name, seed, method, folder) for seed, folder in folders.items() if _finished(folder)]
-    plain = [one.to_dict() for one in sorted(found, key=lambda one: one.seed)]
+        for path in out.glob(f"{glob.escape(name)}.*"):
+            seed = path.suffix[1:]
+            if seed.isdecimal() and (name, int(seed)) not in known and _finished(path):
+                known[name, int(seed)] = _result(name, int(seed), method, path)
+    order = list(methods)
+    plain = [one.to_dict() for one in sorted(known.values(), key=lambda one: (one.seed, order.index(one.name)))]
     (out / RESULTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
-def _check_same(recipe: CompareRecipe, out: Path, given: Mapping[str, Any]) -> dict[str, str]:
+def _facts(recipe: CompareRecipe, verifier: Path, sources: Mapping[str, str], texts: Path | None) -> dict[str, Any]:
+    """Return what a comparison is, by contents: digests of verifier and documents, and the recipe of every run."""
+    recipes = {name: recipe.recipe_of(name, recipe.seeds[0]) for name in recipe.runs}
+    schedule = next(iter(recipes.values()))
+    if texts is not None:
+        documents = TextSet(texts, schedule.held_out_every, ()).digest
+    else:
+        documents = data_digest(load_corpora(sources, with_weights(schedule, sources)) if sources else {})
+    return {
+        "verifier": verifier.name,
+        "schedule": Path(recipe.schedule).name,
+        "digests": {"verifier": asdict(Identity.of(open_checkpoint(verifier))), "documents": documents},
+        "recipes": {
+            name: {key: value for key, value in one.to_dict().items() if key != "seed"} for name, one in recipes.items()
+        },
+    }
+
+
+def _check_same(recipe: CompareRecipe, out: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     """Note the comparison in its folder. Returns the methods of all its runs by name.
 
     More runs and seeds may be added; the others must stay as they were.
-    given: verifier and texts, as the caller named them.
+    facts: of `_facts`.
     """
     out.mkdir(parents=True, exist_ok=True)
-    path, now = out / FACTS, json.loads(json.dumps({**asdict(recipe), **given}))
+    path, now = out / FACTS, json.loads(json.dumps({**asdict(recipe), **facts}))
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        same = {name: run for name, run in before["runs"].items() if name in now["runs"]}
-        changed = [
-            key for key in ("verifier", "data", "texts", "schedule", "steps", "drafter") if before.get(key) != now[key]
-        ]
-        changed += [f"run {name}" for name, run in same.items() if run != now["runs"][name]]
+        try:
+            changed = [name for name in ("verifier", "documents") if before["digests"][name] != now["digests"][name]]
+            same = {name: run for name, run in before["recipes"].items() if name in now["recipes"]}
+            changed += [f"recipe of {name}" for name, run in same.items() if run != now["recipes"][name]]
+            for key in ("runs", "recipes"):
+                now[key] = {**before[key], **now[key]}
+        except (KeyError, TypeError):
+            raise TrainingError(f"{path} is damaged or of another version", "give another --out") from None
         if changed:
             raise TrainingError(f"{out} has a comparison with another {changed[0]}", "give another --out")
-        now["runs"] = {**before["runs"], **now["runs"]}
         now["tables"] = now["tables"] or before.get("tables", {})
     path.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
     return {name: run["method"] for name, run in now["runs"].items()}
@@ -214,9 +243,10 @@ def _result(name: str, seed: int, method: str, folder: Path) -> Result:
         seed,
         method,
         sum(tensor.numel() for tensor in state["objective"].values()),
-        sum(line["tokens"] for line in lines),
-        sum(line["seconds"] for line in lines),
+        state["spent"]["tokens"],
+        state["spent"]["seconds"],
         acceptance,
+        {kind: found["wide"] for kind, found in lines[-1]["acceptance"].items()},
         {kind: 1 + sum(accumulate(shares, mul)) for kind, shares in acceptance.items()},
     )
 

@@ -64,7 +64,7 @@ class DocumentText:
         progress: Progress,
     ) -> None:  # fmt: skip
         """Read the documents of `sources`. Without any, the verifier writes all text. Texts are kept in `folder`."""
-        self.recipe = recipe = _with_weights(recipe, sources)
+        self.recipe = recipe = with_weights(recipe, sources)
         self._corpora = load_corpora(sources, recipe) if sources else {}
         self._store = TextStore(folder, verifier, recipe, self._corpora, progress)
         self.digest = data_digest(self._corpora)
@@ -156,7 +156,7 @@ class WrittenText:
         return {kind: {"tokens": sizes} for kind, sizes in self._texts.sizes().items()}
 
 
-def _with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:
+def with_weights(recipe: DrafterRecipe, sources: Mapping[str, str]) -> DrafterRecipe:
     """Return the recipe with a weight for every kind, if it has none."""
     if not recipe.weights:
         return replace(recipe, weights=dict.fromkeys(sorted(sources) or [SELF], 1.0))

@@ -34,4 +34,7 @@ class Objective(Protocol):
         """Prepare the next step. Returns True if the parameters are new, so that new optimisers are needed."""
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return a scalar loss with a gradient, and metrics in nats a token (a kind's name, `mtp` …) to report."""
+        """Return a scalar loss, and metrics in nats a token (a kind's name, `mtp` …) to report.
+
+        The loss has no gradient if no token of the batch counts.
+        """

@@ -75,7 +75,7 @@ _LEAST_RMS = 1e-3
 class InputScaledAdam(torch.optim.Adam):
     """Adam whose step of a linear map's weight [R, C] is divided, column by column, by the rms of the input.
 
-    Adam moves all weights alike, so an input that is 200 times as large as the others moves the output 200 times as far,
+    Adam moves all weights alike, so an input 200 times as large as the others moves the output 200 times as far,
     and small inputs learn nothing meanwhile. Here all inputs move the output alike. Biases and gains step as in Adam.
     """
 

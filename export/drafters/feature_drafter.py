@@ -178,11 +178,12 @@ class _Gated(_Linear):
         return fused, fused
 
 
-class _TokenGuided(_Linear):
+class _TokenGuided(nn.Module):
     def __init__(self, config: FeatureConfig) -> None:
-        super().__init__(config)
+        super().__init__()
         n, wide = config.hidden_size, config.fusion_size or config.intermediate_size
         self.guides = config.guides
+        self.projection = nn.Linear(2 * n, n) if "fused" in self.guides else None
         self.norms = nn.ModuleDict({name: _norm(config) for name in dict.fromkeys(self.guides)})
         read = n * len(self.guides)
         narrow = config.fusion == "token_guided_narrow"
@@ -191,8 +192,8 @@ class _TokenGuided(_Linear):
 
     def forward(self, rows: torch.Tensor, embeddings: torch.Tensor) -> Fused:
         inputs = {"feature": rows, "token": embeddings}
-        if "fused" in self.guides:
-            inputs["fused"], _ = super().forward(rows, embeddings)
+        if self.projection is not None:
+            inputs["fused"] = self.projection(torch.cat([rows, embeddings], dim=-1))
         z = torch.cat([self.norms[name](inputs[name]) for name in self.guides], dim=-1)
         fused = self.down(z if self.up is None else F.silu(self.up(z)))
         fused = fused + inputs["fused"] if "fused" in inputs else fused

@@ -12,7 +12,7 @@ import pytest
 from redraft.bench import report
 from redraft.bench.compare import Run
 from redraft.bench.prompts import Prompt
-from redraft.bench.report import by_depth, over_seeds, pairs, trained
+from redraft.bench.report import by_depth, over_seeds, pairs, speeds, trained
 from redraft.bench.report_page import write_page
 from redraft.bench.report_plots import draw
 from redraft.errors import UsageError
@@ -51,6 +51,15 @@ def test_methods_that_win_by_turns_are_not_separate() -> None:
     (pair,) = pairs(runs, ["first", "second"])
     assert pair["tau"] == pytest.approx(0)
     assert pair["separate"] is False
+
+
+def test_speed_is_of_the_time_of_a_token() -> None:
+    """Of twelve timed tokens and of twice as many, at one and a half times plain decoding's rate."""
+    longer = generation(6, 150, (*TOKENS, *range(20, 32)))
+    runs = [run(n, generation(6, 150), longer) for n in range(8)]
+    assert speeds(runs, "first")["all"] == {"speed": pytest.approx(1.5), "interval": (1.5, 1.5), "prompts": 8}
+    assert speeds(runs, "second")["a"]["speed"] == pytest.approx(1.5)
+    assert pairs(runs, ["first", "second"])[0]["speed"] == pytest.approx(1)
 
 
 def test_looping_outputs_take_no_part() -> None:
@@ -95,10 +104,11 @@ def comparison(tmp_path: Path) -> Path:
 
     def result(name: str, seed: int, tau: float) -> dict[str, Any]:
         return {"name": name, "seed": seed, "method": "m", "parameters": 7, "tokens": 8, "seconds": 9.0,
-                "acceptance": {"a": [0.5]}, "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
+                "acceptance": {"a": [0.5, 0.25], "b": [0.7, 0.35]}, "wide": {"a": [0.9]},
+                "chain_tokens": {"a": tau, "b": tau + 1}}  # fmt: skip
 
     table = {"runs": ["one", "two", "three"], "curve": True}
-    about = {"verifier": "/machine/model", "schedule": "s", "tables": {"A table": table}}
+    about = {"verifier": "model", "schedule": "s", "tables": {"A table": table}}
     (folder / "compare.json").write_text(json.dumps(about))
     results = [result("one", 0, 2.0), result("one", 1, 2.2), result("two", 0, 2.5)]
     (folder / "results.json").write_text(json.dumps(results))
@@ -113,24 +123,35 @@ def test_a_comparisons_table_has_its_finished_runs(comparison: Path) -> None:
     assert (second["run"], second["difference"]["mean"]) == ("two", pytest.approx(0.5))  # of the seed that both have
 
 
+def test_a_table_without_its_first_run_compares_with_no_other(comparison: Path) -> None:
+    """A run keeps its place, so that a curve over passes has it at its number."""
+    about = json.loads((comparison / "compare.json").read_text())
+    about["tables"]["A table"]["runs"] = ["three", "one", "two"]
+    (comparison / "compare.json").write_text(json.dumps(about))
+    rows = trained([comparison])[0]["tables"][0]["rows"]
+    assert [(row["run"], row["place"], row["difference"]) for row in rows] == [("one", 2, None), ("two", 3, None)]
+
+
+def test_shares_by_depth_are_means_over_kinds_then_seeds(comparison: Path) -> None:
+    run = trained([comparison])[0]["runs"]["one"]
+    assert [share["mean"] for share in run["depths"]] == pytest.approx([0.6, 0.3])
+    assert [share["seeds"] for share in run["wide"]] == [2]
+
+
 @pytest.mark.parametrize("damage", ["", "[]", '[{"name": "one"}]'])
 def test_a_folder_without_results(comparison: Path, damage: str) -> None:
     (comparison / "results.json").write_text(damage)
-    if damage == "[]":
-        assert trained([comparison])[0]["runs"] == {}
-        return
     with pytest.raises(UsageError, match="has no comparison"):
         trained([comparison])
 
 
 def figures(comparison: Path) -> dict[str, Any]:
-    part = {"speedup": 1.5, "speedup_interval": [1.4, 1.6], "prompts": 8}
-    own = {"not_looping": part, "kinds": {"a": {"not_looping": part}}, "differing_outputs": 0, "outputs": 8,
-           "lossless": True}  # fmt: skip
+    own = {"kinds": {"a": {}}, "differing_outputs": 0, "outputs": 8, "lossless": True}
     tau = {"tau": 2.25, "interval": (2.0, 2.5), "prompts": 8}
     runs = [run(n, generation(6, 100), generation(12, 200)) for n in range(8)]
     temperature = {
         "methods": {"first": own, "second": own},
+        "speeds": {name: speeds(runs, name) for name in ("first", "second")},
         "tokens_a_step": {name: {"a": tau, "all": tau} for name in ("first", "second")},
         "pairs": pairs(runs, ["first", "second"]),
     }  # fmt: skip
@@ -153,9 +174,9 @@ def test_the_page_needs_no_other_file(tmp_path: Path, comparison: Path) -> None:
     pictures = draw(found, "a title", tmp_path)
     text = write_page(found, pictures, tmp_path).read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?!#)|url\((?!#)|<script|@import', text.replace("xlink:", ""))
-    assert text.count("<svg") == len(pictures) == 5  # with the curve of the comparison's table
+    assert text.count("<svg") == len(pictures) == 6  # with the curve of the comparison's table
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
-    for shown in ("&lt;odd &amp; name&gt;", "1.40 to 1.60", "2.00 to 2.50", "2.5 MB", "a caveat", "A table", "2.100"):
+    for shown in ("&lt;odd &amp; name&gt;", "1.50", "2.00 to 2.50", "2.5 MB", "a caveat", "A table", "2.100"):
         assert shown in text
     assert all(path.stat().st_size > 1000 for some in pictures.values() for path in some)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,8 +18,10 @@ from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
 from redraft.cli import demo
 from redraft.cli.bench import margin_finder, warnings
+from redraft.cli.bench_report import check_same_model
 from redraft.config import BuildConfig
-from redraft.errors import CheckpointError, DownloadError
+from redraft.engines.manifest import load_manifest
+from redraft.errors import CheckpointError, DownloadError, UsageError
 from redraft.runtime import Generation, Runtime, SamplingParams
 from redraft.runtime.metrics import Metrics
 
@@ -195,7 +198,7 @@ def test_controllers_are_compared_from_each_first_length(
 
 
 def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, tmp_path: Path) -> None:
-    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--json")
+    given = ("--max-new-tokens", "16", "--ignore-eos", "--report", tmp_path / "page", "--chains", bundle, "--json")
     found = json.loads(redraft("bench", "--engines", bundle, "--prompts", prompts, *given).stdout)
     assert found["methods"] == ["ngram"]
     assert list(found["temperatures"]) == ["0", "1"]
@@ -205,6 +208,15 @@ def test_a_report_of_all_methods(redraft: Redraft, bundle: Path, prompts: Path, 
     assert {Path(file).suffix for file in found["files"]} == {".html", ".json", ".png", ".svg"}
     assert all(Path(file).stat().st_size for file in found["files"])
     assert json.loads((tmp_path / "page/report.json").read_text())["depths"].keys() == {"ngram"}
+
+
+def test_chains_of_another_model_or_precision_are_refused(bundle: Path) -> None:
+    manifest = load_manifest(bundle)
+    check_same_model(manifest, replace(manifest, name="other", drafters={}))
+    other = replace(manifest.model, weights={"model.safetensors": "0" * 64})
+    for changed in (replace(manifest, precision="int4"), replace(manifest, model=other)):
+        with pytest.raises(UsageError, match="--chains has engines of another model or precision"):
+            check_same_model(manifest, changed)
 
 
 def test_one_controller_for_all_methods(redraft: Redraft, bundle: Path, prompts: Path) -> None:
@@ -328,6 +340,7 @@ def test_invalid_prompt_files(refused: Refused, bundle: Path, tmp_path: Path, co
         (["--controllers", "fixed", "--methods", "ngram,none"], "--controllers compares one drafting method"),
         (["--plots", "plots"], "belong to --controllers"),
         (["--trained", "runs"], "--trained belongs to --report"),
+        (["--chains", "engines"], "--chains belongs to --report"),
         (["--report", "page", "--temperature", "1"], "--report measures temperatures 0 and 1"),
         (["--report", "page", "--methods", "none"], "a report needs a drafting method"),
         (["--report", "page", "--trained", "nowhere"], "nowhere has no comparison"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_runs_share_texts_and_each_has_its_own_settings(verifier_folder, prose, 
         lines = read_progress(out / f"{one.name}.{one.seed}" / PROGRESS)
         assert [line["step"] for line in lines] == [2, 4]
         assert one.tokens == 4 * 8 * (16 + MEASURED)  # steps, rows, and tokens of a row with those to predict
-        assert one.seconds == pytest.approx(sum(line["seconds"] for line in lines))
+        assert one.seconds == pytest.approx(sum(line["seconds"] for line in lines), abs=2e-3)
         shares = lines[-1]["acceptance"]["prose"]["top"]
         joint = [shares[0], shares[0] * shares[1], shares[0] * shares[1] * shares[2]]
         joint += [joint[2] * shares[3], joint[2] * shares[3] * shares[4]]
@@ -109,38 +110,60 @@ def test_an_interrupted_comparison_continues(verifier_folder, prose, config, tmp
             train = drafter_run.train
 
             def killed(*given, report, **more):
-                def until_three(step):
+                def until_two(step):
                     report(step)
-                    if step.step == 3:
+                    if step.step == 2:
                         raise KeyboardInterrupt
 
-                return train(*given, report=until_three, **more)
+                return train(*given, report=until_two, **more)
 
             monkeypatch.setattr(drafter_run, "train", killed)
         return run(*args, **options)
 
     monkeypatch.setattr(compare, "train_drafter", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train_all(recipe, verifier_folder, prose, out, checkpoint_every=2)
+        train_all(recipe, verifier_folder, prose, out, checkpoint_every=1)
     monkeypatch.undo()
     begun = []
-    found = train_all(recipe, verifier_folder, prose, out, checkpoint_every=2, begun=lambda *one: begun.append(one))
+    found = train_all(recipe, verifier_folder, prose, out, checkpoint_every=1, begun=lambda *one: begun.append(one))
     assert begun == [("second, k = 2", 0), ("first", 1), ("second, k = 2", 1)]
     assert [(one.acceptance, one.tokens) for one in found] == [(one.acceptance, one.tokens) for one in expected]
 
 
-def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_folder, prose):
+def test_another_comparison_in_the_folder_is_refused(config, tmp_path, verifier_folder, prose, monkeypatch):
+    """Whatever the names of files: their contents count."""
     recipe, out = CompareRecipe.load(config), tmp_path / "out"
-    out.mkdir()
-    facts = compare.asdict(recipe) | {"verifier": str(verifier_folder), "data": prose, "texts": None}
-    (out / FACTS).write_text(json.dumps(facts))
-    other = compare.replace(recipe, steps=3)
-    with pytest.raises(TrainingError, match="has a comparison with another steps; give another --out"):
-        train_all(other, verifier_folder, prose, out)
+    monkeypatch.setattr(compare, "train_drafter", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_all(recipe, verifier_folder, prose, out)
+    text = tmp_path / "prose.txt"
+    shutil.copy(prose["prose"], text)
+    moved = shutil.copytree(verifier_folder, tmp_path / "moved")
+    with pytest.raises(KeyboardInterrupt):  # the same under other names
+        train_all(recipe, moved, {"prose": str(text)}, out)
+
+    schedule = tmp_path / "schedule.toml"
+    schedule.write_text(SCHEDULE.replace("lr = 0.003", "lr = 0.004"))
+    with pytest.raises(TrainingError, match="has a comparison with another recipe of first; give another --out"):
+        train_all(recipe, verifier_folder, prose, out)
+    schedule.write_text(SCHEDULE)
+    with pytest.raises(TrainingError, match="has a comparison with another recipe of first"):
+        train_all(compare.replace(recipe, steps=3), verifier_folder, prose, out)
+    text.write_text(text.read_text() + "One more line.\n")
+    with pytest.raises(TrainingError, match="has a comparison with another documents"):
+        train_all(recipe, verifier_folder, {"prose": str(text)}, out)
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
     with pytest.raises(TrainingError, match="has a comparison with another verifier"):
-        train_all(recipe, tmp_path / "other", prose, out)
-    with pytest.raises(TrainingError, match="has a comparison with another data"):
-        train_all(recipe, verifier_folder, {}, out)
+        train_all(recipe, moved, prose, out)
+    (out / FACTS).write_text("{}")
+    with pytest.raises(TrainingError, match="damaged or of another version"):
+        train_all(recipe, verifier_folder, prose, out)
+
+
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

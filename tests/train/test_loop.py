@@ -67,7 +67,23 @@ def test_loss_falls_and_growth_does_not_undo_it(recipe, tmp_path):
     assert abs(means[30] - means[29]) < 0.3
 
 
-def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path):
+class _Poisoned(torch.autograd.Function):
+    """A finite value whose gradient is not."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("nan")
+
+
+@pytest.mark.parametrize(
+    ("poison", "message"),
+    [(lambda loss: loss * float("nan"), "the loss is nan"), (_Poisoned.apply, "the gradient's norm is nan")],
+)
+def test_what_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp_path, poison, message):
     go(recipe, tmp_path, stop_after=5)
     before = (tmp_path / NAME).read_bytes()
     torch.manual_seed(0)
@@ -77,12 +93,28 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(recipe, tmp
     def loss(batch):
         calls.append(batch)
         value, metrics = honest(batch)
-        return (value * float("nan") if len(calls) == 3 else value), metrics
+        return (poison(value) if len(calls) == 3 else value), metrics
 
     objective.loss = loss
-    with pytest.raises(TrainingError, match="nan at step 6"):
+    with pytest.raises(TrainingError, match=f"{message} at step 6; the last good checkpoint is in .*; resume"):
         train(objective, plan_for(recipe), recipe, tmp_path, identity="x", resume=True, checkpoint_every=100)
     assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_without_a_checkpoint_the_hint_is_to_start_again(recipe, tmp_path):
+    objective = VerifierObjective(recipe)
+    objective.loss = lambda batch: (torch.tensor(float("inf"), requires_grad=True), {})
+    with pytest.raises(TrainingError, match="the loss is inf at step 0; there is no checkpoint yet; start again"):
+        train(objective, plan_for(recipe), recipe, tmp_path, identity="x")
+
+
+def test_a_loss_without_a_gradient_changes_nothing(recipe, tmp_path):
+    torch.manual_seed(0)
+    objective = VerifierObjective(recipe)
+    objective.loss = lambda batch: (torch.tensor(0.0), {})
+    before = {name: value.clone() for name, value in objective.state_dict().items()}
+    train(objective, plan_for(recipe), replace(recipe, steps=1), tmp_path, identity="x")
+    assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
 
 
 def test_checkpoint_of_other_data_or_another_recipe_is_refused(recipe, tmp_path):

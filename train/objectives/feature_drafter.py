@@ -107,10 +107,11 @@ class FeatureObjective(Distillation):
             yield self.head_logits(predicted.token)
 
     def losses(self, batch: Batch, states: States) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of every pass [N], and its metrics [4, N].
+        """Return the loss of every pass [N], and its metrics [5, N].
 
         They are the distance of features, the CE with the verifier's distribution in nats, the share of drafts whose
-        likeliest token is the verifier's, and the share that counts, of the drafts whose tokens counted before.
+        likeliest token is the verifier's, the share that counts, of the drafts whose tokens counted before, and the
+        number that the loss is the mean of.
         """
         settings = self._settings
         losses, metrics = [], []
@@ -121,30 +122,34 @@ class FeatureObjective(Distillation):
             found, shares = self._tokens(batch, states, predicted.token, places, counts)
             aligned = found.aligned
             counted = aligned if settings.own_mask else torch.ones_like(aligned)
-            total = counted.sum().clamp(min=1)
+            number = counted.sum()
+            total = number.clamp(min=1)
             distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[counted]
             losses.append((found.loss + settings.features * distance.sum()) / total)
             ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
             hits = (found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)
             seen = counts.sum().clamp(min=1)
-            metrics.append(
-                torch.stack([distance.sum() / total, ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen]).detach()
-            )
+            shares_seen = (ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen)
+            metrics.append(torch.stack([distance.sum() / total, *shares_seen, number]).detach())
             counts = counts.masked_scatter(counts, aligned)
         return torch.stack(losses), torch.stack(metrics, 1)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the weighted mean over passes, and metrics `features`, `ce`, `hit i` and, with masks, `aligned i`."""
+        """Return the weighted mean over passes that count a token, without a gradient if none does.
+
+        Metrics are `features`, `ce`, `hit i` and, with masks, `aligned i`.
+        """
         batch = batch.to(self.verifier.device)
         with autocast_of(self.verifier):
             losses, metrics = self._losses(batch, self.states(batch))
-        weights = self._settings.step_weight ** torch.arange(len(losses), device=losses.device)
-        distance, ce, hits, aligned = metrics.tolist()
+        weights = self._settings.step_weight ** torch.arange(len(losses), device=losses.device) * (metrics[4] > 0)
+        total = (weights * losses).sum() / weights.sum() if weights.any() else losses.detach().sum()
+        distance, ce, hits, aligned, _ = metrics.tolist()
         named = {"features": sum(distance) / len(distance), "ce": sum(ce) / len(ce)}
         named |= {f"hit {step}": hit for step, hit in enumerate(hits, 1)}
         if self._settings.aligned:
             named |= {f"aligned {step}": share for step, share in enumerate(aligned, 1)}
-        return (weights * losses).sum() / weights.sum(), named
+        return total, named
 
     def _passes(self, batch: Batch, states: States, passes: int, noise: float) -> Iterator[Predicted]:
         """Yield the outputs of every pass of every draft, [B, S, n] each."""

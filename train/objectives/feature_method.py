@@ -107,19 +107,25 @@ def start_from_features(drafter: FeatureDrafter, verifier: VerifierModel, batche
 
     The layer has the products of the verifier's last layer, but adds nothing to its input at first. Products of other
     shapes stay random. A drafter without a fusion predicts the feature before the final norm, from its hidden states
-    alone: tokens enter by its layer. Raises UsageError for a drafter without such a product, or with two.
+    alone: tokens enter by its layer. A token-guided fusion without h has nothing to add to, so it stays random. Raises
+    UsageError for a drafter without such a product, or with two.
     """
     config, state = drafter.config, drafter.state_dict()
     last = verifier.model.get_decoder().layers[-1].state_dict()
     for name, tensor in ((f"layer.{renamed(name)}", tensor) for name, tensor in last.items()):
         if name in state and (fitted := _beside(tensor.detach().float(), state[name].shape)) is not None:
             state[name] = fitted
-    for name in ("layer.o_proj.weight", "layer.down_proj.weight", "fusion.down.weight", "fusion.down.bias"):
+    fused = not config.fusion.startswith("token_guided") or "fused" in config.guides
+    added = ("fusion.down.weight", "fusion.down.bias") if fused else ()
+    for name in ("layer.o_proj.weight", "layer.down_proj.weight", *added):
         if name in state:
             state[name] = torch.zeros_like(state[name])
     for name in ("predict.weight", "regress.weight"):
         if name in state:
             state[name] = torch.eye(len(state[name]))
+    if not fused and drafter.features is None:
+        drafter.load_state_dict(state)
+        return
     projection: nn.Linear | None = getattr(drafter.fusion, "projection", drafter.features)
     if projection is None or (drafter.features is not None and projection is not drafter.features):
         raise UsageError("drafter.init = 'features' needs one product of the feature", "set init = 'random'")

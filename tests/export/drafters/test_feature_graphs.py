@@ -466,7 +466,9 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides
         normed = (embeddings, w["fusion.embedding_norm.weight"]), (rows, w["fusion.feature_norm.weight"])
         read, residual = torch.cat([norm(*one) for one in normed], dim=-1), rows
     else:
-        read = torch.cat([rows, embeddings], dim=-1) @ w["fusion.projection.weight"].T + w["fusion.projection.bias"]
+        read = torch.zeros_like(rows)
+        if "fused" in guides:
+            read = torch.cat([rows, embeddings], dim=-1) @ w["fusion.projection.weight"].T + w["fusion.projection.bias"]
         if fusion == "gated":
             gate, up = silu(embeddings @ w["fusion.gate.weight"].T), rows @ w["fusion.up.weight"].T
             read = read + (gate * up) @ w["fusion.down.weight"].T
@@ -474,7 +476,7 @@ def test_a_module_computes_its_formulas(fusion: Fusion, outputs: Outputs, guides
             inputs = {"fused": read, "token": embeddings, "feature": rows}
             z = torch.cat([norm(inputs[name], w[f"fusion.norms.{name}.weight"]) for name in guides], dim=-1)
             z = silu(z @ w["fusion.up.weight"].T + w["fusion.up.bias"]) if fusion == "token_guided" else z
-            read = z @ w["fusion.down.weight"].T + w["fusion.down.bias"] + (read if "fused" in guides else 0)
+            read = z @ w["fusion.down.weight"].T + w["fusion.down.bias"] + read
         residual = read
     positions = torch.arange(5)[None]
     out = module.layer(read, positions, causal, residual=residual)

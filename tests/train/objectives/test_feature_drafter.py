@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from redraft.errors import UsageError
-from redraft.export.drafters.feature_drafter import FeatureConfig
+from redraft.export.drafters.feature_drafter import FeatureConfig, Predicted
 from redraft.train.batches import Batch
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import Alignment
@@ -22,9 +22,9 @@ from tests.train.objectives.test_lyanna import ExplicitAttention
 
 FAMILY = [name for name in METHODS if find_method(name).config is FeatureConfig]
 PASSES, VOCABULARY = 3, 400
-LENGTHS = (20, 15)
-"""Of the two texts of a batch; the second is padded."""
-PROMPTS = (3, 2)
+LENGTHS = (20, 15, 18)
+"""Of the texts of a batch; the shorter ones are padded."""
+PROMPTS = (3, 2, 5)
 FORMS = {
     "linear": {},
     "gated": {"fusion": "gated", "outputs": "two"},
@@ -36,6 +36,7 @@ FORMS = {
         "feature_norms": True,
     },
     "normed back": {"outputs": "normed_back"},
+    "normed": {"fusion": "attention", "outputs": "normed", "hidden_states": ("last", "0", "1")},
 }
 
 
@@ -54,13 +55,14 @@ def some_tokens(size):
     return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[:size].sort().values
 
 
-@pytest.fixture
-def batch():
-    """Two texts of different lengths, whose drafts start after their prompts."""
-    tokens = some_tokens(150)[torch.randint(0, 150, (2, LENGTHS[0]), generator=torch.Generator().manual_seed(1))]
-    starts = [torch.arange(prompt - 1, length - 2) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+@pytest.fixture(params=[1, 3])
+def batch(request):
+    """Texts of different lengths, whose drafts start after their prompts."""
+    count = request.param
+    tokens = some_tokens(150)[torch.randint(0, 150, (count, LENGTHS[0]), generator=torch.Generator().manual_seed(1))]
+    starts = [torch.arange(prompt - 1, length - 2) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)][:count]
     padded = torch.nn.utils.rnn.pad_sequence(starts, batch_first=True, padding_value=-1)
-    return Batch(tokens, ("a", "a"), padded, torch.tensor(LENGTHS) - 1)
+    return Batch(tokens, ("a",) * count, padded, torch.tensor(LENGTHS[:count]) - 1)
 
 
 def objective_of(verifier, settings, vocabulary=None, **form):
@@ -88,7 +90,7 @@ def one_draft(objective, hidden, tokens, start, passes):
 
 
 def loop(objective, batch, settings, some):
-    """Return the losses of all passes, and by pass the drafts whose tokens counted before and now."""
+    """Return the weighted mean of the passes that count a token, and by pass the drafts that counted before and now."""
     names = {*objective.drafter.config.hidden_states, "last"}
     hidden, logits = run_verifier(objective.verifier, batch.tokens, tuple(names))
     head = objective.verifier.get_output_embeddings().weight
@@ -123,7 +125,10 @@ def loop(objective, batch, settings, some):
                 totals[step] += 1
                 if not aligned:
                     break
-    return sums / totals.clamp(min=1), seen, counted
+    passes = [step for step in range(settings.passes) if totals[step]]
+    weights = [settings.step_weight**step for step in passes]
+    means = [sums[step] / totals[step] for step in passes]
+    return sum(w * mean for w, mean in zip(weights, means, strict=True)) / sum(weights), seen, counted
 
 
 SETTINGS = {
@@ -135,46 +140,48 @@ SETTINGS = {
 }
 
 
+def settings_of(name, form):
+    """A form that feeds back its feature without the norm, as EAGLE-3's, has no loss of features."""
+    return replace(SETTINGS[name], feature_loss="none") if form == "normed" else SETTINGS[name]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", [VOCABULARY, 150])
 def test_the_loss_equals_a_loop_over_drafts_and_passes(verifier, batch, form, settings, size):
     """Drafts see no other draft's rows, and no feature after their start. One text is padded; some drafts end early."""
-    chosen = SETTINGS[settings]
+    chosen = settings_of(settings, form)
     some = some_tokens(size)
     objective = objective_of(
         verifier, chosen, DraftColumns(some, VOCABULARY), draft_vocab_size=size % VOCABULARY, **FORMS[form]
     )
     with torch.no_grad():
-        losses, seen, counted = loop(objective, batch, chosen, some)
-        weights = chosen.step_weight ** torch.arange(PASSES)
+        expected, seen, counted = loop(objective, batch, chosen, some)
         states = objective.states(batch)
         _, metrics = objective.losses(batch, states)
         loss, _ = objective.loss(batch)
-    assert loss.item() == pytest.approx(((losses * weights).sum() / weights.sum()).item(), rel=2e-5)
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-5)
     shares = [now / max(before, 1) for now, before in zip(counted, seen, strict=True)]
     assert metrics[3].tolist() == pytest.approx(shares, abs=1e-6)
-    if chosen.aligned:
+    if chosen.aligned and len(batch.tokens) > 1:  # one text has too few drafts
         assert 0 < counted[1] < seen[1] < seen[0]
         assert counted[0] < seen[0]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_the_loop(verifier, batch, form):
-    chosen = SETTINGS["masks"]
+    chosen = settings_of("masks", form)
     objective = objective_of(verifier, chosen, **FORMS[form])
     objective.loss(batch)[0].backward()
     found = {name: parameter.grad for name, parameter in objective.named_parameters()}
     objective.zero_grad()
-    losses, _, _ = loop(objective, batch, chosen, torch.arange(VOCABULARY))
-    weights = chosen.step_weight ** torch.arange(PASSES)
-    ((losses * weights).sum() / weights.sum()).backward()
+    loop(objective, batch, chosen, torch.arange(VOCABULARY))[0].backward()
     for name, parameter in objective.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
 
 
 def test_detached_passes_send_no_gradient_to_the_pass_before(verifier, batch):
-    """With pass 3 alone in the loss, only its own row can move the parameters: another gradient than with all rows."""
+    """So the gradient is another one than that of all passes together."""
     gradients = []
     for detach in (False, True):
         objective = objective_of(verifier, LossSettings(PASSES, 1.0, detach, soft=1.0))
@@ -225,8 +232,7 @@ def test_a_text_without_an_aligned_token_has_no_loss(verifier, batch):
     loss, metrics = objective.loss(replace(batch, tokens=tokens))
     if metrics["aligned 1"] == 0.0:
         assert loss.item() == 0.0
-        loss.backward()
-        assert all(p.grad is None or not p.grad.any() for p in objective.drafter.parameters())
+        assert not loss.requires_grad  # the loop skips the batch
     else:
         pytest.fail("a token of the text was drafted, so the test shows nothing")
 
@@ -327,3 +333,43 @@ def test_the_start_reads_normed_states(verifier):
         error = F.mse_loss(drafter.inputs(rows), wanted).item()
         least = F.mse_loss(wanted.mean((0, 1)).expand_as(wanted), wanted).item()
     assert error < 0.9 * least
+
+
+def test_masks_are_products_over_the_passes_that_drafted_each_token(verifier, monkeypatch):
+    """GRIFFIN, equation 3: the mask of the token at t in pass n is the product of those of the tokens t-n+1 … t.
+
+    Each temporary mask is of the pass that drafted the token, so the token t-j is of pass n-j. Masks are read off the
+    gradients of predictions that are given here: a draft that does not count has none.
+    """
+    k, tokens, starts = 2, 20, 6
+    vocabulary = DraftColumns(some_tokens(tokens), VOCABULARY)
+    text = vocabulary.tokens_of(torch.randint(0, tokens, (1, 14), generator=torch.Generator().manual_seed(5)))
+    batch = Batch(text, ("a",), torch.arange(starts)[None], torch.tensor([13]))
+    objective = FeatureObjective(
+        verifier.model, config(draft_vocab_size=tokens), LossSettings(PASSES, feature_loss="l1", aligned=k), vocabulary
+    )
+    logits = torch.randn(PASSES, starts, tokens, generator=torch.Generator().manual_seed(6))
+    for step in range(PASSES):  # about half of the drafts are aligned, so that all cases occur
+        truth = vocabulary.columns_of(text[0, step + 2 : step + 2 + starts])
+        logits[step].scatter_add_(1, truth[:, None], torch.tensor([[3.0], [0.0]]).repeat(starts // 2, 1))
+    states = logits @ torch.linalg.pinv(objective.head.float()).mT
+    given = [Predicted(state.clone().requires_grad_(), torch.zeros(1, starts, 32)) for state in states.split(1)]
+    monkeypatch.setattr(objective, "_passes", lambda *arguments: iter(given))
+    losses, _ = objective.losses(batch, objective.states(batch))
+    losses.sum().backward()
+    temporary = {}  # by pass from 1 and position of the drafted token
+    for n in range(1, PASSES + 1):
+        for start in range(starts):
+            t = start + n + 1
+            row, column = logits[n - 1, start], vocabulary.columns_of(text[0, t])
+            temporary[n, t] = int((row > row[column]).sum() < k)
+    seen = set()
+    for n in range(1, PASSES + 1):
+        for start in range(starts):
+            t = start + n + 1
+            expected = 1
+            for j in range(n):
+                expected *= temporary[n - j, t - j]
+            assert bool(given[n - 1].token.grad[0, start].any()) == bool(expected), (n, t)
+            seen.add((n, expected))
+    assert len(seen) == 2 * PASSES
