@@ -42,13 +42,14 @@ def resolve_drafters(config: BuildConfig, checkpoint: AnyCheckpoint) -> BuildCon
     """Return the configuration with every drafter's method, and the hidden states that the methods read.
 
     Drafters without a source, which are a recipe's settings without a folder, are left out. Raises UsageError for an
-    unknown method or option, and CheckpointError for a folder that holds no drafter.
+    unknown method or option, and CheckpointError for a folder without a drafter of a known layout.
     """
     drafters = []
     for drafter in config.drafters:
         if drafter.source is not None:
             named = replace(drafter, method=drafter.method or _named_method(drafter))
             build_options(named, config)
+            _check_layout(named)
             drafters.append(named)
     wanted = {state for drafter in drafters for state in _hidden_states(drafter, checkpoint)}
     hidden_states = (*config.hidden_states, *sorted(wanted - set(config.hidden_states)))
@@ -126,7 +127,14 @@ def _named_method(drafter: DrafterBuild) -> str:
     if drafter.source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"drafter {drafter.id}: random weights need a method", f"give method= one of {known}")
-    return named_method(Path(str(drafter.source)))
+    return named_method(Path(str(drafter.source)), drafter.id)
+
+
+def _check_layout(drafter: DrafterBuild) -> None:
+    from redraft.export.drafters.published import check_layout
+
+    if drafter.source != RANDOM:
+        check_layout(Path(str(drafter.source)), method_of(drafter).id)
 
 
 def _hidden_states(drafter: DrafterBuild, checkpoint: AnyCheckpoint) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def parse_drafter(text: str, recipe: Sequence[DrafterBuild]) -> DrafterBuild:
         if not source:
             raise UsageError(f"the recipe has no folder for the drafter {drafter!r}", f"give {drafter}=DIR")
         method = method or ours[drafter].method
-    method = method or _method_of(text, source)
+    method = method or _method_of(text, source, drafter)
     specification = find_method(method)
     if not specification.is_built:
         known = ", ".join(built_methods())
@@ -81,13 +81,13 @@ def _implied(recipe: BuildConfig) -> tuple[DrafterBuild, ...]:
     return tuple(drafter for drafter in drafters if drafter.source is not None)
 
 
-def _method_of(text: str, source: str) -> str:
+def _method_of(text: str, source: str, drafter: str) -> str:
     if source == RANDOM:
         known = ", ".join(built_methods())
         raise UsageError(f"--drafter {text!r}: random weights need a method", f"add method=, one of {known}")
     from redraft.export.drafters.published import named_method
 
-    return named_method(Path(source))
+    return named_method(Path(source), drafter)
 
 
 def _values(text: str, pairs: Sequence[str]) -> dict[str, Any]:

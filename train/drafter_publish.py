@@ -26,6 +26,11 @@ from redraft.train.run import data_facts
 
 _TEMPLATE = Path(__file__).parent / "drafter_card_template.md"
 _PREFIX = "drafter."
+_OPTIMIZERS = {
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "scaled_adam": "Adam, its steps divided by the rms of a matrix's inputs",
+}
 _STORAGES = {"bf16": "is bf16", "int8": "has matrices in 8 bits, other weights in bf16"}
 
 
@@ -105,7 +110,7 @@ def _card(
     rates = (
         f"Muon for matrices (learning rate {recipe.matrix_lr}), AdamW for the rest ({recipe.embedding_lr})"
         if recipe.optimizer == "muon"
-        else f"Adam (learning rate {recipe.lr})"
+        else f"{_OPTIMIZERS[recipe.optimizer]} (learning rate {recipe.lr})"
     )
     measured, data = training["measured"]["acceptance"], training["data"]
     depths = max((len(kind["top"]) for kind in measured.values()), default=0)

@@ -45,16 +45,21 @@ from redraft.export.json_files import read_json_object
 from redraft.export.loading import load_tensors
 from redraft.export.shapes import decoder_shape
 from redraft.export.sources import Source
+from redraft.methods import METHODS, checkpoint_method, find_method
 from redraft.names import LAST_HIDDEN_STATE
 
 Layout = Literal["safeailab", "specforge", "speculators"]
 FIRST, THIRD = "eagle", "eagle3"
-"""Methods of the converted drafters. EAGLE-2 and HASS published drafters of EAGLE's form."""
+"""Methods of the converted drafters."""
+FIRST_METHODS = (FIRST, "eagle2", "hass")
+"""Methods whose drafters have EAGLE-1's form, so that each may use the others'. Published files do not say which."""
 
 _KIND = "speculators_model_type"
 _LAYER = "transformer_layer_config"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECFORGE = "LlamaForCausalLMEagle3"
+_OURS = {"method", "verifier"}
+"""Keys of config.json in a folder of redraft's own layout."""
 _EMBEDDING, _HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 _IN_LAYER = {
     "layer.q_proj.weight": "self_attn.q_proj.weight",
@@ -67,6 +72,16 @@ _IN_LAYER = {
     "layer.down_proj.weight": "mlp.down_proj.weight",
 }
 """Published names of our parameters, after the layer's prefix."""
+_TENSORS = {
+    *(f"{layer}{name}" for layer in ("midlayer.", "layers.0.", "transformer.") for name in _IN_LAYER.values()),
+    *(f"{layer}{name}.weight" for layer in ("midlayer.", "layers.0.") for name in ("input_layernorm", "hidden_norm")),
+    *("fc.weight", "fc.bias", "fusion_fc.weight", "fusion_fc.bias", "norm.weight", "input_norm.weight"),
+    *(f"fc_norm.{i}.weight" for i in range(3)),
+    *(_EMBEDDING, _HEAD, _D2T, _T2D),
+}
+"""Names of tensors in the layouts."""
+_MAX_LISTED = 4
+_KNOWN = "EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators"
 _FUSION = "fusion.projection.weight"
 _FUSION_BIAS = "fusion.projection.bias"
 _FITTING = "give the checkpoint that its config.json describes"
@@ -115,10 +130,43 @@ def recognise(path: Path) -> Published | None:
     return None
 
 
-def named_method(path: Path) -> str:
-    """Return the method of the drafter in a folder, published or ours. Raises CheckpointError if it has no drafter."""
-    published = recognise(path)
-    return published.method if published else checkpoint.named_method(path)
+def named_method(path: Path, drafter: str = "") -> str:
+    """Return the method of the drafter in a folder, published or ours.
+
+    drafter: its id. An id in FIRST_METHODS names the method of any drafter of their form. Raises CheckpointError if the
+    folder has no drafter, or like `check_layout` if the id is a method.
+    """
+    if published := recognise(path):
+        method: str = published.method
+    else:
+        check_layout(path, drafter if drafter in METHODS else checkpoint_method())
+        method = checkpoint.named_method(path)
+    return drafter if {method, drafter} <= set(FIRST_METHODS) else method
+
+
+def check_layout(path: Path, method: str) -> None:
+    """Raise CheckpointError listing the unknown keys of a folder that has neither a published layout nor ours.
+
+    If the method takes a decoder's checkpoint, the folder may be one.
+    """
+    try:
+        values = read_json_object(path / CONFIG_FILE)
+    except (OSError, CheckpointError):
+        return  # those that open the folder name the file
+    kind, plain = values.get(_KIND), checkpoint.is_plain_checkpoint(path)
+    decoder = plain and not kind and find_method(method).takes_checkpoints
+    if decoder or _OURS & set(values) or recognise(path):
+        return
+    names = set(PublishedTensors.open(path).shapes)
+    unknown = [f"{_KIND} {kind!r}"] if kind else sorted(names - _TENSORS)
+    keys = unknown or sorted(names) or ["no tensors"]
+    more = f" and {len(keys) - _MAX_LISTED} more" if len(keys) > _MAX_LISTED else ""
+    raise CheckpointError(
+        f"{path} has an unknown layout: no known layout has {'only ' if names and not unknown else ''}"
+        f"{', '.join(keys[:_MAX_LISTED])}{more}",
+        f"give {_KNOWN}, or a folder that `redraft train publish` wrote"
+        + (f"; a draft model needs method={checkpoint_method()}" if plain and not kind else ""),
+    )
 
 
 def read_states(path: Path, verifier: AnyCheckpoint) -> tuple[str, ...] | None:
@@ -144,7 +192,7 @@ def convert(path: Path, verifier: AnyCheckpoint, identity: Identity, out: Path) 
     if published is None:
         raise CheckpointError(
             f"{path} is no published drafter of a known layout",
-            "give a folder of EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators",
+            f"give a folder of {_KNOWN}",
         )
     values = read_json_object(path / CONFIG_FILE)
     target = support.load_config(verifier)

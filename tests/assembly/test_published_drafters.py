@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from tests.export.models import write_checkpoint
 from tests.runtime.fakes import CURVE
 
 from redraft.assembly.bundle import build_bundle
+from redraft.assembly.drafters import resolve_drafters
 from redraft.assembly.models import Model
 from redraft.assembly.options import parse_drafter
-from redraft.config import BuildConfig
+from redraft.cli import main
+from redraft.config import BuildConfig, DrafterBuild
 from redraft.errors import CheckpointError
 from redraft.export.checkpoint import Checkpoint
 from redraft.runtime import Budget, Runtime, SamplingParams, SpeculationParams, api, speculators
@@ -62,6 +66,59 @@ def test_a_bundle_of_published_drafters(
                 found = runtime.generate(PROMPTS, params, SpeculationParams(name, budget=Budget(8, 4, 3)))
                 assert [g.token_ids for g in found] == plain
                 assert sum(g.metrics.num_draft_tokens for g in found) > 50
+
+
+def test_the_id_in_an_option_names_the_method_of_a_published_drafter(published: dict[str, Path]) -> None:
+    """A drafter of EAGLE-1's form becomes EAGLE-2 or HASS, unless `method=` names another."""
+    texts = {
+        "hass={}": "hass", "eagle2={},width=2": "eagle2", "eagle3={}": "eagle", "mine={}": "eagle", "{}": "eagle",
+        "hass={},method=eagle": "eagle", "eagle2={},nodes=9,method=hass": "hass",
+    }  # fmt: skip
+    for text, method in texts.items():
+        assert parse_drafter(text.format(published["first"]), ()).method == method, text
+    for text in ("hass={}", "eagle2={}", "mine={}", "{}"):
+        assert parse_drafter(text.format(published["third"]), ()).method == "eagle3", text
+
+
+def test_a_bundle_of_a_published_drafter_as_hass(
+    verifier: Path, published: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, options = tmp_path / "engines", ["--skip-check", "--eval-text", "none", "--json"]
+    drafter = f"hass={published['first']},precision=fp32"
+    assert main.run(["build", str(verifier), "-o", str(out), "--drafter", drafter, *options]) == 0
+    built: dict[str, Any] = json.loads(capsys.readouterr().out)["drafters"]
+    assert {name: made["method"] for name, made in built.items()} == {"hass": "hass"}
+    with Runtime.open(out, threads=1, verify=False) as runtime:
+        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+        plain = [g.token_ids for g in runtime.generate(PROMPTS, params, "none")]
+        found = runtime.generate(PROMPTS, params, SpeculationParams("hass", budget=Budget(8, 4, 2)))
+        assert [g.token_ids for g in found] == plain
+        assert sum(g.metrics.num_draft_tokens for g in found) > 20
+
+
+def test_a_recipes_drafter_takes_its_ids_method(verifier: Path, published: dict[str, Path]) -> None:
+    drafters = tuple(DrafterBuild(name, str(published["first"])) for name in ("hass", "mine"))
+    found = resolve_drafters(BuildConfig(drafters=drafters), Checkpoint.open(verifier))
+    assert [drafter.method for drafter in found.drafters] == ["hass", "eagle"]
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_a_drafter_of_an_unknown_layout(verifier: Path, tmp_path: Path, method: str | None) -> None:
+    """The build refuses it before it exports anything, if the id or `method=` names a method."""
+    values, tensors = eagle_three()
+    renamed = {name.replace("midlayer.", "block."): tensor for name, tensor in tensors.items()}
+    del values["draft_vocab_size"]
+    folder, out = write(tmp_path / "it", values, renamed), tmp_path / "engines"
+    drafters = (DrafterBuild("eagle3", str(folder), method),)
+    lines: list[str] = []
+    with pytest.raises(CheckpointError, match=r"it has an unknown layout: no known layout has block\.") as error:
+        build_bundle(
+            Model("little", str(verifier), verifier), BuildConfig(drafters=drafters), out, {}, False, lines.append
+        )
+    assert "in the layout of SafeAILab, SpecForge or speculators" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert lines == ["reading the checkpoint"]
+    assert not out.exists()
 
 
 def test_a_published_drafter_of_another_verifier(verifier: Path, published: dict[str, Path], tmp_path: Path) -> None:

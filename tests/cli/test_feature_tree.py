@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.little import write_checkpoint
 
 from redraft.cli import main
@@ -49,16 +51,22 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
-def test_a_drafter_from_training_to_text(verifier: Path, run: Run, tmp_path: Path) -> None:
-    """Two methods use one drafter in one bundle, and a request picks one."""
+def trained_drafter(method: str, verifier: Path, run: Run, tmp_path: Path) -> Path:
+    """Train a drafter for a few steps and publish it. Returns its folder."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     text = tmp_path / "text.txt"
     animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
     text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
-    trained, drafter, engines = tmp_path / "run", tmp_path / "drafter", tmp_path / "engines"
+    trained, drafter = tmp_path / "run", tmp_path / "drafter"
     options = ("--data", f"prose={text}", "--config", tmp_path / "recipe.toml", "--threads", "1")
-    assert run("train", "eagle", "--verifier", verifier, "--out", trained, *options)["steps_run"] == 3
+    assert run("train", method, "--verifier", verifier, "--out", trained, *options)["steps_run"] == 3
     run("train", "publish", trained, "--out", drafter)
+    return drafter
+
+
+def test_a_drafter_from_training_to_text(verifier: Path, run: Run, tmp_path: Path) -> None:
+    """Two methods use one drafter in one bundle, and a request picks one."""
+    drafter, engines = trained_drafter("eagle", verifier, run, tmp_path), tmp_path / "engines"
     both = ("--drafter", f"{drafter},precision=fp32", "--drafter", f"eagle2={drafter},method=eagle2,precision=fp32")
     built = run("build", verifier, "-o", engines, *both, "--skip-check")["drafters"]
     assert built["eagle"]["summary"] == "4 steps, static trees 3 wide of 12 nodes"
@@ -74,6 +82,20 @@ def test_a_drafter_from_training_to_text(verifier: Path, run: Run, tmp_path: Pat
         assert texts["eagle2"]["metrics"]["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("method", ["eagle3", "griffin"])
+def test_a_drafter_of_another_form_from_training_to_text(verifier: Path, run: Run, tmp_path: Path, method: str) -> None:
+    drafter, engines = trained_drafter(method, verifier, run, tmp_path), tmp_path / "engines"
+    built = run("build", verifier, "-o", engines, "--drafter", f"{drafter},precision=fp32", "--skip-check")["drafters"]
+    assert built[method]["method"] == method
+    prompt = ("--prompt", "abc", "--max-new-tokens", 24, "--ignore-eos", "--threads", 1, "--no-verify")
+    budget = ("--budget", "nodes=6,depth=3,width=2")
+    plain = run("generate", "--engines", engines, "--method", "none", *prompt)
+    drafted = run("generate", "--engines", engines, "--method", method, *prompt, *budget)
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert len(plain["token_ids"]) == 24
+    assert drafted["metrics"]["num_draft_tokens"] > 20
+
+
 def test_drafters_that_do_not_fit(verifier: Path, refused: Callable[..., str], tmp_path: Path) -> None:
     def line(drafter: str) -> str:
         return refused("build", verifier, "-o", tmp_path / "out", "--drafter", drafter, "--skip-check", status=1)
@@ -82,6 +104,10 @@ def test_drafters_that_do_not_fit(verifier: Path, refused: Callable[..., str], t
         return refused("build", verifier, "-o", tmp_path / "out", "--drafter", drafter, "--skip-check", status=2)
 
     assert "is not a drafter: config.json cannot be read" in line(f"eagle3={tmp_path}")
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"block.weight": torch.ones(2)}, tmp_path / "unknown" / "model.safetensors")
+    assert "unknown has an unknown layout: no known layout has block.weight; " in line(f"eagle3={tmp_path / 'unknown'}")
     assert "width must be a number from 1 to 10, not 11" in usage("e=random,method=griffin,width=11")
     assert "a tree of 10 levels of 10 nodes computes 90 rows" in usage("e=random,method=hass,width=10,steps=10")
     assert "nodes must be a positive number, not 0" in usage("e=random,method=fspad,nodes=0")

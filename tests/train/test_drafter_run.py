@@ -16,7 +16,7 @@ from redraft.errors import CheckpointError, DataError, TrainingError, UsageError
 from redraft.export.drafters.checkpoint import DrafterCheckpoint
 from redraft.export.drafters.lyanna import LyannaConfig, LyannaDrafter
 from redraft.train.acceptance import DRAFT_LOGIT_SCALES
-from redraft.train.checkpoint import NAME, load_checkpoint
+from redraft.train.checkpoint import NAME, load_checkpoint, save_checkpoint
 from redraft.train.drafter_config import SelfText
 from redraft.train.drafter_evaluate import evaluate_drafter, read_prompts
 from redraft.train.drafter_log import read_progress
@@ -204,6 +204,22 @@ def test_a_run_published_on_its_way_is_as_sharp_as_last_measured(finished, tmp_p
     publish_drafter(run, tmp_path / "published")
     config = DrafterCheckpoint.open(tmp_path / "published").configure(LyannaConfig)
     assert config.draft_logit_scale == DRAFT_LOGIT_SCALES[5]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        ("adamw", "AdamW (learning rate 3e-05)"),
+        ("scaled_adam", "Adam, its steps divided by the rms of a matrix's inputs"),
+    ],
+)
+def test_a_card_names_its_optimizer(finished, tmp_path, optimizer, name):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    state = load_checkpoint(run)
+    state["recipe"]["optimizer"] = optimizer
+    save_checkpoint(run, state)
+    publish_drafter(run, tmp_path / "published")
+    assert name in (tmp_path / "published/README.md").read_text()
 
 
 def test_a_run_that_was_not_measured_is_not_published_until_it_is(verifier_folder, two, finished, tmp_path):

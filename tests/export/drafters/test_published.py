@@ -5,6 +5,7 @@ The writers below make small random checkpoints with the files, keys and tensor 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from redraft.export.checkpoint import Checkpoint
 from redraft.export.drafters import eagle_graphs
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.feature_drafter import FeatureConfig, FeatureDrafter
-from redraft.export.drafters.published import convert, recognise
+from redraft.export.drafters.published import FIRST_METHODS, check_layout, convert, named_method, recognise
 from tests.export.models import write_checkpoint
 
 N, V, H, LAYERS, HEADS, KV_HEADS, WIDTH = 48, 97, 23, 8, 4, 2, 40
@@ -503,6 +504,67 @@ def test_other_folders_are_not_recognised(verifier, tmp_path):
     assert recognise(drafter.path) is None
     with pytest.raises(CheckpointError, match="no published drafter of a known layout"):
         convert(drafter.path, verifier, IDENTITY, tmp_path / "again")
+
+
+@pytest.mark.parametrize("make", [eagle_one, speculators_one])
+def test_an_id_names_the_method_of_a_drafter_of_eagle_ones_form(verifier, tmp_path, make):
+    folder = write(tmp_path / "first", *make())
+    ours = convert(folder, verifier, IDENTITY, tmp_path / "ours").path
+    for path in (folder, ours):
+        assert [named_method(path, name) for name in FIRST_METHODS] == list(FIRST_METHODS)
+    assert {named_method(folder, name) for name in ("", "mine", "eagle3", "griffin", "draft_model")} == {"eagle"}
+
+
+def test_an_id_does_not_name_the_method_of_other_drafters(verifier, tmp_path):
+    third = write(tmp_path / "third", *eagle_three())
+    assert named_method(third, "hass") == "eagle3"
+    assert named_method(verifier.path, "mine") == "draft_model"
+
+
+def test_the_methods_of_eagle_ones_form_have_one_form():
+    for name in FIRST_METHODS:
+        assert importlib.import_module(f"redraft.export.drafters.{name}_graphs").FORM == eagle_graphs.FORM
+
+
+def renamed(tensors: Tensors) -> Tensors:
+    return {name.replace("layers.0.", "block."): tensor for name, tensor in tensors.items()}
+
+
+UNKNOWN = [
+    (
+        lambda: (eagle_one()[0], renamed(eagle_one()[1])),
+        r"no known layout has block\.mlp\.down_proj\.weight, block\..*\.weight and 4 more; .*method=draft_model$",
+    ),
+    (lambda: ({"medusa_num_heads": 3}, {"0.0.linear.weight": draw(N, N)}), r"has 0\.0\.linear\.weight; .* wrote$"),
+    (
+        lambda: speculators_three(speculators_model_type="dflash", model_type="qwen3"),
+        "no known layout has speculators_model_type 'dflash'; .* wrote$",
+    ),
+    (lambda: (sizes(), {"fc.weight": draw(N, 2 * N)}), r"no known layout has only fc\.weight; "),
+    (lambda: ({}, {}), "no known layout has no tensors; "),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UNKNOWN, ids=["names", "medusa", "kind", "few", "empty"])
+def test_an_unknown_layout_is_named_with_its_keys(tmp_path, make, message):
+    folder = write(tmp_path, *make())
+    known = "give EAGLE, EAGLE-2, HASS or EAGLE-3 in the layout of SafeAILab, SpecForge or speculators, or a folder"
+    for check in (check_layout, named_method):
+        with pytest.raises(CheckpointError, match=f"has an unknown layout: .*{message}") as caught:
+            check(folder, "eagle3")
+        assert known in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_layouts_that_are_known(verifier, tmp_path):
+    """A missing or damaged configuration is named by the functions that open the folder."""
+    check_layout(tmp_path, "eagle3")
+    for make in (eagle_one, eagle_three, specforge, speculators_one, speculators_three):
+        check_layout(write(tmp_path / make.__name__, *make()), "eagle3")
+    check_layout(convert(tmp_path / "eagle_one", verifier, IDENTITY, tmp_path / "ours").path, "eagle3")
+    check_layout(verifier.path, "draft_model")
+    with pytest.raises(CheckpointError, match=r"no known layout has layers\.1\.input_layernorm\.weight, .*59 more"):
+        check_layout(verifier.path, "eagle3")
 
 
 def change(**values: Any) -> Callable[[dict[str, Any], Tensors], None]:
