@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from redraft.bench import report
-from redraft.bench.compare import Run
+from redraft.bench.compare import Run, Settings
 from redraft.bench.prompts import Prompt
 from redraft.bench.report import by_depth, over_seeds, pairs, speeds, trained
 from redraft.bench.report_page import write_page
 from redraft.bench.report_plots import draw
 from redraft.errors import UsageError
-from redraft.runtime import Generation
+from redraft.runtime import Generation, SamplingParams
 from redraft.runtime.metrics import Metrics
 
 TOKENS = tuple(range(13))
@@ -43,6 +44,31 @@ def test_differences_are_of_the_same_prompts() -> None:
     assert pair["tau"] == pytest.approx(1)
     assert pair["tau_interval"] == pytest.approx((1, 1))
     assert (pair["speed"], pair["separate"]) == (pytest.approx(2), True)
+
+
+@pytest.mark.parametrize("with_chains", [False, True])
+def test_figures_by_depth_are_of_the_chains(monkeypatch: pytest.MonkeyPatch, with_chains: bool) -> None:
+    """Speeds are of the measured engines, depths of the engines for chains; a drafter that these lack has none."""
+    engines: Any = SimpleNamespace(methods=("none", "first", "second"))
+    chains: Any = SimpleNamespace(methods=("none", "second"))
+    used: dict[str, Any] = {}
+
+    def compared(runtime: Any, *given: Any) -> list[Run]:
+        return used.setdefault("speed", runtime) and [run(1, generation(6, 150), generation(6, 150))]
+
+    def depths(runtime: Any, runs: Any, names: Any, *given: Any) -> dict[str, Any]:
+        return used.setdefault("depth", runtime) and {name: {} for name in names}
+
+    monkeypatch.setattr(report, "compare", compared)
+    monkeypatch.setattr(report, "_depths", depths)
+    monkeypatch.setattr(report, "_costs", lambda *given: {})
+    manifest: Any = SimpleNamespace(drafters={})
+    found = report.measure(
+        engines, manifest, [], ["none", "first", "second"], Settings(SamplingParams()), lambda settings: None,
+        lambda text: None, chains if with_chains else None,
+    )  # fmt: skip
+    assert used == {"speed": engines, "depth": chains if with_chains else engines}
+    assert list(found["depths"]) == (["second"] if with_chains else ["first", "second"])
 
 
 def test_methods_that_win_by_turns_are_not_separate() -> None:
