@@ -17,6 +17,8 @@ from redraft.names import LAST_HIDDEN_STATE
 from redraft.train.text_shards import HIDDEN
 
 TOP_LOGITS = 64
+_ROWS = 32
+"""Rows of logits that are read at once. In fp32 they fit the processor's caches, which all rows of a batch do not."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,23 @@ class States:
 
 
 def states_of(hidden: Mapping[str, torch.Tensor], logits: torch.Tensor) -> States:
-    """Return the states of hidden states and logits [B, L, V]."""
-    logits = logits.float()
+    """Return the states of hidden states and logits [B, L, V] of any float type."""
+    pieces = [_likeliest(piece.float()) for piece in logits.flatten(0, 1).split(_ROWS)]
+    ids, values, log_sum = (torch.cat(parts).unflatten(0, logits.shape[:2]) for parts in zip(*pieces, strict=True))
+    return States(hidden, ids, values, log_sum)
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, logits and `States.log_sum` of rows of logits [R, V]."""
     values, ids = logits.topk(min(TOP_LOGITS, logits.shape[-1]))
-    return States(hidden, ids, values, logits.logsumexp(-1))
+    largest = values[:, :1]
+    return ids, values, (logits - largest).exp_().sum(-1).log_() + largest[:, 0]
 
 
 def run_verifier(
     verifier: Any, tokens: torch.Tensor, hidden_states: Sequence[str] = (LAST_HIDDEN_STATE,), **arguments: Any
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return hidden states [B, L, n] by name, and logits [B, L, V] in fp32, of tokens [B, L].
+    """Return hidden states [B, L, n] by name, and logits [B, L, V] of the verifier's type, of tokens [B, L].
 
     Names are those of engines: `last` is after the final norm, `3` is the output of the layer with index 3, from 0.
     arguments: for the model's forward.
@@ -83,7 +92,7 @@ def run_verifier(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: kept[name] for name in hidden_states}, out.logits.float()
+    return {name: kept[name] for name in hidden_states}, out.logits
 
 
 def _tensor(output: Any) -> torch.Tensor:

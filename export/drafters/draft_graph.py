@@ -83,6 +83,15 @@ def drafter_precision(chosen: Precision | None, verifier: VerifierExport) -> Pre
     return chosen
 
 
+def likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log probabilities and the columns of the `count` likeliest tokens, [..., count], of logits [..., H].
+
+    ONNX Runtime's LogSoftmax takes 7 microseconds for three rows of 12,288 columns, and its ReduceLogSumExp 120.
+    """
+    columns = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count, -1).indices
+    return torch.log_softmax(logits, -1).gather(-1, columns), columns
+
+
 class GraphRotary(nn.Module):
     """Rotation as one operator over precomputed tables of `rows` positions."""
 

@@ -24,6 +24,7 @@ from redraft.export.drafters.draft_graph import (
     drafter_precision,
     empty_module,
     examples,
+    likeliest,
     parameter_shapes,
     rename,
     stem,
@@ -226,13 +227,9 @@ class _Graph(nn.Module):
         decoder: tracing.VerifierModule = self.__dict__["decoder"]
         logits, *updates = decoder(token_ids, positions, tree_mask, cache_len, kv_len, output_rows, caches)
         z = sampling.noisy(logits, tables) * sampling.scale[:, None, None]  # [B, R, H]
-        if self._width == 1:
-            best, columns = z.amax(-1, keepdim=True), z.argmax(-1, keepdim=True)
-        else:
-            best, columns = z.topk(self._width, -1)
+        log_probs, columns = likeliest(z, self._width)
         tokens = tracing.take(tables[-1], columns) if tables else columns
         by_rank = torch.arange(1, self._width + 1) * DRAWN_LOG_PROB
-        log_probs = best - torch.logsumexp(z, -1, keepdim=True)
         log_probs = torch.where(sampling.drawn[:, None, None] > 0, by_rank, log_probs)
         return (tokens, log_probs, logits, *updates)
 

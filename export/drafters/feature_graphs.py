@@ -20,6 +20,7 @@ from redraft.export.drafters.draft_graph import (
     check_fit,
     drafter_precision,
     empty_module,
+    likeliest,
     parameter_shapes,
     random_source,
     stem,
@@ -179,10 +180,9 @@ class _LevelTree:
         shape, sampling, level = self._shape, self._sampling, len(self._tokens)
         keys = sampling.keys[:, level : level + 1].expand(-1, logits.shape[1], -1)
         z = sampling._replace(keys=keys).noisy(logits, self._tables) * sampling.scale[:, None, None]
-        best, columns = z.topk(shape.width, -1)  # [B, R, W]
+        log_probs, columns = likeliest(z, shape.width)  # [B, R, W]
         ranks = torch.arange(1, shape.width + 1) * DRAWN_LOG_PROB
         drawn = torch.cat([ranks[:1], torch.full((shape.width - 1,), _NOT_FIRST)])
-        log_probs = best - torch.logsumexp(z, -1, keepdim=True)
         log_probs = torch.where(sampling.drawn[:, None, None] > 0, drawn, log_probs)
         places, joint, scores = self._ends
         added = torch.where(sampling.drawn[:, None, None] > 0, drawn, ranks) if shape.static else log_probs

@@ -17,6 +17,7 @@ from redraft.export.drafters.draft_graph import (
     check_fit,
     drafter_precision,
     empty_module,
+    likeliest,
     parameter_shapes,
     random_source,
     stem,
@@ -112,10 +113,9 @@ class _Draft(DraftGraph[MtpDrafter]):
         for step in range(self.shape.steps):
             chain.append(self.logits(hidden))  # [B, 1, H]
             logits = sampling.noisy(chain[-1], tables, step) * factor
-            best = logits.argmax(-1)  # [B, 1]
+            log_prob, best = (found.squeeze(-1) for found in likeliest(logits, 1))  # [B, 1]
             nodes.append(tracing.take(tables[0], best) if tables else best)
-            log_prob = log_probs[-1] + logits.amax(-1) - torch.logsumexp(logits, -1)
-            log_probs.append(torch.where(by_rank, log_probs[-1] + of_rank, log_prob))
+            log_probs.append(log_probs[-1] + torch.where(by_rank, of_rank, log_prob))
             if step + 1 < self.shape.steps:
                 hidden = self.drafter(hidden, self.embed(nodes[-1]), *attention.next_step())
         parents = torch.arange(-1, self.shape.steps)[None].expand(tokens.shape[0], -1)
