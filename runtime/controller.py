@@ -53,17 +53,23 @@ class Controller(Protocol):
     def explain(self, seq: Sequence) -> Choice | None:
         """Return the inputs of this step's choice of a tree; None if the controller compares no costs."""
 
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+    def timed(
+        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
+    ) -> None:
         """Record the milliseconds of this step's offers and drafter calls, for the whole batch.
 
-        nodes: of the largest verified tree, its root included.
+        nodes: of the largest verified tree, its root included.   verified_ms: of the verifier's call; None takes the
+        estimate.
         """
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Record the outcome of verifying `tree`. Called after plain steps too."""
 
-    def ended(self, speculated: bool, host_ms: float) -> None:
-        """End the step. host_ms: its time without the calls of verifier and drafters."""
+    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
+        """End the step.
+
+        host_ms: its time without the calls of verifier and drafters.   verified_ms: the verifier's call.
+        """
 
 
 class BudgetController(Controller):
@@ -113,13 +119,15 @@ class BudgetController(Controller):
     def explain(self, seq: Sequence) -> None:
         """Return None: no costs are compared."""
 
-    def timed(self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int) -> None:
+    def timed(
+        self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
+    ) -> None:
         """Ignore the times."""
 
     def observe(self, seq: Sequence, plan: Plan, tree: Tree, outcome: Outcome) -> None:
         """Ignore the outcome."""
 
-    def ended(self, speculated: bool, host_ms: float) -> None:
+    def ended(self, speculated: bool, host_ms: float, verified_ms: float) -> None:
         """Do nothing."""
 
 
