@@ -25,12 +25,11 @@ def quantize_products(model: ir.Model, source: AnySource, precision: Precision, 
     made: list[NewTensor] = []
     attended = before_attention(model)
     logits = next((value.producer() for value in model.graph.outputs if value.name == output), None)
-    for node in [n for n in model.graph if n.op_type == "MatMul"]:
-        weight = ProductWeight.of(node, source.parameters)
-        if weight is None:
-            continue
-        kept = (node in attended or feeds(node, logits)) and not stored_grids.fits(weight, source, 4)
-        bits = 8 if precision == "int8" or kept else 4
+    nodes = [node for node in model.graph if node.op_type == "MatMul"]
+    products = [(node, weight) for node in nodes if (weight := ProductWeight.of(node, source.parameters))]
+    kept = {weight.stem for node, weight in products if node in attended or feeds(node, logits)}  # of all its products
+    for node, weight in products:
+        bits = 8 if precision == "int8" or (weight.stem in kept and not stored_grids.fits(weight, source, 4)) else 4
         tensors = _tensors(weight, source, bits)
         made += [tensor for tensor in tensors if tensor.name not in model.graph.initializers]  # one of several products
         _replace(model, node, tensors, weight.shape(source)[1], bits)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from redraft.config import Backend, BuildConfig, Precision
 from redraft.export import checkpoint as checkpoints
 from redraft.export.checkpoint import Checkpoint
 from redraft.export.product_weights import ProductWeight
+from redraft.export.products import quantize_products
 from redraft.export.sources import Source
 from redraft.export.verifier import VerifierExport, export_verifier
 from tests.export.models import write_checkpoint
@@ -85,3 +87,20 @@ def test_a_turned_weight_comes_by_outputs_in_small_slabs(gpt2: Checkpoint, monke
     assert weight.shape(source) == (128, 64)
     assert {slab.shape for slab in slabs} == {(16, 64)}
     np.testing.assert_array_equal(np.concatenate(slabs), gpt2.memmap(name).T)
+
+
+def test_products_over_one_weight_have_the_same_bits(gpt2: Checkpoint) -> None:
+    """A draft graph uses its head at every level, and only the logits of some levels decide what attention reads.
+
+    The weight of such a product keeps 8 bits in int4, so all products over it must.
+    """
+    name = "transformer.h.0.mlp.c_fc.weight"
+    source = Source.of_names(gpt2, {name: (64, 128)})
+    x, weight = ir.val("x", ir.DataType.FLOAT, [1, 64]), ir.val(name, ir.DataType.FLOAT, [64, 128])
+    weight.const_value = ir.ExternalTensor("unplaced", 0, 0, ir.DataType.FLOAT, shape=ir.Shape([64, 128]), name=name)
+    attended, other = (ir.node("MatMul", [x, weight]) for _ in range(2))
+    nodes = [attended, ir.node("TreeAttention", [attended.outputs[0]]), other]
+    outputs = [nodes[1].outputs[0], other.outputs[0]]
+    graph = ir.Graph([x], outputs, nodes=nodes, initializers=[weight], opset_imports={"": 21})
+    quantize_products(ir.Model(graph, ir_version=10), source, "int4", "")
+    assert [node.attributes["bits"].as_int() for node in graph if node.op_type == "MatMulNBits"] == [8, 8]
