@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redraft.errors import UsageError
-from redraft.methods import LOOKUPS, NONE
+from redraft.methods import NONE, UNBUILT
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 """fp32, fp16, bf16: one type for weights, KV and features. int8, int4, fp8: quantized weights only, and
@@ -21,7 +21,7 @@ NATIVE_RELEASES = "10.15 or newer, except 11.1 and 11.2"
 """Releases of TensorRT whose own layers compute tree attention correctly."""
 DRAFTER_ID = re.compile(r"[A-Za-z0-9_-]+")
 """Form of a drafter's id. It has no dot and no plus, which join ids to other words."""
-RESERVED_IDS = (NONE, *LOOKUPS, "all", "random", "inexact", "verifier", "step", "weights")
+RESERVED_IDS = (NONE, *UNBUILT, "all", "random", "inexact", "verifier", "step", "weights")
 """Words that cannot be ids: the command line or names of a bundle's graphs use them."""
 RANDOM = "random"
 """Replaces a drafter's folder: a drafter of the verifier's shape with random weights, for latency work only."""

@@ -112,6 +112,14 @@ class Tree(Protocol):
     def cut_at_end(self) -> bool:
         """True if a cut may only drop the last nodes: the tree is on a device, or its nodes were drawn (`Draws`)."""
 
+    @property
+    def pinned(self) -> BoolArray | None:
+        """True for nodes that are verified for their target tokens, likely or not, bool[n]; None without such nodes.
+
+        The root is not pinned, and all other ancestors of a pinned node are. A cut keeps all pinned nodes. If not all
+        of them fit, the part that is left has none. Only ready trees pin nodes.
+        """
+
     def __len__(self) -> int:
         """Number of nodes, n."""
 
@@ -170,6 +178,7 @@ class DraftTree:
     parents: IntArray
     log_probs: FloatArray
     draws: Draws | None = None
+    pinned: BoolArray | None = None
 
     on_device: ClassVar[bool] = False
 
@@ -188,7 +197,10 @@ class DraftTree:
     def part(self, keep: Sequence[int] | slice, parents: IntArray) -> DraftTree:
         """Return nodes of this tree, root first, with their new parents. Raises ValueError as `Draws.part`."""
         draws = self.draws and self.draws.part(self.parents, keep)
-        return DraftTree(self.tokens[keep], parents, self.log_probs[keep], draws)
+        pinned = None if self.pinned is None else self.pinned[keep]
+        if pinned is not None and pinned.sum() < self.pinned.sum():  # type: ignore[union-attr]
+            pinned = None
+        return DraftTree(self.tokens[keep], parents, self.log_probs[keep], draws, pinned)
 
 
 @dataclass(frozen=True)
@@ -203,6 +215,7 @@ class Choice:
     table_ms: estimated time of verifying n nodes.
     probed: True if it verifies nodes that do not seem to pay, to learn their cost.
     together: in a batch, the rate of all its sequences, and the tokens that the n-th node of all their trees brings.
+    least:  nodes that are verified whatever they bring: the most pinned nodes of a tree in the batch.
     """
 
     rate: float
@@ -214,6 +227,7 @@ class Choice:
     table_ms: Sequence[float] = ()
     probed: bool = False
     together: tuple[float, Sequence[float]] | None = None
+    least: int = 0
 
 
 NOT_REACHED = -1
@@ -223,7 +237,8 @@ NOT_REACHED = -1
 class Outcome(NamedTuple):
     """The outcome of verifying one tree.
 
-    target_token_ids: the verifier's token after each of the n nodes, or NOT_REACHED.
+    target_token_ids: the verifier's token after each of the n nodes, or NOT_REACHED. After a pinned node it is known,
+                 but if the node was not accepted, it may ignore logits processors.
     path:        accepted nodes in order, without the root: rows of the KV and feature buffers of this call.
     bonus:       the verifier's own token after the last accepted node; its KV is not computed yet.
     tokens:      tokens that this step adds to the sequence: the accepted ones, then the bonus.

@@ -13,8 +13,8 @@ from redraft.runtime.controller import Call, merged_ready
 from redraft.runtime.cost import VerifyCosts
 from redraft.runtime.offers import NO_TREE, Offer, OfferKey, Plan, StepLimits
 from redraft.runtime.sequence import Sequence
-from redraft.runtime.tree import cut, merge, root_only
-from redraft.types import NO_SPECULATION, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
+from redraft.runtime.tree import cut, merge, pinned_nodes, root_only
+from redraft.types import NO_SPECULATION, BoolArray, Budget, Choice, Costs, FloatArray, OfferKind, Outcome, Tree
 
 MAX_DEPTH = 16
 LONGEST_PAUSE = 32
@@ -93,8 +93,8 @@ class ControllerState:
     gain:     as `MethodRecord.gain`, from its own steps.
     found:    number of ready nodes that are worth verifying, and their gain, of this step.
     offered:  the tree that was made for this step, for `observe`.
-    rate, gains, tried, probed, together: as in `Choice`, of this step.   weighed: its found, whole and shares.
-    shares:   probability of each node after the root to be accepted, likeliest first, of this step.
+    rate, gains, tried, probed, together, least: as in `Choice`, of this step.   weighed: its found, whole and shares.
+    shares:   probability of each node after the root to be accepted, by `ranked_shares`, of this step.
     waiting:  steps still to pause.   pause: length of the latest pause.
     lead:     plain steps that speculation won beyond those that it may lose.
     since_fresh, patience: steps since the last fresh draft, and the number after which another is tried.
@@ -111,6 +111,7 @@ class ControllerState:
     probed: bool = False
     shares: Several[float] = ()
     together: tuple[float, Several[float]] | None = None
+    least: int = 0
     weighed: tuple[Tree, Tree, Several[float] | None] | None = None
     waiting: int = 0
     pause: int = 0
@@ -128,7 +129,8 @@ class Adaptive:
     every millisecond, and this difference is the tree's gain. `rate` is the sequence's present rate, at least that of
     plain decoding (Dinkelbach's method for a ratio of sums). The ratio of one step alone would make trees too small.
     In a batch, all trees are cut to one number of nodes, since the largest tree determines a call's cost. The batch's
-    yield is then the sum of their yields, and its rate the sum of their rates.
+    yield is then the sum of their yields, and its rate the sum of their rates. Pinned nodes are verified at any gain,
+    since they bring tokens to later steps. Their costs count, so a tree's gain may be negative.
 
     The controller uses the offer with the largest gain, less the cost of making its tree. The gain of a ready tree is
     known. The gains of a fresh draft, and of resampling by remaining steps, are learned from recent steps. If a fresh
@@ -209,8 +211,9 @@ class Adaptive:
         lately = state.experience
         rate = state.rate = max(lately.tokens / lately.plain_steps, 1.0) / self._table[1]
         found = merged_ready(seq, offers)
-        state.shares = ranked_shares(found.log_probs) if len(found) > 1 else ()
-        state.found = best_first(state.shares, rate, self._table)
+        state.shares = ranked_shares(found.log_probs, found.pinned) if len(found) > 1 else ()
+        state.least = pinned_nodes(found)
+        state.found = best_first(state.shares, rate, self._table, state.least)
         best, taken, fresh = state.found[1], None, None
         state.gains = gains = {OfferKind.LOOKUP: best}
         for offer in offers:
@@ -274,13 +277,14 @@ class Adaptive:
             return wholes
         alone = self._sequences == 1
         each = shares[0] if alone else [sum(ranked) for ranked in zip_longest(*shares, fillvalue=0.0)]
-        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, table)
+        least = max([state.least for state, _, _ in states])
+        paying, gain = states[0][0].found if alone and not plans[0].make else best_first(each, rate, table, least)
         nodes, probed = paying, widest == 1 and self._steps >= self._probe_at and len(each) > paying
         if probed:
             wider = self._probe(min(len(each) + 1, len(table) - 1))
             probed, nodes = wider > paying, max(paying, wider)
         for state, plan, tree in states:
-            state.probed, state.together = probed, None if alone else (rate, each)
+            state.probed, state.least, state.together = probed, least, None if alone else (rate, each)
             if plan.make is not None and tree is not None:
                 self._learn_gain(state, plan.make.key, gain if alone else self._own_gain(state, paying))
         return [
@@ -308,7 +312,7 @@ class Adaptive:
             state.offered = made
             assert plan.make is not None
             tree = merge(tree, self._depths_of(plan.make.key.drafter, plan.kind).calibrated(made))
-            state.shares = ranked_shares(tree.log_probs)
+            state.shares = ranked_shares(tree.log_probs, tree.pinned)
         state.weighed = plan.found, tree, None
         return tree
 
@@ -322,7 +326,7 @@ class Adaptive:
         _, gain = best_first(shares, state.rate, self._priced)
         tree = made if gain >= state.found[1] else plan.found
         if tree is made:
-            state.shares = shares
+            state.shares, state.least = shares, 0
         state.weighed = plan.found, tree, shares if tree is made else None
         state.offered = made if tree is made else None
         return tree
@@ -357,7 +361,8 @@ class Adaptive:
         state = self._state_of(seq)
         if state.weighed is None:
             return None
-        return Choice(state.rate, state.gains, state.tried, *state.weighed, self._priced, state.probed, state.together)
+        weighed = *state.weighed, self._priced
+        return Choice(state.rate, state.gains, state.tried, *weighed, state.probed, state.together, state.least)
 
     def timed(
         self, offers_ms: float, made_ms: Mapping[Call, float], nodes: int, verified_ms: float | None = None
@@ -465,13 +470,19 @@ def _near(ratio: float, other: float) -> bool:
     return abs(ratio / other - 1) < _NEAR
 
 
-def ranked_shares(log_probs: FloatArray) -> list[float]:
-    """Return the probabilities of the nodes after the root, likeliest first, from joint logarithms [n]."""
-    return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
+def ranked_shares(log_probs: FloatArray, pinned: BoolArray | None = None) -> list[float]:
+    """Return the probabilities of the nodes after the root, likeliest first, from joint logarithms [n].
+
+    Pinned nodes come before all others.
+    """
+    if pinned is None:
+        return [exp(value) for value in sorted(log_probs[1:].tolist(), reverse=True)]
+    ranks = sorted(zip(pinned[1:].tolist(), log_probs[1:].tolist(), strict=True), reverse=True)
+    return [exp(value) for _, value in ranks]
 
 
-def best_first(shares: Several[float], rate: float, table_ms: Several[float]) -> tuple[int, float]:
-    """Return how many of the first nodes are worth verifying, and their gain.
+def best_first(shares: Several[float], rate: float, table_ms: Several[float], least: int = 0) -> tuple[int, float]:
+    """Return how many of the first nodes are worth verifying, at least the first `least`, and their gain.
 
     shares: probability of each node to be accepted.   rate: tokens a millisecond.   table_ms: cost by nodes.
     """
@@ -480,6 +491,6 @@ def best_first(shares: Several[float], rate: float, table_ms: Several[float]) ->
     for count, (share, ms) in enumerate(zip(shares, table_ms[2:], strict=False), 1):  # the shorter one ends the loop
         promised += share
         gain = promised - rate * ms
-        if gain > best:
+        if count == least or (count > least and gain > best):
             best, nodes = gain, count
     return nodes, best

@@ -18,7 +18,7 @@ from redraft.engines.device import Device
 from redraft.engines.host_device import HostDevice
 from redraft.engines.tensorrt.profiles import check_max_num_seqs, largest_call
 from redraft.errors import UsageError
-from redraft.methods import LOOKUPS, NONE, find_method
+from redraft.methods import NONE, UNBUILT, find_method
 from redraft.packages import package_version
 from redraft.runtime import scheduler
 from redraft.runtime.cost import VerifyCosts, keep_costs, load_costs
@@ -407,7 +407,7 @@ def _each(values: Any, kind: type[Any] | tuple[type[Any], ...], count: int) -> l
 
 def _check_options(options: Mapping[str, Mapping[str, Any]] | None, bundle: Bundle) -> None:
     """Raise UsageError for options that a drafter refuses, or of a drafter that the bundle lacks."""
-    known = {name: name for name in (NONE, *LOOKUPS)}
+    known = {name: name for name in (NONE, *UNBUILT)}
     known |= {name: drafter.method for name, drafter in bundle.manifest.drafters.items()}
     for name, values in (options or {}).items():
         if name not in known:

@@ -85,6 +85,7 @@ class DeviceTree:
     __slots__ = ("_nodes", "drafts", "slot")
 
     on_device = cut_at_end = True
+    pinned = None
 
     def __init__(self, drafts: DeviceDrafts, slot: int, nodes: int) -> None:
         self.drafts = drafts

@@ -94,7 +94,7 @@ class Speculators:
                 if given is not None:
                     raise UsageError(f"plain decoding takes no {what}", f"choose a method, or leave the {what} out")
             return Speculation(drafter, FixedBudget(NO_SPECULATION), word)
-        wide = drafter.has_engines or (budget is not None and budget.width > 1)
+        wide = drafter.has_engines or (drafter.branches if budget is None else budget.width > 1)
         if wide and not self._verifier.branches:
             self._verifier.take_branches()
             if self._exact:

@@ -13,7 +13,8 @@ source, and the number of its nodes. `choice` is `redraft.types.Choice`. Its `lo
 could be verified, `looked_up` the tree's nodes that the lookup had. A tree that stayed on a device has `shares`
 instead, by which it was cut. `together` has the rate and the shares of the whole batch, by which all of its trees were
 cut. Its probabilities and shares are estimates, so the replay also compares the tokens that they promised with those
-that were accepted. `probed` marks a tree that is larger than the number of nodes that seems to pay.
+that were accepted. `probed` marks a tree that is larger than the number of nodes that seems to pay. `pinned` has the
+pinned ones of the nodes that could be verified, and `least` the number of nodes that were verified at any gain.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def _choice(choice: Choice, tree: Tree) -> dict[str, Any]:
         "tried": choice.tried,
         **({"probed": True} if choice.probed else {}),
         **({"together": {"rate": choice.together[0], "shares": list(choice.together[1])}} if choice.together else {}),
+        **({"least": choice.least} if choice.least else {}),
+        **({} if choice.whole.pinned is None else {"pinned": np.flatnonzero(choice.whole.pinned).tolist()}),
         "log_probs": choice.whole.log_probs.tolist(),
         **({"shares": choice.shares} if choice.shares is not None else {}),
         "looked_up": [node for node in range(1, len(tree)) if paths[node] in known],
@@ -229,11 +232,13 @@ def _check_choice(choice: dict[str, Any], source: str, nodes: int, table_ms: lis
         raise ValueError(f"the largest gain is that of {expected}, the trace has a tree from {source}")
     shares, rate = choice.get("shares"), choice["rate"]
     if shares is None:
-        shares = ranked_shares(np.array(choice["log_probs"], np.float32))
+        log_probs = np.array(choice["log_probs"], np.float32)
+        pinned = np.isin(np.arange(len(log_probs)), choice["pinned"]) if "pinned" in choice else None
+        shares = ranked_shares(log_probs, pinned)
     if together := choice.get("together"):
         if any(own > of_all + _ROUNDING for own, of_all in zip_longest(shares, together["shares"], fillvalue=0.0)):
             raise ValueError("its shares are not among those of the batch")
         shares, rate = together["shares"], together["rate"]
-    most, _ = best_first(shares, rate, table_ms)
+    most, _ = best_first(shares, rate, table_ms, choice.get("least", 0))
     if nodes > most and not choice.get("probed"):
         raise ValueError(f"{most} nodes were worth verifying, the trace has {nodes}")

@@ -43,10 +43,11 @@ def _chain_parents(nodes: int) -> IntArray:
     return _CHAIN[:nodes] if nodes <= len(_CHAIN) else np.arange(-1, nodes - 1)
 
 
-def make_tree(tokens: list[int], parents: list[int], probs: list[float]) -> DraftTree:
+def make_tree(tokens: list[int], parents: list[int], probs: list[float], pinned: list[bool] | None = None) -> DraftTree:
     """Return the tree of these nodes. `probs` are joint and positive, and its children are chosen deterministically."""
     log_probs = np.log(np.array(probs, dtype=np.float32))
-    return DraftTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), log_probs)
+    pins = np.array(pinned, np.bool_) if pinned is not None and any(pinned) else None
+    return DraftTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64), log_probs, pinned=pins)
 
 
 def layout(parents: IntArray) -> Layout:
@@ -93,8 +94,22 @@ def accepted_path(tokens: Sequence[int], parents: Sequence[int], target_token_id
     return tuple(path)
 
 
+def pinned_nodes(tree: Tree) -> int:
+    """Return the number of pinned nodes."""
+    return 0 if tree.pinned is None else int(tree.pinned.sum())
+
+
+def _ranks(tree: Tree, nodes: int) -> list[float]:
+    """Return the logarithms by which a cut to `nodes` nodes selects. Pinned nodes count as certain if all fit."""
+    pinned = tree.pinned
+    ranks: list[float] = tree.log_probs.tolist()
+    if pinned is None or pinned_nodes(tree) > nodes:
+        return ranks
+    return [0.0 if pin else rank for pin, rank in zip(pinned.tolist(), ranks, strict=True)]
+
+
 def prune(tree: Tree, nodes: int) -> Tree:
-    """Return the `nodes` likeliest nodes of `tree` after its root, in their old order.
+    """Return the `nodes` likeliest nodes of `tree` after its root, in their old order. Pinned nodes come first.
 
     A child is never likelier than its parent and comes after it, so the result is a tree. Of a tree that may be cut
     only at its end, the result is the first nodes.
@@ -103,8 +118,8 @@ def prune(tree: Tree, nodes: int) -> Tree:
         return tree
     if tree.cut_at_end:
         return tree.first(nodes)
-    log_probs = tree.log_probs.tolist()
-    keep = sorted(sorted(range(len(tree)), key=log_probs.__getitem__, reverse=True)[: nodes + 1])
+    ranks = _ranks(tree, nodes)
+    keep = sorted(sorted(range(len(tree)), key=ranks.__getitem__, reverse=True)[: nodes + 1])
     if keep[-1] == nodes:
         return tree.first(nodes)
     return _part(tree, keep)
@@ -124,7 +139,8 @@ def merge(first: Tree, second: Tree) -> Tree:
     """Merge both trees at their root. Nodes with the same path become one, with the larger probability of the two.
 
     Nodes of `second` that `first` lacks come after all of `first`. A child is still never likelier than its parent.
-    Draws of `second` are kept, also of nodes that `first` has. Raises ValueError if nodes of `first` were drawn.
+    Nodes that either pins are pinned. Draws of `second` are kept, also of nodes that `first` has. Raises ValueError if
+    nodes of `first` were drawn.
     """
     if first.draws is not None:
         raise ValueError("a tree of draws must come second in a merge, since its nodes come last in a cut")
@@ -151,7 +167,20 @@ def merge(first: Tree, second: Tree) -> Tree:
             log_probs[same] = log_prob
         place[node] = same
     draws = second.draws and _moved(second.draws, place, len(first), len(tokens))
-    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32), draws)
+    arrays = np.array(tokens, np.int64), np.array(parents, np.int64), np.array(log_probs, np.float32)
+    return DraftTree(*arrays, draws, _pinned_of_both(first, second, place, len(tokens)))
+
+
+def _pinned_of_both(first: Tree, second: Tree, place: list[int], nodes: int) -> BoolArray | None:
+    """Return the pinned nodes of a merged tree: node i of `second` is now place[i]."""
+    if first.pinned is None and second.pinned is None:
+        return None
+    pinned = np.zeros(nodes, np.bool_)
+    if first.pinned is not None:
+        pinned[: len(first)] = first.pinned
+    if second.pinned is not None:
+        pinned[place] |= second.pinned
+    return pinned
 
 
 def _moved(draws: Draws, place: list[int], chosen: int, nodes: int) -> Draws:
@@ -211,14 +240,14 @@ def _level_bound(first: Tree, second: Tree) -> int:
 def within(tree: Tree, budget: Budget) -> Tree:
     """Return the likeliest nodes of a tree within a budget (depth, width of a level, nodes), in their old order.
 
-    Of a tree that may be cut only at its end, the first nodes take the place of the likeliest.
+    Pinned nodes come first. Of a tree that may be cut only at its end, the first nodes take the place of the likeliest.
     """
     if min(budget.nodes, budget.depth, budget.width) >= len(tree) - 1:
         return tree
-    parents, log_probs = tree.parents.tolist(), tree.log_probs.tolist()
+    parents, ranks = tree.parents.tolist(), _ranks(tree, budget.nodes)
     depths, levels, kept = [0] * len(tree), [0] * (len(tree) + 1), {0}
     nodes = range(1, len(tree))
-    for node in nodes if tree.cut_at_end else sorted(nodes, key=log_probs.__getitem__, reverse=True):
+    for node in nodes if tree.cut_at_end else sorted(nodes, key=ranks.__getitem__, reverse=True):
         parent = parents[node]
         depth = depths[node] = depths[parent] + 1
         if parent in kept and depth <= budget.depth and levels[depth] < budget.width and len(kept) <= budget.nodes:
@@ -254,8 +283,8 @@ def exact_part(tree: Tree, cache_len: int, branches: bool, block_rows: int | Non
 
 
 def _promised(tree: Tree) -> float:
-    """Return the expected tokens of a tree, the bonus included."""
-    return float(np.exp(tree.log_probs).sum())
+    """Return the expected tokens of a tree, the bonus included. Each pinned node counts as one."""
+    return float(np.exp(_ranks(tree, len(tree))).sum())
 
 
 def likeliest_chain(tree: Tree) -> DraftTree:

@@ -17,7 +17,7 @@ WORDS = tuple(name for name in METHODS if name not in (NONE, NGRAM))
 
 `none` is too common a word. N-gram lookup is not a drafter of a bundle: shared files combine it with drafters.
 """
-ORDINARY = frozenset({"suffix"})
+ORDINARY = frozenset({"lookahead", "suffix"})
 """Methods with the name of an ordinary word. Shared files may use it as an identifier, but not import the method's
 modules, and no string of theirs may have the id alone or joined to others.
 """

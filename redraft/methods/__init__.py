@@ -15,10 +15,15 @@ LOOKUPS = (
     "ngram",
     "suffix",
 )
-"""Methods that look drafts up in texts. They need no engine, so every bundle has them."""
+"""Methods that look drafts up in texts, alone or together with a drafter of the bundle."""
+UNBUILT = (
+    *LOOKUPS,
+    "lookahead",
+)
+"""Methods that need no engine, so every bundle has them."""
 METHODS = (
     "none",
-    *LOOKUPS,
+    *UNBUILT,
     "lyanna",
     "mtp",
     "draft_model",
@@ -57,6 +62,7 @@ __all__ = [
     "METHODS",
     "NGRAM",
     "NONE",
+    "UNBUILT",
     "GraphSpec",
     "Method",
     "TreeLimits",

@@ -1,4 +1,6 @@
-"""Drafters by method name: `none`, a lookup, the id of one of the bundle's drafters, or `LOOKUP+ID` for the pair.
+"""Drafters by method name: `none`, a method without engines, the id of a drafter of the bundle, or `LOOKUP+ID`.
+
+`LOOKUP+ID` is a lookup and a drafter that draft together.
 
 A method's drafter is `DRAFTER` of its module here, which is imported on first use.
 """
@@ -11,7 +13,7 @@ from typing import Any
 
 from redraft.engines.bundle import Bundle
 from redraft.errors import UsageError
-from redraft.methods import LOOKUPS, NGRAM, NONE
+from redraft.methods import LOOKUPS, NGRAM, NONE, UNBUILT
 from redraft.runtime.drafters.base import Drafter
 from redraft.runtime.verifier import Verifier
 
@@ -33,7 +35,7 @@ def split_pair(word: str) -> tuple[str, str | None]:
 def method_words(drafters: Iterable[str]) -> tuple[str, ...]:
     """Return all method names for a bundle with these drafters."""
     own = tuple(drafters)
-    return (NONE, *LOOKUPS, *own, *(pair(drafter, lookup) for lookup in LOOKUPS for drafter in own))
+    return (NONE, *UNBUILT, *own, *(pair(drafter, lookup) for lookup in LOOKUPS for drafter in own))
 
 
 def default_word(drafters: Iterable[str]) -> str:
@@ -45,14 +47,14 @@ def default_word(drafters: Iterable[str]) -> str:
 def load_drafter(
     drafter: str, verifier: Verifier, options: Mapping[str, Any] | None = None, bundle: Bundle | None = None
 ) -> Drafter:
-    """Return the drafter `none`, a lookup, or the bundle's drafter with this id, with its options.
+    """Return `none`, the drafter of a method without engines, or the bundle's drafter with this id, with its options.
 
     Raises UsageError for an id that the bundle lacks, and for an unknown option.
     """
     built = bundle.manifest.drafters if bundle else {}
     if drafter in built:
         method = built[drafter].method
-    elif drafter in (NONE, *LOOKUPS):
+    elif drafter in (NONE, *UNBUILT):
         method = drafter
     else:
         problem = f"this bundle has no drafter {drafter!r}"

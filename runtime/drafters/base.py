@@ -25,6 +25,8 @@ class Drafter(ABC):
 
     has_engines: bool = False
     """True if it runs engines of its own."""
+    branches: bool = False
+    """True if it needs trees that branch, even if the verifier then opens another engine. A budget may forbid them."""
     name: str = ""
     """The drafter's id in the bundle, or its method's id."""
 

@@ -60,7 +60,7 @@ class Rejection(Walk):
         chance = Uniforms(self._params.seed, self._length)
         path, bonus = verify(tree, reached.target, chance, self._params.acceptance == BLOCK)
         nodes, found = (0, *path), (*tree.tokens[list(path)].tolist(), bonus)
-        targets = [NOT_REACHED] * len(tree)
+        targets = self._guesses(logits, tree, len(tokens))
         for node, token in zip(nodes, found, strict=True):
             targets[node] = token
             if token != NOT_REACHED:

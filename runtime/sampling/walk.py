@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from redraft.errors import UsageError
 from redraft.runtime.params import LEAST_TEMPERATURE, SamplingParams
@@ -13,6 +16,7 @@ from redraft.runtime.sampling.logprobs import token_logprobs
 from redraft.runtime.sampling.processors import Processor
 from redraft.runtime.sampling.sampler import Sampler, at_token
 from redraft.runtime.sampling.truncation import Support, support_of
+from redraft.runtime.tree import layout
 from redraft.types import NOT_REACHED, FloatArray, Outcome, Tree
 
 
@@ -41,7 +45,7 @@ class Walk(Sampler):
     def verify(self, logits: FloatArray, tree: Tree, tokens: Sequence[int]) -> Outcome:
         """Choose and accept tokens down the tree. If that fails at a node, the outcome has the error."""
         ids, parents = tree.tokens.tolist(), tree.parents.tolist()
-        targets = [NOT_REACHED] * len(ids)
+        targets = self._guesses(logits, tree, len(tokens))
         path: list[int] = []
         found: list[int] = []
         fresh: Iterable[int] = tokens[self._length :]
@@ -59,6 +63,20 @@ class Walk(Sampler):
                 path.append(node)
                 fresh = (target,)
         return Outcome(targets, tuple(path), found[-1], tuple(found))
+
+    def _guesses(self, logits: FloatArray, tree: Tree, length: int) -> list[int]:
+        """Return the target tokens of pinned nodes without processors, and NOT_REACHED for all others.
+
+        length: of the committed tokens.
+        """
+        targets = [NOT_REACHED] * len(tree)
+        if tree.pinned is not None:
+            depths = layout(tree.parents).depths
+            for node in np.flatnonzero(tree.pinned).tolist():
+                with suppress(UsageError):  # no token can follow it
+                    support = support_of(logits[node].copy(), self._params)
+                    targets[node] = support.token(self._choose.choose(support, length + int(depths[node])))
+        return targets
 
     def _advance(self, fresh: Iterable[int]) -> None:
         """Move the states past these tokens. The first are the prompt."""

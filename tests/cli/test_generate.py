@@ -225,6 +225,10 @@ def test_prompt_files_that_cannot_be_read(refused: Refused, tmp_path: Path) -> N
             ["--prompt", "a", "--method", "suffix", "--drafter-option", "suffix.suffix_decoding_max_cached_tokens=0"],
             "suffix_decoding_max_cached_tokens must be at least suffix_decoding_max_tree_depth (24), not 0",
         ),
+        (
+            ["--prompt", "a", "--method", "lookahead", "--drafter-option", "lookahead.max_ngram_size=1"],
+            "max_ngram_size must be at least 2 (a token and the one after it), not 1",
+        ),
     ],
 )
 def test_bad_options(refused: Refused, bundle: Path, arguments: list[str], word: str) -> None:
@@ -257,6 +261,16 @@ def test_a_drafters_options_reach_it(redraft: Redraft, bundle: Path, plain: dict
     found = json.loads(redraft(*command, *options).stdout)
     assert found["token_ids"] == plain["token_ids"]
     assert found["metrics"]["num_draft_tokens"] == found["metrics"]["num_spec_steps"] > 0
+
+
+def test_guesses_of_the_verifier_write_the_plain_text(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:
+    """Every step verifies the window, of at most 3 * 3 - 1 nodes."""
+    sizes = {"max_window_size": 3, "max_ngram_size": 4, "max_verification_set_size": 1}
+    options = [f"--drafter-option=lookahead.{name}={size}" for name, size in sizes.items()]
+    command = ("generate", "--engines", bundle, "--prompt", "abc abc", "--method", "lookahead", "--json", *options)
+    found = json.loads(redraft(*command, "--budget", "nodes=11,depth=6,width=4").stdout)
+    assert found["token_ids"] == plain["token_ids"]
+    assert found["metrics"]["num_draft_tokens"] > 2 * found["metrics"]["num_spec_steps"] > 0
 
 
 def test_text_over_a_device_is_the_hosts(redraft: Redraft, bundle: Path, plain: dict[str, object]) -> None:

@@ -205,15 +205,14 @@ def test_a_bundle_without_a_drafter(refused: Refused, bundle: Path) -> None:
     for method in ("lyanna", "ngram+lyanna"):
         line = refused("generate", "--engines", bundle, "--prompt", "a", "--method", method, status=2)
         assert (
-            "this bundle has no drafter 'lyanna'; choose one of none, ngram, suffix, or build it with `redraft build"
-            in line
+            "no drafter 'lyanna'; choose one of none, ngram, suffix, lookahead, or build it with `redraft build" in line
         )
 
 
 def test_a_method_that_is_no_drafter_of_the_bundle(refused: Refused, drafted: Path) -> None:
     for method in ("absent", "ngram+absent", "lyanna+ngram", "ngram+", "ngram+none", "ngram+ngram"):
         line = refused("generate", "--engines", drafted, "--prompt", "a", "--method", method, status=2)
-        assert "choose one of none, ngram, suffix, lyanna, ngram+lyanna, suffix+lyanna" in line
+        assert "choose one of none, ngram, suffix, lookahead, lyanna, ngram+lyanna, suffix+lyanna" in line
 
 
 @pytest.mark.parametrize("place", ["", "no/such/folder/trace"])
@@ -257,7 +256,7 @@ def test_another_model_of_the_same_shape(refused: Refused, drafter: Path, tmp_pa
 def test_a_drafter_of_a_method_that_nobody_knows(refused: Refused, checkpoint: Path, other: Path) -> None:
     change_config(other, lambda values: values.update(method="absent"))
     line = refused("build", checkpoint, "--drafter", other, "--eval-text", "none", status=2)
-    assert "unknown drafting method 'absent'; the methods are none, ngram, suffix, lyanna" in line
+    assert "unknown drafting method 'absent'; the methods are none, ngram, suffix, lookahead, lyanna" in line
 
 
 def test_a_recipes_drafter_with_a_wrong_key(refused: Refused, checkpoint: Path, tmp_path: Path) -> None:

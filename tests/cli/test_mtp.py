@@ -32,7 +32,7 @@ def bundle(redraft: Redraft, root: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(("device", "max_num_seqs"), [(None, 1), (None, 3), ("cpu", 2)])
 def test_texts_are_the_verifiers_and_drafts_are_kept(bundle: Path, device: str | None, max_num_seqs: int) -> None:
     with Runtime.open(bundle, threads=1, max_num_seqs=max_num_seqs, device=device, verify=False) as runtime:
-        assert runtime.methods[:5] == ("none", "ngram", "suffix", "lyanna", "fast")
+        assert runtime.methods[:6] == ("none", "ngram", "suffix", "lookahead", "lyanna", "fast")
         plain = [text.token_ids for text in runtime.generate(PROMPTS, PARAMS, "none")]
         for method in ("fast", "ngram+fast", "lyanna"):  # the drafters read different hidden states
             found = runtime.generate(PROMPTS, PARAMS, method)

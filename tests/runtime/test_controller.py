@@ -280,6 +280,43 @@ def test_a_call_pays_for_its_largest_tree_so_all_are_cut_to_one_size() -> None:
     assert cut(both, [likely, likely, likely, chain(0.1, 0.1, 0.1)]) == [3, 3, 3, 3]
 
 
+# --- pinned nodes ----------------------------------------------------------------------------------------------------
+
+
+def window(*shares: float) -> DraftTree:
+    """Return siblings with these shares, and two pinned ones that are hardly ever right."""
+    probs = [1.0, 0.001, 0.001, *shares]
+    nodes = range(len(probs))
+    return make_tree(list(nodes), [min(node, 1) - 1 for node in nodes], probs, [node in (1, 2) for node in nodes])
+
+
+@pytest.mark.parametrize(("shares", "nodes"), [((), 2), ((0.05,), 2), ((0.9,), 3), ((0.05, 0.9), 3), ((0.9, 0.9), 4)])
+def test_pinned_nodes_are_verified_whatever_they_bring(shares: tuple[float, ...], nodes: int) -> None:
+    """Others are verified if they pay in addition, or if the nodes of another sequence's tree make them free."""
+    for batch, sizes in (
+        ([window(*shares)], [nodes]),
+        ([window(*shares)] * 2, [nodes] * 2),
+        ([window(), chain(0.01, 0.9, 0.9, 0.9)], [2, 2]),
+    ):
+        assert cut(Adaptive(VerifyCosts({1: CURVE, 4: CURVE})), batch) == sizes
+
+
+def test_the_cost_of_pinned_nodes_counts_in_the_gain_of_a_tree() -> None:
+    gains = {}
+    for name, tree in (("pinned", window(0.3)), ("free", make_tree([0, 3], [-1, 0], [1.0, 0.3]))):
+        controller, seq = lookup_only(CURVE), sequence()
+        controller.budget(seq)
+        planned(controller, seq, tree, fresh=False)
+        gains[name] = seq.control.gains[OfferKind.LOOKUP]
+    assert gains["free"] - gains["pinned"] == pytest.approx(CURVE.table_ms[4] - CURVE.table_ms[2], abs=0.05)
+
+
+def test_pinned_nodes_that_bring_nothing_end_in_pauses() -> None:
+    controller, seq = lookup_only(CURVE), sequence()
+    run(controller, seq, window(), accepted=0, steps=100)
+    assert run(controller, seq, window(), accepted=0, steps=10 * LONGEST_PAUSE) <= 11
+
+
 # --- the costs of making trees ---------------------------------------------------------------------------------------
 
 

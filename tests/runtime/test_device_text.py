@@ -88,6 +88,8 @@ def plain(lyanna_bundle: Path) -> list[list[int]]:
         ("ngram", Budget(6, 4, 2), {}),
         ("suffix", None, {}),
         ("suffix+lyanna", None, {}),
+        ("lookahead", None, {}),
+        ("lookahead", Budget(9, 5, 4), {}),
         ("ngram+lyanna", None, {}),
         ("ngram+lyanna", None, {"resample": False}),
         ("lyanna", None, {}),
@@ -185,7 +187,7 @@ PROCESSED = [replace(params, repetition_penalty=1.2) for params in WARM]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-@pytest.mark.parametrize("method", ["none", "ngram", "ngram+lyanna"])
+@pytest.mark.parametrize("method", ["none", "ngram", "lookahead", "ngram+lyanna"])
 def test_sampled_text_is_the_host_paths_without_a_copy_of_logits(
     opened: Open, lyanna_bundle: Path, copied: list[str], max_num_seqs: int, method: str
 ) -> None:
@@ -251,6 +253,21 @@ def test_a_trace_of_trees_on_the_device_replays(opened: Open, max_num_seqs: int,
     lines[number] = json.dumps(step)
     with pytest.raises(DataError, match=f"line {number + 1} .* 0 nodes were worth verifying"):
         replay(lines)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_window_is_the_host_paths(opened: Open, lyanna_bundle: Path, temperature: float) -> None:
+    """The device returns the target tokens after all nodes, so the same guesses are accepted in the same steps."""
+    short = prompts(4, seed=7, longest=20)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=2)
+    how = SpeculationParams("lookahead", budget=Budget(9, 5, 4))
+    with Runtime.open(lyanna_bundle, threads=1, verify=False) as host:
+        expected = host.generate(short, params, how)
+    with opened(1) as runtime:
+        found = runtime.generate(short, params, how)
+    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+    assert [g.metrics.acceptance_histogram for g in found] == [g.metrics.acceptance_histogram for g in expected]
+    assert sum(g.metrics.num_accepted_draft_tokens for g in found) > 0
 
 
 def test_acceptance_is_the_host_paths(opened: Open, lyanna_bundle: Path) -> None:

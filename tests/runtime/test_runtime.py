@@ -164,7 +164,7 @@ def test_bad_parameters_are_refused(values: dict[str, object]) -> None:
 
 def test_unknown_method_and_option_are_refused() -> None:
     with pytest.raises(
-        UsageError, match="this bundle has no drafter 'nothing'; choose one of none, ngram, suffix, or build"
+        UsageError, match="no drafter 'nothing'; choose one of none, ngram, suffix, lookahead, or build"
     ):
         make_runtime().generate(["a"], speculation="nothing")
     with pytest.raises(UsageError, match="prompt_lookup_size"):

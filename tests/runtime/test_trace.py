@@ -80,6 +80,21 @@ def test_every_choice_of_an_adaptive_run_replays() -> None:
         replay(lines)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_pinned_nodes_of_a_choice_replay(max_num_seqs: int) -> None:
+    """They are verified at a loss, which a trace without them would not explain."""
+    file = io.StringIO()
+    make_runtime(max_num_seqs=max_num_seqs).generate(PROMPTS, greedy(26), "lookahead", trace=file)
+    lines = file.getvalue().splitlines()
+    assert replay(lines).nodes[OfferKind.LOOKUP] > 0
+    number = next(i for i, line in enumerate(lines) if '"least"' in line and '"probed"' not in line)
+    step = json.loads(lines[number])
+    assert 0 < len(step["choice"].pop("pinned")) <= step["choice"].pop("least")
+    lines[number] = json.dumps(step)
+    with pytest.raises(DataError, match=f"line {number + 1} .* nodes were worth verifying"):
+        replay(lines)
+
+
 def test_shares_that_the_batch_does_not_have_are_refused() -> None:
     lines = traced(budget=None)
     number = next(i for i, line in enumerate(lines) if json.loads(line).get("choice", {}).get("together"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -20,7 +21,9 @@ from redraft.runtime.tree import (
     likeliest_chain,
     make_tree,
     merge,
+    pinned_nodes,
     prune,
+    within,
 )
 from redraft.types import Budget, DraftTree
 
@@ -165,3 +168,72 @@ def test_two_merged_trees_are_cut_to_the_likelier_branch() -> None:
     kept = cut(both, StepLimits(Budget(4, 4, 1)), 4)
     assert kept.tokens.tolist() == [5, 8, 9]
     assert kept.parents.tolist() == [-1, 0, 1]
+
+
+# --- pinned nodes ----------------------------------------------------------------------------------------------------
+
+
+def pinning(tree: DraftTree, *nodes: int) -> DraftTree:
+    return replace(tree, pinned=np.isin(np.arange(len(tree)), nodes))
+
+
+def kept(tree: DraftTree) -> tuple[list[int], list[int]]:
+    """Return the tokens after the root, and those of them that are pinned."""
+    pinned = [] if tree.pinned is None else tree.tokens[tree.pinned].tolist()
+    return tree.tokens[1:].tolist(), pinned
+
+
+PINNED = pinning(make_tree([9, 1, 2, 3, 4, 5], [-1, 0, 1, 0, 3, 0], [1.0, 0.9, 0.8, 0.02, 0.01, 0.5]), 3, 4)
+"""A likely chain 1, 2, an unlikely pinned chain 3, 4, and a likely leaf 5."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left", "pinned"),
+    [
+        (5, [1, 2, 3, 4, 5], [3, 4]),
+        (4, [1, 2, 3, 4], [3, 4]),
+        (3, [1, 3, 4], [3, 4]),
+        (2, [3, 4], [3, 4]),
+        (1, [1], []),
+        (0, [], []),
+    ],
+)
+def test_a_cut_keeps_all_pinned_nodes_or_releases_them(nodes: int, left: list[int], pinned: list[int]) -> None:
+    for part in (
+        prune(PINNED, nodes), cut(PINNED, StepLimits(Budget(9, 9, 9)), nodes),
+        cut(PINNED, StepLimits(Budget(nodes, 9, 9)), 9), within(PINNED, Budget(nodes, 9, 9)),
+    ):  # fmt: skip
+        assert kept(part) == (left, pinned)
+        by_path(part)
+
+
+def test_pinned_nodes_take_the_places_of_likelier_ones_on_a_level() -> None:
+    assert kept(within(PINNED, Budget(9, 9, 2))) == ([1, 2, 3, 4], [3, 4])
+    assert kept(within(PINNED, Budget(9, 9, 1))) == ([3, 4], [3, 4])
+    assert kept(within(PINNED, Budget(9, 1, 9))) == ([1, 3, 5], [])  # node 4 is too deep
+
+
+def test_a_chain_or_a_block_that_lacks_a_pinned_node_releases_all() -> None:
+    assert kept(exact_part(PINNED, 0, False, None)) == ([1, 2], [])
+    assert kept(exact_part(PINNED, 124, True, 128)) == ([1, 3, 4], [3, 4])
+    assert kept(exact_part(PINNED, 126, True, 128)) == ([1, 2], [])
+    line = pinning(make_tree([9, 1, 2], [-1, 0, 1], [1.0, 0.1, 0.1]), 1, 2)
+    assert kept(exact_part(line, 127, False, 128)) == ([1, 2], [1, 2])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merged_trees_pin_the_paths_that_either_pins(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    trees = []
+    for _ in range(2):
+        tree = random_tree(generator, int(generator.integers(2, 9)))
+        end = int(generator.integers(len(tree)))
+        trees.append(pinning(tree, *ancestors(tree.parents.tolist(), end)[1:]) if generator.random() < 0.7 else tree)
+    merged = merge(*trees)
+    pinned = [{path for path, pin in zip(by_path(tree), pins(tree), strict=True) if pin} for tree in (*trees, merged)]
+    assert pinned[2] == pinned[0] | pinned[1]
+    assert pinned_nodes(merged) == len(pinned[2])
+
+
+def pins(tree: DraftTree) -> list[bool]:
+    return [False] * len(tree) if tree.pinned is None else tree.pinned.tolist()

@@ -44,6 +44,6 @@ def test_a_tree_that_fits_is_given_as_it_is() -> None:
 
 def test_without_a_bundle_there_is_no_drafter() -> None:
     with pytest.raises(
-        UsageError, match="this bundle has no drafter 'lyanna'; choose one of none, ngram, suffix, or build it with"
+        UsageError, match="no drafter 'lyanna'; choose one of none, ngram, suffix, lookahead, or build it with"
     ):
         load_drafter("lyanna", fake_verifier(FakeEngine(), 64))

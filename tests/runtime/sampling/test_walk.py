@@ -11,7 +11,7 @@ from redraft.runtime import SamplingParams
 from redraft.runtime.sampling import make_sampler
 from redraft.runtime.sampling.walk import Walk
 from redraft.runtime.tree import make_tree, root_only
-from redraft.types import DraftTree
+from redraft.types import NOT_REACHED, DraftTree
 
 VOCABULARY, PROMPT, LENGTH = 24, [3, 1, 4], 60
 STOPS = (0, 7)
@@ -180,3 +180,27 @@ def test_an_error_below_accepted_nodes_keeps_their_tokens() -> None:
     assert outcome.path == (1, 2)
     assert list(outcome.tokens) == chain[1:3]
     assert str(outcome.error) == "token 4: a logits processor raised ValueError: six tokens"
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_targets_after_pinned_nodes_are_known(temperature: float, acceptance: str) -> None:
+    """They are what plain decoding would choose there without processors; by rejection, the likeliest tokens.
+
+    No token can follow the last node.
+    """
+    values = dict(temperature=temperature, top_k=12, seed=3, logits_processors=(twice,), acceptance=acceptance)
+    sampler = make_sampler(SamplingParams(**values), STOPS)
+    tree, paths = make_tree([4, 20, 21, 22, 23], [-1, 0, 1, 0, 3], [1.0] * 5, [False, True, False, True, True]), [[]]
+    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist(), strict=True):
+        paths.append([*paths[parent], token])
+    logits = np.stack([model([*PROMPT, *path]) for path in paths])
+    logits[4] = np.nan
+    outcome = sampler.verify(logits, tree, PROMPT)
+    assert outcome.path == ()
+    params = SamplingParams(temperature=temperature if acceptance == "coupled" else 0.0, top_k=12, seed=3, logprobs=0)
+    for node in (1, 3):
+        alone = make_sampler(params, STOPS)
+        expected = alone.verify(logits[node][None], root_only(0), [*PROMPT, *paths[node]]).bonus
+        assert outcome.target_token_ids[node] == expected
+    assert [outcome.target_token_ids[node] for node in (2, 4)] == [NOT_REACHED] * 2
