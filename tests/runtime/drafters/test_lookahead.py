@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -327,8 +328,12 @@ OPTIONS = {"max_window_size": 4, "max_ngram_size": 3, "max_verification_set_size
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 @pytest.mark.parametrize("budget", [None, Budget(30, 8, 8), Budget(4, 4, 4), Budget(6, 3, 1), Budget(1, 1, 1)], ids=str)
-def test_texts_are_the_models_own(max_num_seqs: int, budget: Budget | None) -> None:
-    """Texts reach the end of the context. Requests of other methods, and one with a prediction, share the batch."""
+def test_texts_are_the_models_own(max_num_seqs: int, budget: Budget | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts reach the end of the context. Requests of other methods, and one with a prediction, share the batch.
+
+    The clock stands still, so that no load of the machine stops the drafts.
+    """
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     runtime = make_runtime(max_num_seqs=max_num_seqs, max_model_len=64, options={"lookahead": OPTIONS})
     ways = [SpeculationParams("lookahead", budget=budget)] * 3 + [
         "ngram", SpeculationParams("lookahead", prediction=[97, 98, 99] * 9, budget=budget), "lookahead",
