@@ -28,6 +28,7 @@ METHODS = (
     "hass",
     "fspad",
     "griffin",
+    "medusa",
 )
 """One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]
