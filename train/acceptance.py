@@ -71,6 +71,33 @@ def _log_probabilities(objective: DrafterObjective, batch: Batch) -> torch.Tenso
     return totals
 
 
+RANKS = 10
+"""Candidates of a depth whose accuracies are measured."""
+
+
+@torch.inference_mode()
+def rank_accuracies(objective: DrafterObjective, batches: Iterable[Batch]) -> list[list[float]]:
+    """Return how often the candidate of a rank is the verifier's greedy token, by depth and rank, over all drafts.
+
+    Unlike acceptance, a depth's shares count drafts that were wrong before too. Ranks are at most RANKS and the draft
+    vocabulary.
+    """
+    ranks = min(RANKS, len(objective.vocabulary))
+    right, tried = np.zeros((objective.lookahead, ranks), np.int64), np.zeros((objective.lookahead, 1), np.int64)
+    for batch in batches:
+        with autocast_of(objective.verifier):
+            moved = batch.to(objective.verifier.device)
+            states = objective.states(moved)
+            for step, predicted in enumerate(objective.drafts(moved, states)):
+                places, real = moved.places(step + 1)
+                best = objective.vocabulary.tokens_of(predicted.topk(ranks).indices)  # most probable first
+                matches = (best == gather_places(states.greedy, places)[..., None]) & real[..., None]
+                right[step] += matches.sum((0, 1)).cpu().numpy()
+                tried[step] += int(real.sum())
+    shares: list[list[float]] = (right / np.maximum(tried, 1)).tolist()
+    return shares
+
+
 class _DepthCounts:
     """Numbers of drafts tried and right, by depth, for one rule of being right."""
 

@@ -14,8 +14,13 @@ from redraft.train.acceptance import acceptance_of, greedy_draft_logit_scale
 from redraft.train.batches import Batch
 from redraft.train.drafter_config import DrafterRecipe
 from redraft.train.loop import StepReport
-from redraft.train.method import DrafterObjective
+from redraft.train.method import DrafterObjective, Measure, Method
 from redraft.train.progress import ProgressReport
+
+
+def measures_of(method: Method) -> dict[str, Measure]:
+    """Return the measured fields of a method's configuration: those of every method, and its own."""
+    return {"draft_logit_scale": greedy_draft_logit_scale, **method.measures}
 
 
 class DrafterLog:
@@ -28,9 +33,14 @@ class DrafterLog:
         held_out: Mapping[str, list[Batch]],
         recipe: DrafterRecipe,
         report: ProgressReport,
+        measures: Mapping[str, Measure],
     ) -> None:
-        """`held_out` has greedy texts of every kind. Drafts start at the last token of their prompts or later."""
+        """`held_out` has greedy texts of every kind. Drafts start at the last token of their prompts or later.
+
+        measures: see `measures_of`.
+        """
         self._path, self._objective, self._held_out, self._report = path, objective, held_out, report
+        self._measures = measures
         self._every = recipe.evaluate_every
         self._losses: dict[str, list[float]] = defaultdict(list)
         self._tokens, self._seconds = 0, 0.0
@@ -62,7 +72,10 @@ class DrafterLog:
             "seconds": round(self._seconds, 3),
             "losses": {name: sum(values) / len(values) for name, values in self._losses.items()},
             "acceptance": {kind: asdict(value) for kind, value in found.items()},
-            "draft_logit_scale": greedy_draft_logit_scale(self._objective, chain(*self._held_out.values())),
+            **{
+                name: measure(self._objective, chain(*self._held_out.values()))
+                for name, measure in self._measures.items()
+            },
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

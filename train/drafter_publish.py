@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from redraft.records import from_plain
 from redraft.train.acceptance import WIDTH
 from redraft.train.checkpoint import load_checkpoint
 from redraft.train.drafter_config import DrafterRecipe
-from redraft.train.drafter_log import read_progress
+from redraft.train.drafter_log import measures_of, read_progress
 from redraft.train.drafter_run import COUNTS, PROGRESS, RUN, RunFacts, draft_vocabulary
 from redraft.train.objectives import find_method
 from redraft.train.run import data_facts
@@ -43,9 +42,10 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
     method = find_method(facts.method)
     storage = storage or method.storage
     recipe = method.recipe.from_dict(state["recipe"], str(run))
-    config = from_plain(method.config, facts.config, str(run / RUN))
     module = trained_drafter(run, facts, state)
-    measured = _last_measurement(run, facts.method, int(state["step"]))
+    fields = tuple(measures_of(method))
+    measured = _last_measurement(run, facts.method, int(state["step"]), fields)
+    config = from_plain(method.config, {**facts.config, **{name: measured[name] for name in fields}}, str(run / RUN))
     facts_of_run = data_facts(run)
     training = {
         "recipe": recipe.to_dict(),
@@ -54,7 +54,6 @@ def publish_drafter(run: Path, out: Path, storage: Storage | None = None) -> dic
         "coverage": facts_of_run["coverage"],
         "measured": {key: measured[key] for key in ("step", "acceptance")},
     }
-    config = replace(config, draft_logit_scale=measured["draft_logit_scale"])
     counts = _counts(run)
     vocabulary = draft_vocabulary(config, counts)
     save_drafter(
@@ -84,9 +83,9 @@ def trained_drafter(run: Path, facts: RunFacts, state: Mapping[str, Any]) -> nn.
     return module
 
 
-def _last_measurement(run: Path, method: str, step: int) -> dict[str, Any]:
-    """Return the latest line of progress up to this step that has a draft logit scale."""
-    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and "draft_logit_scale" in line]
+def _last_measurement(run: Path, method: str, step: int, fields: Sequence[str]) -> dict[str, Any]:
+    """Return the latest line of progress up to this step that has these fields."""
+    lines = [line for line in read_progress(run / PROGRESS) if line["step"] <= step and line.keys() >= {*fields}]
     if not lines:
         raise TrainingError(
             f"the run in {run} has no measurement up to step {step}",

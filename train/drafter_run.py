@@ -27,11 +27,11 @@ from rich.console import Console
 from redraft.errors import TrainingError, UsageError
 from redraft.export.drafters.checkpoint import Identity
 from redraft.export.drafters.layer import DrafterConfig
-from redraft.records import from_plain
+from redraft.records import from_plain, to_plain
 from redraft.train.batches import Batch, Plan
 from redraft.train.draft_columns import DraftColumns, coverage
 from redraft.train.drafter_config import DrafterRecipe
-from redraft.train.drafter_log import DrafterLog
+from redraft.train.drafter_log import DrafterLog, measures_of
 from redraft.train.drafter_text import DocumentText, DrafterText, WrittenText
 from redraft.train.kept_states import KeptStates
 from redraft.train.loop import train
@@ -143,7 +143,7 @@ def train_drafter(
     else:
         material = DocumentText(kept or out / TEXTS, found, recipe, sources, report.writing)
     recipe = material.recipe
-    facts = RunFacts(method_name, asdict(config), found.identity, material.digest, material.settings)
+    facts = RunFacts(method_name, to_plain(config), found.identity, material.digest, material.settings)
     _begin(out, facts, resume, drops_texts=texts is None and kept is None)
     lookahead = method.lookahead(config, recipe)
     material.check(found, lookahead)
@@ -161,7 +161,8 @@ def train_drafter(
         batches = (plan.batch(step, recipe) for step in range(recipe.steps))
         start(objective.drafter, found, batches)
     objective.to(device)
-    log = DrafterLog(out / PROGRESS, objective, material.held_out(objective.lookahead), recipe, report)
+    held_out = material.held_out(objective.lookahead)
+    log = DrafterLog(out / PROGRESS, objective, held_out, recipe, report, measures_of(method))
     ran = train(
         objective, plan, recipe, out, identity=facts.digest(), resume=resume, checkpoint_every=checkpoint_every,
         report=log,

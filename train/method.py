@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,10 @@ Start = Callable[[Any, VerifierModel, Iterable[Batch]], None]
 """Fills a fresh drafter from the verifier and, if it needs texts, the run's batches."""
 
 
+Measure = Callable[[DrafterObjective, Iterable[Batch]], Any]
+"""Measures a drafter on held-out greedy texts: a field of its configuration, in plain values."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A drafting method.
@@ -65,6 +69,7 @@ class Method:
     lookahead:  configuration, recipe -> tokens that a text needs after a draft's start.
     starts:     by name of `init`.
     hidden_states: configuration -> the verifier's hidden states that the objective reads.
+    measures:   by field of the configuration, how to measure it; publishing writes the latest values.
     storage:    type in which a drafter's matrices are published.
     schedule:   name of the default recipe, if it is not the name of the method's command.
     whole:      drafter, verifier -> transformers' model of both, if the drafter is one with the verifier's embedding
@@ -79,6 +84,7 @@ class Method:
     lookahead: Callable[[Any, Any], int]
     starts: Mapping[str, Start]
     hidden_states: Callable[[Any], tuple[str, ...]] = lambda config: (LAST_HIDDEN_STATE,)
+    measures: Mapping[str, Measure] = field(default_factory=dict)
     storage: Storage = "bf16"
     schedule: str = ""
     whole: Callable[[Any, VerifierModel], PreTrainedModel] | None = None

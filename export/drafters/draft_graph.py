@@ -18,7 +18,7 @@ from redraft.export import modules, passes, tracing
 from redraft.export.drafters import graph_file
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity
 from redraft.export.drafters.draft_vocabulary import DraftVocabulary
-from redraft.export.drafters.layer import Attend, LayerConfig
+from redraft.export.drafters.layer import Attend, DrafterConfig, LayerConfig
 from redraft.export.noise import add_noise
 from redraft.export.sources import AnySource, DrafterSource, RandomSource
 from redraft.export.tree_attention import tree_attention
@@ -39,7 +39,9 @@ def stem(name: str) -> str:
     return f"{name}."
 
 
-def check_fit(drafter: DrafterCheckpoint, settings: LayerConfig, verifier: VerifierExport, identity: Identity) -> None:
+def check_fit(
+    drafter: DrafterCheckpoint, settings: DrafterConfig, verifier: VerifierExport, identity: Identity
+) -> None:
     """Raise CheckpointError if a drafter was trained for another verifier, or cannot read its hidden states."""
     drafter.check_verifier(settings, verifier.shape.hidden, verifier.shape.vocabulary, identity)
     for hidden_state in getattr(settings, "hidden_states", (names.LAST_HIDDEN_STATE,)):
@@ -259,14 +261,10 @@ def write_draft(
     signature: tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]], tables: tuple[TensorSpec, ...],
     translations: Mapping[Any, Any] = tracing.TRANSLATIONS, logits: str = "", states: int = 1, own_head: bool = False,
 ) -> tuple[WeightRef, ...]:  # fmt: skip
-    """Trace and write a draft graph, and place its weights. The embedding is the verifier's own bytes.
-
-    The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
-    verifier's head, unless the drafter was trained with a head of its own.
+    """Trace the graph of a draft that catches up on rows, and write it as `write_traced` does.
 
     graph: takes features, tokens, positions, num_pending, cache_len, kv_len, key, value, a `Sampling`, tables.
     states: number of hidden states that it reads; features are a list of several.
-    logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
     """
     dtype = tracing.TORCH[shape.dtype]
     cache = torch.zeros(2, shape.kv_heads, _TRACED_KV_ROWS, shape.head_dim, dtype=dtype)
@@ -293,6 +291,21 @@ def write_draft(
         fixed,
     )
     model = tracing.trace_graph(graph, args, dynamic, *signature, translations)
+    return write_traced(name, model, own, vocabulary, verifier, out, precision, progress, logits, own_head)
+
+
+def write_traced(
+    name: str, model: ir.Model, own: AnySource, vocabulary: DraftVocabulary, verifier: VerifierExport, out: Path,
+    precision: Precision, progress: Progress, logits: str = "", own_head: bool = False,
+) -> tuple[WeightRef, ...]:  # fmt: skip
+    """Write a traced draft graph, and place its weights. The embedding is the verifier's own bytes.
+
+    The head is too if the draft vocabulary is the whole one. Otherwise it is a weight of the drafter's own, rows of the
+    verifier's head, unless the drafter was trained with a head of its own (`own_head`).
+
+    model:  its parameters are `drafter.NAME`, `embedding` and `head`.
+    logits: the output of the product with the head, which keeps the verifier's precision; "" for none.
+    """
     passes.simplify(model)
     own_names = {f"drafter.{parameter.removeprefix(stem(name))}": parameter for parameter in own.parameters}
     head = None if own_head else vocabulary.head(verifier.source, verifier.head, f"{stem(name)}head")

@@ -12,6 +12,7 @@ import torch
 from redraft.errors import CheckpointError, UsageError
 from redraft.export import tracing
 from redraft.export.drafters import ExportedDrafter, Exporter
+from redraft.export.drafters.candidate_tree import below, ordered_tree
 from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, TokenData
 from redraft.export.drafters.draft_graph import (
     DraftGraph,
@@ -42,9 +43,6 @@ from redraft.methods.feature_tree import (
     draft_outputs,
 )
 
-_CERTAIN, _LESS = -(2.0**-20), 1 + 2.0**-22
-"""A child's joint log probability is at most its parent's times _LESS, plus _CERTAIN. So float32 has it below its
-parent's, however sure the drafter is."""
 _NOT_FIRST = -1e4
 """Log probability of drawn candidates after the first, of which no tree has any."""
 
@@ -188,8 +186,8 @@ class _LevelTree:
         added = torch.where(sampling.drawn[:, None, None] > 0, drawn, ranks) if shape.static else log_probs
         self._tokens.append((tracing.take(self._tables[-1], columns) if self._tables else columns).flatten(1))
         self._parents.append(places[:, :, None].expand(-1, -1, shape.width).flatten(1))
-        self._joint.append(_below(joint, log_probs))
-        self._scores.append(_below(scores, added))
+        self._joint.append(below(joint[:, :, None], log_probs).flatten(1))
+        self._scores.append(below(scores[:, :, None], added).flatten(1))
 
     def best(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the W best candidates of the latest level. Returns the rows of their parents and their tokens, [B, W].
@@ -214,19 +212,4 @@ class _LevelTree:
         order = scores.topk(kept, -1).indices
         if self._shape.static:
             order = order.gather(1, joint.gather(1, order).topk(kept, -1).indices)
-        numbers = torch.arange(1, kept + 1)[None].expand(order.shape[0], -1)
-        numbered = torch.zeros_like(torch.cat([self._root, tokens], dim=1)).scatter(1, order + 1, numbers)
-        parents = numbered.gather(1, parents.gather(1, order))
-        none = torch.full_like(self._root, -1)
-        certain = torch.zeros_like(self._root, dtype=torch.float32)
-        return (
-            torch.cat([self._root, tokens.gather(1, order)], dim=1),
-            torch.cat([none, parents], dim=1),
-            torch.cat([certain, joint.gather(1, order)], dim=1),
-        )
-
-
-def _below(parents: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return sums of parents [B, R] and numbers of their children [B, R, W] that are below the parents, [B, R * W]."""
-    sums = parents[:, :, None] + added
-    return torch.minimum(sums, parents[:, :, None] * _LESS + _CERTAIN).flatten(1)
+        return ordered_tree(self._root, tokens, parents, joint, order)

@@ -33,6 +33,7 @@ METHODS = (
     "hass",
     "fspad",
     "griffin",
+    "medusa",
 )
 """One line for each method."""
 NONE, NGRAM = METHODS[0], LOOKUPS[0]

@@ -19,12 +19,8 @@ DRAFT_PROFILES = {PREFILL: {"M": (names.DRAFT_WIDTHS[1],) * 3}, TREE: {"M": (nam
 """TensorRT profiles of a draft graph: many rows after a prompt, few in a step."""
 
 
-class ChainShape(Protocol):
-    """The sizes that these signatures need."""
-
-    @property
-    def hidden(self) -> int:
-        """Columns of a feature row."""
+class DraftShape(Protocol):
+    """The sizes of a draft's logits."""
 
     @property
     def vocabulary(self) -> int:
@@ -37,6 +33,14 @@ class ChainShape(Protocol):
     @property
     def steps(self) -> int:
         """N, tokens of a draft's longest path."""
+
+
+class ChainShape(DraftShape, Protocol):
+    """The sizes that signatures of chains need."""
+
+    @property
+    def hidden(self) -> int:
+        """Columns of a feature row."""
 
     @property
     def kv_heads(self) -> int:
@@ -103,24 +107,24 @@ DRAWN_LOG_PROB = -0.6875
 Its sums are exact in float32, so equal sums of ranks are ties."""
 
 
-def chain_logits(shape: ChainShape) -> TensorSpec:
+def chain_logits(shape: DraftShape) -> TensorSpec:
     """Return the logits of a draft's steps, before draft logit scale and noise."""
     return TensorSpec(names.CHAIN_LOGITS, "float32", ("B", shape.steps, shape.draft_vocabulary))
 
 
-def draft_vocabulary_tables(shape: ChainShape) -> tuple[TensorSpec, ...]:
+def draft_vocabulary_tables(shape: DraftShape) -> tuple[TensorSpec, ...]:
     """Return the table with the token of each column of the logits, in order; none if every token has its column."""
     if shape.draft_vocabulary == shape.vocabulary:
         return ()
     return (TensorSpec(names.DRAFT_VOCABULARY, "int64", (shape.draft_vocabulary,)),)
 
 
-def draft_vocabulary_integers(shape: ChainShape) -> Mapping[str, tuple[int, int]]:
+def draft_vocabulary_integers(shape: DraftShape) -> Mapping[str, tuple[int, int]]:
     """Return the least and largest token of that table."""
     return {names.DRAFT_VOCABULARY: (0, shape.vocabulary - 1)}
 
 
-def describe_vocabulary(shape: ChainShape) -> str:
+def describe_vocabulary(shape: DraftShape) -> str:
     """Return the draft vocabulary in words, after a comma; nothing if it is the whole vocabulary."""
     tokens = shape.draft_vocabulary
     return "" if tokens == shape.vocabulary else f", {tokens} of {shape.vocabulary} tokens"

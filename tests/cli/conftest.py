@@ -1,4 +1,4 @@
-"""Helpers of tests of the command line: bundles with another chat template, and commands that must fail."""
+"""Helpers of tests of the command line: other chat templates, commands that must fail, and trained drafters."""
 
 from __future__ import annotations
 
@@ -7,14 +7,35 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.little import Redraft, write_tokenizer
 
 from redraft import names
+from redraft.cli import main
 from redraft.engines.manifest import signed
 
 __all__ = ["write_tokenizer"]  # tests.runtime imports it from here
+Run = Callable[..., dict[str, Any]]
+RECIPE = """
+steps = 3
+batch_tokens = 64
+seq_len = 16
+decay_seq_len = 16
+warmup_steps = 1
+optimizer = "adam"
+lr = 0.003
+held_out_every = 3
+evaluate_every = 3
+
+[self_text]
+rows = 4
+prompt_tokens = 4
+new_tokens = 20
+held_out_rows = 2
+"""
+"""A drafter's training of three steps, for any method."""
 
 
 @pytest.fixture
@@ -54,3 +75,28 @@ def refused(redraft: Redraft) -> Callable[..., str]:
         return lines[0]
 
     return run
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command with --json in this process. Returns its object."""
+
+    def command(*words: object) -> dict[str, Any]:
+        assert main.run([*map(str, words), "--json"]) == 0, capsys.readouterr().err
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return command
+
+
+def trained_drafter(method: str, verifier: Path, run: Run, tmp_path: Path) -> Path:
+    """Train a drafter for a few steps and publish it. Returns its folder."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    text = tmp_path / "text.txt"
+    animals = ("cat", "dog", "fox", "hen", "pig", "rat") * 20
+    text.write_text("\n<|endoftext|>\n".join(f"the {word} sat on a mat, and so did {word}." * 4 for word in animals))
+    trained, drafter = tmp_path / "run", tmp_path / "drafter"
+    options = ("--data", f"prose={text}", "--config", tmp_path / "recipe.toml", "--threads", "1")
+    assert run("train", method, "--verifier", verifier, "--out", trained, *options)["steps_run"] == 3
+    run("train", "publish", trained, "--out", drafter)
+    return drafter

@@ -13,6 +13,7 @@ from redraft.methods import METHODS, Method, built_methods, find_method
 from redraft.methods.draft_model import DraftModelShape
 from redraft.methods.feature_tree import FeatureTreeShape
 from redraft.methods.lyanna import LyannaShape
+from redraft.methods.medusa import MedusaShape
 from redraft.methods.mtp import MtpShape
 
 SHAPES = {
@@ -26,6 +27,11 @@ SHAPES = {
     "draft_model": [
         DraftModelShape(3, 32, 61, 2, 16, 24, width, nodes, drafted)
         for width, nodes in ((1, 25), (4, 33))
+        for drafted in (20, 61)
+    ],
+    "medusa": [
+        MedusaShape(32, 61, tree, drafted)
+        for tree in (((0,),), ((0,), (0, 0), (1,), (0, 0, 0), (1, 0)))
         for drafted in (20, 61)
     ],
     **{

@@ -10,7 +10,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.export.drafters.lyanna import LyannaConfig
-from redraft.train.acceptance import DRAFT_LOGIT_SCALES, acceptance_of, greedy_draft_logit_scale, greedy_rows
+from redraft.train.acceptance import (
+    DRAFT_LOGIT_SCALES,
+    RANKS,
+    acceptance_of,
+    greedy_draft_logit_scale,
+    greedy_rows,
+    rank_accuracies,
+)
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.objectives.lyanna import LyannaObjective
 from redraft.train.states import states_of
@@ -118,3 +125,20 @@ def test_the_scale_is_the_one_that_makes_greedy_tokens_most_probable():
     batches = greedy_rows(np.array([TEXT]), 0, 2)
     assert greedy_draft_logit_scale(objective(right), batches) > 1.5
     assert greedy_draft_logit_scale(objective(wrong), batches) == DRAFT_LOGIT_SCALES[0]
+
+
+def test_accuracies_by_rank_count_drafts_that_were_wrong_before():
+    """Of five starts, by rank: depth 1 is right at 0, 1, 4; then at 2; then nowhere; at 3. Depth 2 likewise."""
+    found = rank_accuracies(objective([FIRST, SECOND]), greedy_rows(np.array([TEXT]), 0, 2))
+    assert [len(shares) for shares in found] == [RANKS, RANKS]
+    assert found[0][:4] == pytest.approx([3 / 5, 1 / 5, 0, 0])
+    assert found[1][:4] == pytest.approx([3 / 5, 1 / 5, 0, 0])
+
+
+def test_ranks_are_at_most_the_draft_vocabularys():
+    some = DraftColumns(torch.tensor([2, 3, 5, 6, 7, 8]), VOCAB)  # without 4
+    first = [[2, 8], [3, 8], [8], [5, 8], [6, 8]]
+    second = [[3, 8], [8], [5, 8], [6, 8], [8, 7]]
+    found = rank_accuracies(objective([first, second], vocabulary=some), greedy_rows(np.array([TEXT]), 0, 2))
+    assert [len(shares) for shares in found] == [6, 6]
+    assert (found[0][0], found[1][:2]) == (4 / 5, [3 / 5, 1 / 5])

@@ -132,6 +132,16 @@ def test_a_start_that_was_interrupted_keeps_its_texts(verifier_folder, two, tmp_
     assert "code.train.0" in other.written
 
 
+def test_texts_are_kept_if_the_configuration_has_lists(verifier_folder, two, tmp_path):
+    """JSON has lists in place of tuples, which is no other configuration."""
+    fields = ("steps", "batch_tokens", "seq_len", "decay_seq_len", "held_out_every", "self_text")
+    recipe = find_method("medusa").recipe(**{name: getattr(RECIPE, name) for name in fields})
+    for end, written in ((KillAfter(text="prose.train.0"), True), (KillAfter(step=1), False)):
+        with pytest.raises(Killed):
+            train_drafter("medusa", verifier_folder, two, tmp_path, recipe, report=end)
+        assert ("code.train.0" in end.written) == written
+
+
 def test_an_interrupted_write_leaves_no_text(verifier_folder, two, tmp_path, monkeypatch):
     def torn(file, array):
         file.write(b"half")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,32 @@ from torch import nn
 
 from redraft.export.drafters.layer import DrafterConfig
 from redraft.names import LAST_HIDDEN_STATE
-from redraft.train.batches import Batch
+from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
+from redraft.train.linear_loss import LinearLoss
 from redraft.train.states import States, run_verifier, states_of
+
+
+class Targets(NamedTuple):
+    """Targets of M drafts at one depth.
+
+    columns, weights: of the cross-entropy, [M, K]. A token outside the draft vocabulary has column 0 and weight 0.
+    shares: the verifier's probabilities of its kept likeliest tokens, whose columns come first; 0 outside, [M, K].
+    truth:  the column of the text's token, -1 outside, [M].
+    """
+
+    columns: torch.Tensor
+    weights: torch.Tensor
+    shares: torch.Tensor
+    truth: torch.Tensor
+
+    def cross_entropy(self, found: LinearLoss) -> torch.Tensor:
+        """Return the CE with the verifier's distribution over these tokens in nats, [M]."""
+        return self.shares.sum(-1) * found.log_sum - (self.shares * found.chosen).sum(-1)
+
+    def hits(self, found: LinearLoss) -> torch.Tensor:
+        """Return which drafts' likeliest token is the verifier's, bool [M]."""
+        return (found.largest == found.chosen[:, 0]) & (self.shares[:, 0] > 0)
 
 
 class Distillation(nn.Module):
@@ -59,6 +82,29 @@ class Distillation(nn.Module):
     def states(self, batch: Batch) -> States:
         """Return the verifier's states of a batch: those that were kept, else computed."""
         return batch.states or states_of(*run_verifier(self.verifier, batch.tokens, self.hidden_states))
+
+    def targets(
+        self, batch: Batch, states: States, places: torch.Tensor, counts: torch.Tensor, soft: float, hard: float,
+        greedy: float,
+    ) -> Targets:  # fmt: skip
+        """Return targets of the drafts that count [B, S], which predict the tokens after `places` [B, S].
+
+        soft, hard, greedy: weights of the verifier's distribution, the text's token and the verifier's likeliest token.
+        """
+        columns = self.vocabulary.columns_of(gather_places(states.top_ids, places)[counts])
+        log_probs = (
+            gather_places(states.top_logits, places)[counts] - gather_places(states.log_sum, places)[counts][:, None]
+        )
+        shares = log_probs.exp() * (columns >= 0)
+        weights = soft * shares
+        weights[:, 0] += greedy * (columns[:, 0] >= 0)
+        following = (places + 1).clamp(max=batch.tokens.shape[1] - 1)
+        truth = self.vocabulary.columns_of(gather_places(batch.tokens, following)[counts])
+        if hard:
+            columns = torch.cat([columns, truth[:, None]], dim=1)
+            weights = torch.cat([weights, hard * (truth >= 0)[:, None]], dim=1)
+            shares = F.pad(shares, (0, 1))
+        return Targets(columns.clamp(min=0), weights, shares, truth)
 
     def scaled(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [..., n] in the head's type, times the model's scale of logits."""

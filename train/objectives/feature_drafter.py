@@ -27,7 +27,7 @@ from redraft.train.batches import Batch, gather_places
 from redraft.train.draft_columns import DraftColumns
 from redraft.train.linear_loss import Alignment, LinearLoss, linear_cross_entropy
 from redraft.train.objectives.chain_attention import ChainAttention
-from redraft.train.objectives.distillation import Distillation
+from redraft.train.objectives.distillation import Distillation, Targets
 from redraft.train.states import States
 from redraft.train.verifier_model import autocast_of
 
@@ -119,16 +119,15 @@ class FeatureObjective(Distillation):
         for step, predicted in enumerate(self._passes(batch, states, settings.passes, settings.noise)):
             places, real = batch.places(step + 1)
             counts = counts & real
-            found, shares = self._tokens(batch, states, predicted.token, places, counts)
+            found, targets = self._tokens(batch, states, predicted.token, places, counts)
             aligned = found.aligned
             counted = aligned if settings.own_mask else torch.ones_like(aligned)
             number = counted.sum()
             total = number.clamp(min=1)
             distance = self._distance(predicted.feature[counts], gather_places(states.last, places)[counts])[counted]
             losses.append((found.loss + settings.features * distance.sum()) / total)
-            ce = shares.sum(-1) * found.log_sum - (shares * found.chosen).sum(-1)
-            hits = (found.largest == found.chosen[:, 0]) & (shares[:, 0] > 0)
             seen = counts.sum().clamp(min=1)
+            ce, hits = targets.cross_entropy(found), targets.hits(found)
             shares_seen = (ce.sum() / seen, hits.sum() / seen, aligned.sum() / seen)
             metrics.append(torch.stack([distance.sum() / total, *shares_seen, number]).detach())
             counts = counts.masked_scatter(counts, aligned)
@@ -174,31 +173,16 @@ class FeatureObjective(Distillation):
 
     def _tokens(
         self, batch: Batch, states: States, hidden: torch.Tensor, places: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[LinearLoss, torch.Tensor]:
-        """Return the loss of the M tokens of a pass that may count, and probabilities of their targets [M, K].
-
-        A target outside the draft vocabulary has column 0 and probability 0.
-        """
+    ) -> tuple[LinearLoss, Targets]:
+        """Return the loss of the M tokens of a pass that may count, and their targets."""
         settings = self._settings
-        columns = self.vocabulary.columns_of(gather_places(states.top_ids, places)[counts])
-        log_probs = (
-            gather_places(states.top_logits, places)[counts] - gather_places(states.log_sum, places)[counts][:, None]
-        )
-        shares = log_probs.exp() * (columns >= 0)
-        targets = settings.soft * shares
-        targets[:, : settings.top] += settings.top_weight * shares[:, : settings.top]
-        targets[:, 0] += settings.greedy * (columns[:, 0] >= 0)
-        following = (places + 1).clamp(max=batch.tokens.shape[1] - 1)
-        truth = self.vocabulary.columns_of(gather_places(batch.tokens, following)[counts])
-        if settings.hard:
-            columns = torch.cat([columns, truth[:, None]], dim=1)
-            targets = torch.cat([targets, settings.hard * (truth >= 0)[:, None]], dim=1)
-            shares = F.pad(shares, (0, 1))
-        alignment = Alignment(truth, settings.aligned, settings.own_mask) if settings.aligned else None
+        targets = self.targets(batch, states, places, counts, settings.soft, settings.hard, settings.greedy)
+        targets.weights[:, : settings.top] += settings.top_weight * targets.shares[:, : settings.top]
+        alignment = Alignment(targets.truth, settings.aligned, settings.own_mask) if settings.aligned else None
         found = linear_cross_entropy(
-            self.scaled(hidden[counts]), self.head, None, None, columns.clamp(min=0), targets, alignment
+            self.scaled(hidden[counts]), self.head, None, None, targets.columns, targets.weights, alignment
         )
-        return found, shares
+        return found, targets
 
     def _distance(self, found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Return the distance of each of M features, the mean over its numbers, [M]."""

@@ -1,0 +1,63 @@
+"""Medusa in the runtime: one engine call drafts a static tree from the last hidden state.
+
+The heads keep no state. So each call of the verifier overwrites the rows of the call before, and a draft reads the last
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+from redraft import names
+from redraft.engines.device import Array
+from redraft.methods.medusa import METHOD
+from redraft.runtime.drafters.one_call import OneCallDrafter, TreeCall, space_before
+from redraft.runtime.sequence import Sequence
+from redraft.types import Outcome, Tree
+
+
+class MedusaDrafter(OneCallDrafter):
+    """Drafts from the hidden state that gave a sequence's last token."""
+
+    method = METHOD
+
+    def pending(self, batch: Several[Sequence], rows: int, slots: range) -> list[int] | None:
+        """Return 0 for each sequence: no row is kept. Raises UsageError without space for `rows` rows."""
+        space_before(rows)
+        return [0] * len(batch) if any([self._state_of(seq) is not None for seq in batch]) else None
+
+    def prefilled(self, seq: Sequence, slot: int, start: int, tokens: int) -> None:
+        """Note the rows of a chunk."""
+        seq.drafting[self].pending = tokens
+
+    def accept(self, seq: Sequence, tree: Tree, outcome: Outcome) -> None:
+        """Note the rows of the accepted path, the root's included."""
+        seq.drafting[self].pending = 1 + len(outcome.path)
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        return (1,)
+
+    def _width(self, rows: int) -> int:
+        """Return 1: a draft reads one row."""
+        return 1
+
+    def _ready(self, seq: Sequence, slot: int) -> int:
+        """Return the number of the row to read, from 1."""
+        number: int = seq.drafting[self].pending
+        return number
+
+    def _fill(self, call: TreeCall, batch: Several[Sequence], rows: Several[int]) -> None:
+        """Set the row that each sequence reads, and its last token."""
+        self._fill_rows(call, rows, [])[:] = [seq.tokens[-1] for seq in batch]
+
+    def _fill_rows(self, call: TreeCall, rows: Several[int], cache_len: Several[int]) -> Array:
+        """Set the row that each sequence reads. Returns their tokens [B] for the caller to fill."""
+        values = call.host_inputs.open()
+        values[names.NUM_PENDING][:] = [row or 1 for row in rows]
+        if call.stores:
+            values[names.DRAFTED][:] = rows
+        return values[names.TOKENS]
+
+
+DRAFTER = MedusaDrafter

@@ -1,0 +1,40 @@
+"""Medusa's heads by the command line: trained, published, built and used; and trees that they do not cover."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Run, trained_drafter
+
+from redraft.cli import main
+
+
+def test_heads_from_training_to_text(
+    checkpoint: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drafter keeps the measured accuracies. Texts are the verifier's, on the host and over step graphs."""
+    drafter, engines = trained_drafter("medusa", checkpoint, run, tmp_path), tmp_path / "engines"
+    measured = json.loads((tmp_path / "run" / "progress.jsonl").read_text().splitlines()[-1])
+    config = json.loads((drafter / "config.json").read_text())["config"]
+    assert config["rank_accuracies"] == measured["rank_accuracies"]
+    assert [len(shares) for shares in config["rank_accuracies"]] == [10] * 4
+
+    build = ("build", checkpoint, "-o", engines, "--skip-check", "--drafter")
+    assert main.run([*map(str, build), f"{drafter},steps=5"]) == 1
+    line = "the drafter has 4 heads, which draft no tree of 5 levels; build it with at most steps=4"
+    assert line in capsys.readouterr().err
+    built = run(*build, f"{drafter},draft_vocabulary=20,nodes=9")["drafters"]
+    assert built["medusa"]["summary"].endswith("heads, static tree of 9 nodes, 20 of 32 tokens")
+
+    for temperature, ways in ((0, ("medusa",)), (1, ("medusa", "ngram+medusa"))):
+        sampled = ("--temperature", temperature, "--seed", 3, "--max-new-tokens", 24, "--ignore-eos", "--threads", "1")
+        command = ("generate", "--engines", engines, "--prompt", "abc", "--no-verify", *sampled, "--method")
+        found = [
+            run(*command, "none"),
+            *(run(*command, way) for way in ways),
+            run(*command, "medusa", "--device", "cpu"),
+        ]
+        assert len({str(one["token_ids"]) for one in found}) == 1
+        assert found[-1]["metrics"]["num_spec_steps"] > 0

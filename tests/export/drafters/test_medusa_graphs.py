@@ -1,0 +1,267 @@
+"""Medusa's draft graph equals its heads written from the paper, and a static tree that Python walks node by node."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from redraft import names
+from redraft.engines.calls import Calls
+from redraft.engines.lowering import lower_any
+from redraft.engines.manifest import GraphRecord
+from redraft.engines.onnxruntime_device import OnnxRuntimeProgram
+from redraft.errors import CheckpointError, UsageError
+from redraft.export.drafters import graph_file
+from redraft.export.drafters.checkpoint import DrafterCheckpoint, Identity, save_drafter
+from redraft.export.drafters.medusa import MedusaConfig, MedusaHeads
+from redraft.export.drafters.medusa_graphs import EXPORTER, tree_of
+from redraft.methods.medusa import METHOD, MedusaBuild, MedusaShape, best_tree, draft_inputs, draft_outputs
+from redraft.noise_spec import DRAWN
+from tests.engines.sessions import session_of
+from tests.noise import keys_of, noise_rows
+
+from .tiny import HIDDEN, VOCABULARY, Verifier, token_data
+
+ACCURACIES = ((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.4, 0.1, 0.1))
+CONFIG = MedusaConfig(
+    hidden_size=HIDDEN, vocab_size=VOCABULARY, logit_scale=0.6, draft_logit_scale=1.3, heads=3,
+    rank_accuracies=ACCURACIES,
+)  # fmt: skip
+CERTAIN = -(2.0**-20)
+"""Largest log probability of a candidate."""
+POSITION = 21
+"""Of the first drafted token."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a drafter is trained and built. drafted: its tokens."""
+
+    options: MedusaBuild
+    drafted: int = VOCABULARY
+    trained: int = 0
+
+
+CASES = {
+    "whole": Case(MedusaBuild(nodes=12)),
+    "trained": Case(MedusaBuild(nodes=6, steps=2, width=2), 9, 9),
+    "pruned chain": Case(MedusaBuild(width=1, draft_vocabulary=8), 8),
+}
+
+
+def random_heads() -> MedusaHeads:
+    """Heads without zeros, so that every weight counts, as they are stored."""
+    torch.manual_seed(3)
+    module = MedusaHeads(CONFIG).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module.bfloat16().float()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A drafter's exported graph in its folder, the verifier's head for its tokens, and these tokens."""
+
+    folder: Path
+    shape: MedusaShape
+    head: torch.Tensor
+    vocabulary: np.ndarray
+
+
+@pytest.fixture(scope="module", params=CASES)
+def exported(
+    little_verifier: Verifier, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Exported:
+    case, folder = CASES[request.param], tmp_path_factory.mktemp("heads")
+    config, identity = replace(CONFIG, draft_vocab_size=case.trained), Identity.of(little_verifier.checkpoint)
+    data = token_data(config)
+    save_drafter(
+        folder / "drafter", METHOD.id, config, identity, random_heads(), data.counts, {}, data.draft_vocabulary
+    )
+    shutil.copytree(little_verifier.folder, folder / "graphs")
+    opened, options = DrafterCheckpoint.open(folder / "drafter"), replace(case.options, precision="fp32")
+    made = EXPORTER.trained("m", opened, little_verifier.export, identity, folder / "graphs", options)
+    assert made.shape.draft_vocabulary == case.drafted
+    vocabulary = np.arange(VOCABULARY)
+    if case.drafted < VOCABULARY:
+        (ref,) = made.tables
+        vocabulary = np.fromfile(folder / "graphs" / ref.file, np.int64, ref.shape[0], offset=ref.offset)
+    head = load_file(little_verifier.checkpoint.path / "model.safetensors")["lm_head.weight"]
+    return Exported(folder / "graphs", made.shape, head[torch.from_numpy(vocabulary)], vocabulary)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence samples: its logit scale and temperature, its seed, and whether candidates are drawn."""
+
+    scale: float
+    temperature: float = 0.0
+    seed: int = 0
+    drawn: bool = False
+
+    @property
+    def stream(self) -> int:
+        return DRAWN if self.drawn else 0
+
+
+def head_logits(drafter: Exported, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits of every level after a hidden state [n], head by head: W_2 (h + SiLU(W_1 h + b_1)), [N, H]."""
+    module, size = random_heads(), HIDDEN
+    found = []
+    for head in range(drafter.shape.steps):
+        rows = slice(head * size, (head + 1) * size)
+        state = hidden + F.silu(module.heads.weight[rows] @ hidden + module.heads.bias[rows])
+        found.append(drafter.head @ (state * CONFIG.logit_scale))
+    return torch.stack(found)
+
+
+def expected_tree(
+    drafter: Exported, root: int, z: torch.Tensor, drawn: bool
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and joint log probabilities of the static tree over scaled, noisy logits [N, H]."""
+    log_probs, ranked = z.log_softmax(-1), z.argsort(-1, descending=True)
+    nodes = {}
+    for path in drafter.shape.tree:
+        parent = nodes[path[:-1]][1] if len(path) > 1 else 0.0
+        column = int(ranked[len(path) - 1, path[-1]])
+        added = min(float(log_probs[len(path) - 1, column]), CERTAIN)
+        nodes[path] = int(drafter.vocabulary[column]), parent + added
+    order = list(nodes) if drawn else sorted(nodes, key=lambda path: -nodes[path][1])
+    places = {(): 0, **{path: place for place, path in enumerate(order, 1)}}
+    return (
+        [root, *(nodes[path][0] for path in order)],
+        [-1, *(places[path[:-1]] for path in order)],
+        [0.0, *(nodes[path][1] for path in order)],
+    )
+
+
+GREEDY, NOISY, DRAWS = Sampling(1.3), Sampling(0.7, 1.4, seed=1), Sampling(1 / 0.8, 0.8, seed=5, drawn=True)
+
+
+@pytest.mark.parametrize("form", ["portable", "batch"])
+@pytest.mark.parametrize("samplings", [(GREEDY,), (DRAWS,), (GREEDY, NOISY, DRAWS)], ids=["one", "drawn", "three"])
+def test_a_draft_is_the_static_tree_of_the_heads(exported: Exported, form: str, samplings: Sequence[Sampling]) -> None:
+    """Each sequence reads its own row of the pending ones, and has its own scale and noise."""
+    shape, count = exported.shape, len(samplings)
+    record: GraphRecord | None = GraphRecord(graph_file("m", names.DRAFT), draft_inputs(shape), draft_outputs(shape))
+    if form == "batch":
+        record = lower_any(exported.folder, record, "m.draft.batch")
+    assert record is not None
+    calls = Calls(OnnxRuntimeProgram(session_of(exported.folder / record.file), record))
+    if shape.draft_vocabulary < VOCABULARY:
+        calls.bind(names.DRAFT_VOCABULARY, exported.vocabulary)
+    call = calls.prepare(B=count)
+    features = torch.randn(call.inputs[names.PENDING_FEATURES].shape, generator=torch.Generator().manual_seed(4))
+    rows, roots = [7, 1, names.MAX_PENDING_FEATURES][:count], [5, 60, 0][:count]
+    values = {
+        names.PENDING_FEATURES: features.numpy(), names.NUM_PENDING: np.array(rows), names.TOKENS: np.array(roots),
+        names.DRAFT_LOGIT_SCALE: np.array([one.scale for one in samplings], np.float32),
+        names.NOISE_SCALE: np.array([one.temperature for one in samplings], np.float32),
+        names.NOISE_KEYS: np.concatenate([keys_of([one.seed], POSITION, shape.steps, one.stream) for one in samplings]),
+        names.DRAWN: np.array([int(one.drawn) for one in samplings]),
+    }  # fmt: skip
+    for name, array in values.items():
+        call.inputs[name][...] = array
+    call.run()
+    for slot, one in enumerate(samplings):
+        logits = head_logits(exported, features[slot, rows[slot] - 1])
+        np.testing.assert_allclose(call.outputs[names.CHAIN_LOGITS][slot], logits, atol=1e-4)
+        noise = noise_rows(one.seed, POSITION, shape.steps, exported.vocabulary, one.stream)
+        z = (logits + np.float32(one.temperature) * torch.from_numpy(noise)) * one.scale
+        tokens, parents, log_probs = expected_tree(exported, roots[slot], z, one.drawn)
+        assert call.outputs[names.TREE_TOKENS][slot].tolist() == tokens
+        assert call.outputs[names.TREE_PARENTS][slot].tolist() == parents
+        found = call.outputs[names.TREE_LOG_PROBS][slot].tolist()
+        if one.drawn:  # what was drawn decides about no node
+            products = best_tree([shares[: shape.width] for shares in ACCURACIES[: shape.steps]], len(shape.tree))
+            assert all(first > second for first, second in pairwise(found))
+            np.testing.assert_allclose(np.exp(found[1:]), list(products.values()), rtol=1e-4)
+        else:
+            np.testing.assert_allclose(found, log_probs, atol=1e-4)
+
+
+def test_heads_begin_as_the_verifiers_own() -> None:
+    """With W and b of zero, each head reads the hidden state itself."""
+    hidden = torch.randn(2, HIDDEN)
+    assert torch.equal(MedusaHeads(CONFIG)(hidden), hidden[:, None].expand(-1, 3, -1))
+
+
+def all_trees(accuracies: Sequence[Sequence[float]], nodes: int) -> list[frozenset[tuple[int, ...]]]:
+    """Every set of so many nodes that has the parent of each of its nodes."""
+    every = [
+        path
+        for depth in range(1, len(accuracies) + 1)
+        for path in product(*(range(len(shares)) for shares in accuracies[:depth]))
+    ]
+    trees = {frozenset[tuple[int, ...]]()}
+    for _ in range(nodes):
+        trees = {
+            tree | {path}
+            for tree in trees
+            for path in every
+            if path not in tree and (len(path) == 1 or path[:-1] in tree)
+        }
+    return list(trees)
+
+
+@pytest.mark.parametrize("nodes", range(1, 6))
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tree_of_this_size_has_more_expected_tokens(nodes: int, seed: int) -> None:
+    """By enumeration of all trees. Ties and shares of 0 and 1 are among the accuracies."""
+    accuracies = np.random.default_rng(seed).choice([0, 0.1, 0.2, 0.3, 0.5, 0.9, 1], (3, 2)).tolist()
+    ranked = [sorted(shares, reverse=True) for shares in accuracies]
+
+    def promised(tree: frozenset[tuple[int, ...]]) -> float:
+        return sum(np.prod([ranked[depth][rank] for depth, rank in enumerate(path)]) for path in tree)
+
+    found = best_tree(accuracies, nodes)
+    assert len(found) == nodes
+    assert sum(found.values()) == pytest.approx(max(map(promised, all_trees(ranked, nodes))))
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    for place, path in enumerate(found):  # a parent and a better sibling come first
+        before = {(), *list(found)[:place]}
+        assert path[:-1] in before
+        assert path[-1] == 0 or (*path[:-1], path[-1] - 1) in before
+
+
+def test_a_tree_has_no_more_nodes_than_there_are_candidates() -> None:
+    assert list(best_tree([[0.5, 0.2], [0.6]], 99)) == [(0,), (0, 0), (1,), (1, 0)]
+
+
+def test_a_tree_keeps_to_its_options() -> None:
+    found = tree_of(CONFIG, MedusaBuild(nodes=20, steps=2, width=2), VOCABULARY)
+    assert set(found) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "line"),
+    [
+        ({}, {"steps": 4}, "the drafter has 3 heads, which draft no tree of 4 levels; build it with at most steps=3"),
+        ({}, {"width": 4}, "the drafter has accuracies of 3 candidates of a head, not of 4; .* at most width=3"),
+        ({}, {"width": 3, "draft_vocabulary": 2}, "a node cannot have 3 children of 2 tokens; lower width, or raise"),
+        ({"rank_accuracies": ()}, {}, "the drafter has accuracies of 0 heads, expected those of 3; write it again"),
+        ({"heads": 4}, {}, "the drafter has accuracies of 3 heads, expected those of 4"),
+    ],
+)
+def test_trees_that_the_heads_do_not_cover(changed: dict[str, object], options: dict[str, int], line: str) -> None:
+    config, asked = replace(CONFIG, **changed), MedusaBuild(**options)
+    with pytest.raises((CheckpointError, UsageError), match=line):
+        tree_of(config, asked, config.limited(asked.draft_vocabulary))
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match="nodes must be a number from 1 to 255, not 256"):
+        MedusaBuild(nodes=256)
+    with pytest.raises(CheckpointError, match="heads must be a number from 1 to 16, not 17"):
+        replace(CONFIG, heads=17)
+    with pytest.raises(CheckpointError, match="rank_accuracies must be shares from 0 to 1"):
+        replace(CONFIG, rank_accuracies=((1.5,),))
